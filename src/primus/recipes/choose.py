@@ -37,8 +37,8 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
     backend = _pick("backend", choices.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
     if choices.mode not in (None, *modes) and (others := [b for b, m in cells if m == choices.mode]):
-        message = f"backend {backend.value} does not support mode {choices.mode!r} with this recipe"
-        raise InputError(message, where=f"--mode {choices.mode}", hint=f"--backend {' or '.join(others)} supports it")
+        where, names = f"--mode {choices.mode}", " or ".join(others)
+        raise refusal("mode_elsewhere", where, backend=backend.value, mode=choices.mode, names=names)
     mode = _pick("mode", choices.mode, settings, modes, {"backend": backend})
     # A wrong word is named before a machine that lacks the GPU.
     gpu = _gpu(choices, settings)
@@ -64,9 +64,8 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
     offered = {"backend": kinds, "mode": modes, "precision": tuple(chain(*cells.values()))}
     for what, names in offered.items():
         if (default := settings.get(f"default.{what}")) is not None and default.value not in names:
-            message = f"default.{what} is {default.value!r}, which the recipe does not support"
-            hint = f"supports names {', '.join(dict.fromkeys(names))}"
-            raise InputError(message, where=default.origin, hint=hint)
+            supported = ", ".join(dict.fromkeys(names))
+            raise refusal("no_default", default.origin, what=what, value=default.value, names=supported)
 
 
 def _pick(
@@ -95,8 +94,7 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     if not machine.names:
         return Setting(value=CPU, origin="this machine has no GPU")
     if not machine.generation:
-        message = f"the GPUs of this machine cannot be identified: {machine.sentence()}"
-        raise InputError(message, hint="choose the settings with --gpu NAME")
+        raise refusal("unknown_gpus", gpus=machine.sentence())
     return Setting(value=machine.generation, origin="the GPUs of this machine")
 
 
@@ -139,8 +137,8 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
 def among(what: str, word: str, offered: list[str], where: str) -> None:
     """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
     if word not in offered:
-        message = f"there is no {what} {word!r} here" + nearest(word.lower(), offered)
-        raise InputError(message, where=where, hint=f"there are: {', '.join(offered)}")
+        near = nearest(word.lower(), offered)
+        raise refusal("none_here", where, what=what, word=word, nearest=near, offered=", ".join(offered))
 
 
 def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> None:
@@ -151,8 +149,7 @@ def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> N
     """
     where = setting.origin
     if choice not in (names := (*CHOICES, LENGTH) if condition else CHOICES):
-        message = f"there is no choice {choice!r}" + nearest(choice, names)
-        raise InputError(message, where=where, hint=f"choices: {', '.join(names)}")
+        raise refusal("no_choice", where, choice=choice, nearest=nearest(choice, names), names=", ".join(names))
     if isinstance(setting.value, list) and not condition:
         raise InputError(f"{choice} must be one word", where=where)
     for word in setting.value if isinstance(setting.value, list) else [setting.value]:

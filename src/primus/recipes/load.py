@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
-from primus.errors import InputError, PrimusError, nearest
+from primus.errors import InputError, nearest
 from primus.gpus.table import load_table, words_for
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
@@ -60,15 +60,10 @@ def find(name: str, among: Path | None = None) -> Path:
     recipes = names(among)
     if name not in recipes:
         if not recipes:
-            raise no_recipes(among)
+            raise refusal("no_recipes", folder=among)
         hint = f"recipes in {among}: {', '.join(recipes)}"
         raise InputError(f"there is no recipe {name!r}" + nearest(name, recipes), hint=hint)
     return path
-
-
-def no_recipes(among: Path) -> PrimusError:
-    """Return the error for a folder without recipes."""
-    return refusal("no_recipes", folder=among)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +195,7 @@ def _settings(
     for at, value in _leaves(place, {key: value for key, value in data.items() if key not in other}):
         key = ".".join(map(str, at[len(place) :]))
         if key in settings:
-            hint = f"it is also set at {settings[key].origin}"
-            raise InputError(f"duplicate key {key!r}", where=document.where(at), hint=hint)
+            raise refusal("duplicate_key", document.where(at), key=key, origin=settings[key].origin)
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, list | dict):
                 raise InputError(f"{key} must hold plain values only", where=document.origin((*at, index)))

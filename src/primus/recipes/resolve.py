@@ -156,13 +156,8 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
             words.append(f"{key}={expanduser(text)}" if text.startswith("~/") else word)
             continue
         if (before := getattr(choices, key)) is not None:
-            raise refusal(
-                "twice",
-                "command line",
-                key=key,
-                first=f"{key}={str(before).lower() if key == 'proxy' else before}",
-                second=word,
-            )
+            first = f"{key}={str(before).lower() if key == 'proxy' else before}"
+            raise refusal("twice", "command line", key=key, first=first, second=word)
         value: object = text
         if spelling := _SPELLINGS.get(key):
             where = f"command line: {key}"

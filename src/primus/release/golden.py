@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from primus.errors import InputError
 from primus.files import write_file
+from primus.recipes.refusals import refusal
 from primus.schema import read_json
 from primus.training.checks import Verdict, relative_gap
 from primus.versions.lock import LockedFile
@@ -31,8 +32,7 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "create it again with primus validate cpu --suite quick --record-golden"
-        raise InputError("not a file of golden curves", where=str(path), hint=hint) from error
+        raise refusal("no_curves", path) from error
     return cast(dict[str, Any], content)
 
 

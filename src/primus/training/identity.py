@@ -137,8 +137,7 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
         hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
         if never := [field for field in refused if _fixed(field)]:
             hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
-        message = f"the checkpoint belongs to another run: {'; '.join(changes)}"
-        raise InputError(message, where=str(folder), hint=hint)
+        raise refusal("another_run", folder, changes="; ".join(changes), way=hint)
 
 
 def _fixed(field: str) -> bool:

@@ -47,6 +47,15 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     assert str(Path.cwd()) not in text
 
 
+def test_weights_are_fine_tuned_in_place_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = (Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    files, words = [str(tmp_path), f"{tmp_path}/config.json"], ["tokenizer=mock", "--gpu", "mi300x", "--image", "a"]
+    assert main(["launch", "slurm", "finetune", *files, *words, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:{files[1]}"))
+
+
 def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--accept-change", "data_parallel", "--resume-from", "/a/step-5", "--wrap", 'nsys profile -o "a b"', "--force",

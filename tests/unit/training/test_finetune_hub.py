@@ -181,9 +181,8 @@ def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: An
 
 def test_the_folder_of_a_run_is_not_its_written(tmp_path: Path) -> None:
     written(tmp_path / "weights", LLAMA31)
-    with pytest.raises(InputError, match="a folder of a run") as refused:
+    with pytest.raises(InputError, match=rf"(?s)a folder of a run.*→ name {tmp_path}/weights$"):
         backend.check(tmp_path, whole("llama3.1-8b"))
-    assert refused.value.hint == f"name {tmp_path / 'weights'}"
 
 
 def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,10 +116,7 @@ def logged(number: int) -> str:
     return f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A\n"
 
 
-@pytest.mark.parametrize(
-    ("readings", "joules"),
-    [([1000.0, 1400.5, 2000.0], [None, 400.5, 599.5]), ([1000.0, 5.0, None, 7.0], [None] * 4)],
-)
+@pytest.mark.parametrize(("readings", "joules"), table_of("metrics.joules"))
 def test_joules_are_the_difference_between_two_steps(readings: list[float | None], joules: list[float | None]) -> None:
     """A counter that falls or fails gives no figure; each rank prints each step, and only its first line counts."""
     counter, steps = iter(readings), list[tuple[str, float | None]]()

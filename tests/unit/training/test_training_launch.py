@@ -55,9 +55,7 @@ def test_steps_are_in_the_metrics_before_the_run_ends(tmp_path: Path, monkeypatc
     step = "step: {}  loss: {}  grad_norm: 1.0  memory: 1.0GiB(1%)  tps: 9  tflops: 1  mfu: N/A"
     code = f"import time; time.sleep(2)\nfor n in (1, 1, 2, 1, 2, 3): print({step!r}.format(n, n), flush=True)\n"
     monkeypatch.setattr("primus.training.ranks.argv", lambda *_: [sys.executable, "-c", f"{code}time.sleep(60)"])
-    job = Job(name="job", recipe=resolve("llama3-proxy", ["ranks=2"], Choices(gpu="cpu")), output=tmp_path / "job")
-    job.output.mkdir()
-    before: list[int] = []
+    job, before = Job(name="job", recipe=resolve("llama3-proxy", (), Choices(gpu="cpu")), output=tmp_path), list[int]()
 
     def written() -> list[int]:
         file = job.output / "metrics.jsonl"

@@ -67,8 +67,8 @@ def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
 
 def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("".join(line(number, "7.5", "0.5") for number in range(1, 5)))
-    rows = ('{"step": 2, "eval_loss": "0.5"}\n', '{"step": 3, "eval_loss": "nan"}\n', '{"step": 4, "eval_loss": "2"}\n')
-    (tmp_path / "eval.jsonl").write_text("".join(rows))
+    losses = ((2, "0.5"), (3, "nan"), (4, "2"))
+    (tmp_path / "eval.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": "{loss}"}}\n' for n, loss in losses))
     summary = metrics.summarize(logs.read_run(tmp_path), resolve("llama3-proxy"), {})
     assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (2, 0.5, math.exp(0.5))
 
@@ -88,8 +88,7 @@ def test_any_interleaving_of_any_number_of_ranks_is_one_series(
     values: list[tuple[float, float]], ranks: int, order: random.Random
 ) -> None:
     rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
-    each = [*enumerate(rounded, 1)]
-    lines = [line(n, *pair, f"{90 + rank}", f"0.7{rank}") for n, pair in each for rank in range(ranks)]
+    lines = [line(n, *pair, f"{90 + rank}", f"0.7{rank}") for n, pair in enumerate(rounded, 1) for rank in range(ranks)]
     order.shuffle(lines)
     series = logs.read_steps("noise\n".join(lines))
     assert series.problems == ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from primus.cli.image.finetune import tuned
 from primus.cli.image.recipes import resolved
 from primus.cli.image.train import passed_on, recipe_of
 from primus.cli.verb import answer, note, refuse_others
@@ -19,12 +20,19 @@ from primus.gpus.table import load_table
 from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.training import machine
 
 
 def launch(args: argparse.Namespace) -> int:
     """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes."""
     refuse_others(args, "launch", args.system, ("slurm", "k8s"))
+    if args.recipe == "finetune":
+        if args.system == "k8s" or args.gpu is None or len(args.overrides) < 2:
+            raise refusal("no_finetuning")
+        files = [Path(word).absolute() for word in args.overrides[:2]]
+        args.mounts, args.overrides = [*args.mounts, *files], args.overrides[2:]
+        tuned(args, *map(str, files))
     return (_kubernetes if args.system == "k8s" else _slurm)(args)
 
 
@@ -53,8 +61,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         # Options such as --verify-steps are judged by the steps that this sets.
         rated = Plan(recipe=_recipe(args, resolved), rate=args.rate)
         if rated.step_seconds is None:
-            hint = f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node"
-            raise InputError(f"--train-for: no rate is measured for {rated.recipe.name} there", hint=hint)
+            raise refusal("no_rate", name=rated.recipe.name)
         args.steps = int(args.train_for / rated.step_seconds)
         if not args.steps:
             raise InputError(f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate")

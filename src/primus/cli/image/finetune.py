@@ -31,8 +31,14 @@ _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 def finetune(options: argparse.Namespace) -> int:
     """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template."""
-    given = _from_weights(options, options.weights, save_weights="true")
-    options.overrides = [*options.overrides, f"corpus={options.data}"]
+    tuned(options, options.weights, options.data)
+    return train(options)
+
+
+def tuned(options: argparse.Namespace, weights: str, data: str) -> None:
+    """Let ``options`` name the recipe and the settings that fine-tune ``weights`` on ``data``."""
+    given = _from_weights(options, weights, save_weights="true")
+    options.overrides = [*options.overrides, f"corpus={data}"]
     if options.ranks is None and "ranks" not in given and (names := detect().names):
         options.ranks = len(names)
     recipe, batch = _fitting(options)
@@ -40,7 +46,6 @@ def finetune(options: argparse.Namespace) -> int:
         options.overrides = [*options.overrides, f"local_batch={batch}"]
     same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
     note(options, f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}")
-    return train(options)
 
 
 def _from_weights(options: argparse.Namespace, weights: str, **usual: str) -> set[str]:

@@ -21,7 +21,7 @@ from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
-from primus.recipes.load import Entry, entries, folder, names, no_recipes
+from primus.recipes.load import Entry, entries, folder, names
 from primus.recipes.recipe import Recipe
 from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve, runs_on
@@ -71,7 +71,7 @@ def list_recipes(options: argparse.Namespace) -> int:
         if (word := getattr(options, name)) is not None:
             among(name, word, values_of(name), f"--{name} {word}")
     if not names():
-        raise no_recipes(folder())
+        raise refusal("no_recipes", folder=folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     narrowed = options.name or any(getattr(options, name) for name in _CHOICES)
     too_large: list[str] = []

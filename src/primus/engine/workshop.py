@@ -245,15 +245,9 @@ def disk_is_full(log: Path, *places: Path) -> HostError | None:
 
 
 def run_isolated(
-    root: RootFs,
-    argv: Sequence[str],
-    *,
-    inputs: Mapping[str, Path],
-    outputs: Path,
-    env: Mapping[str, str],
-    log: Path,
+    root: RootFs, argv: Sequence[str], *, inputs: Mapping[str, Path], outputs: Path, env: Mapping[str, str], log: Path,
     engine: Engine | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
 
     ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs`` is /out,

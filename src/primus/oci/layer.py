@@ -75,12 +75,9 @@ class _Packer(io.RawIOBase):
 
 
 def write_layer(
-    store: Store,
-    entries: Iterable[Entry],
-    *,
-    advance: Callable[[int], None] = lambda _: None,
+    store: Store, entries: Iterable[Entry], *, advance: Callable[[int], None] = lambda _: None,
     look: Callable[[Iterator[Member]], object] = list,
-) -> Layer:
+) -> Layer:  # fmt: skip
     """Write the entries as a layer blob into the store. ``look`` gets each as it is written, and must take them all.
 
     Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,

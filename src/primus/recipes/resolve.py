@@ -32,23 +32,17 @@ _DECIDING = ("default.", "supports.")
 
 
 def resolve(
-    name: str,
-    overrides: Sequence[str] = (),
-    choices: Choices | None = None,
-    replacing: Sequence[str] = (),
-    among: Path | None = None,
-    *,
-    here: bool = True,
-    memory: float | None = None,
-) -> Recipe:
+    name: str, overrides: Sequence[str] = (), choices: Choices | None = None, replacing: Sequence[str] = (),
+    among: Path | None = None, *, here: bool = True, memory: float | None = None,
+) -> Recipe:  # fmt: skip
     """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
 
     ``overrides`` are ``key=value`` words, one for each key, which may omit the backend's name or be a short name or a
     choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``. ``replacing`` are further ones, which replace those of
     the same key. If the run is not ``here``, files at absolute paths are not looked for.
 
-    Of a list of micro batches, the first whose predicted memory fits is taken, else the last. ``memory`` are the bytes
-    of one GPU if they differ from those of the generation. With weights to fine-tune, the model is that of their
+    Of a list of values, the first whose predicted memory fits is taken, else the last. ``memory`` are the bytes of one
+    GPU if they differ from those of the generation. With weights to fine-tune, the model is that of their
     ``config.json``. Raises InputError with the place of the wrong value.
     """
     path = load.find(name, among).absolute()
@@ -83,8 +77,7 @@ def resolve(
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
     settings.update(overriding)
     _settle_steps(settings, overriding, knows)
-    sizes = _listed(settings, "local_batch", knows)
-    keeping = _listed(settings, "resharding", knows) if "resharding" in knows.keys else []
+    trying = {key: _listed(settings, key, knows) for key in knows.tried}
     _check_keys(settings, source, knows)
     if not chosen["gpu"].origin.startswith("--gpu"):
         # With these choices, the recipe is the same on any machine.
@@ -94,10 +87,10 @@ def resolve(
         precisions=supported(source.settings)[facts["backend"], facts["mode"]], by_path=load.is_path(name),
         files=source.files,
     )  # fmt: skip
-    whole = recipe.find(knows.key("global_batch"), -1)
-    dividing = [size for size in sizes if whole < 1 or whole % (size * recipe.data_parallel) == 0]
-    if dividing:
-        recipe = _with(recipe, "local_batch", dividing[-1])
+    whole, batch = recipe.find(knows.key("global_batch"), -1), knows.keys["local_batch"]
+    trying[batch] = [size for size in trying[batch] if whole < 1 or whole % (size * recipe.data_parallel) == 0]
+    if trying[batch]:
+        recipe = _with(recipe, batch, trying[batch][-1])
     # Files at absolute paths must exist only if the run is here.
     _refuse_first(recipe, (
         partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
@@ -112,19 +105,16 @@ def resolve(
         mixed["proxy"] = Setting(value=False, origin="the full model")
         _refuse_first(replace(recipe, settings=mixed), (lambda r: r.architecture.objections(), published_faults))
     if memory := memory or gpu_bytes(recipe.gpu):
-        for what, values in (("local_batch", dividing), ("resharding", keeping)):
-            every = [_with(recipe, what, value) for value in values]
+        for key, values in trying.items():
+            every = [_with(recipe, key, value) for value in values]
             recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
 def _with_cases(
-    body: Mapping[str, Setting],
-    source: load.Source,
-    facts: Mapping[str, str],
-    overriding: Mapping[str, Setting],
+    body: Mapping[str, Setting], source: load.Source, facts: Mapping[str, str], overriding: Mapping[str, Setting],
     knows: Backend,
-) -> dict[str, Setting]:
+) -> dict[str, Setting]:  # fmt: skip
     """Return ``body``, settings that do not depend on a choice, with those of the cases that hold for ``facts``."""
     settings = dict(body)
     for case in source.cases:
@@ -182,6 +172,8 @@ def _of_weights(
             raise refusal("another_size", theirs.origin, key=key, mine=setting.value, theirs=theirs.value)
     kept = ("model.hf_repo", "model.moe.auxiliary_loss") if name != OTHER else ()
     settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
+    for key, plain in (("compile", False), ("recompute", "full")) if name == OTHER else ():
+        settings[f"{knows.name}.training.{key}"] = Setting(value=plain, origin="a model of no family")
     lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
     return settings | {knows.key("seq_len"): min(lengths, key=lambda length: int(str(length.value)))}
 
@@ -194,24 +186,24 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
         settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
-def _listed(settings: dict[str, Setting], what: str, knows: Backend) -> list[Any]:
+def _listed(settings: dict[str, Setting], key: str, knows: Backend) -> list[Any]:
     """Return the values of a list, of which its last becomes the setting; empty if it is not a list."""
-    key = knows.key(what)
-    setting = settings.get(key)
+    full = f"{knows.name}.{key}"
+    setting = settings.get(full)
     if setting is None or not isinstance(setting.value, list):
         return []
-    rule = schema.backend_rules(knows.name)[knows.keys[what]]
-    values = [v for v in setting.value if not rule.objection(v) and not (isinstance(v, int) and v < 1)]
+    rule = schema.backend_rules(knows.name)[key]
+    values = [v for v in setting.value if not rule.objection(v) and not (type(v) is int and v < 1)]
     if not values or len(values) < len(setting.value):
-        raise refusal("no_list", setting.origin, key=key, value=spell(setting.value))
-    origin = f"{setting.origin}, the first of {', '.join(map(str, values))} that fits"
-    settings[key] = replace(setting, value=values[-1], origin=origin)
+        raise refusal("no_list", setting.origin, key=full, value=spell(setting.value))
+    origin = f"{setting.origin}, the first of {', '.join(map(spell, values))} that fits"
+    settings[full] = replace(setting, value=values[-1], origin=origin)
     return values
 
 
-def _with(recipe: Recipe, what: str, value: Value) -> Recipe:
-    key = recipe.knows.key(what)
-    return replace(recipe, settings={**recipe.settings, key: replace(recipe.settings[key], value=value)})
+def _with(recipe: Recipe, key: str, value: Value) -> Recipe:
+    full = f"{recipe.backend}.{key}"
+    return replace(recipe, settings={**recipe.settings, full: replace(recipe.settings[full], value=value)})
 
 
 def _settle_steps(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:
@@ -284,10 +276,9 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
             raise _unknown(key, setting, rules, knows)
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
-    # What a case or an override replaces has its type, too. Of two settings, a list holds values to try.
-    tried = {knows.key(what) for what in ("local_batch", "resharding") if what in knows.keys}
+    # What a case or an override replaces has its type, too. Of some settings, a list holds values to try.
     for key, setting in chain(source.settings.items(), *(case.settings.items() for case in source.cases)):
-        listed = key in tried and isinstance(setting.value, list)
+        listed = key.removeprefix(head) in knows.tried and isinstance(setting.value, list)
         if key in rules and not listed and (objection := rules[key].objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
     if "epochs" in settings:  # nothing exceeds the steps before they are counted

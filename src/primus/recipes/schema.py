@@ -33,6 +33,7 @@ class Backend:
     degrees: Mapping[str, str]
     owned: Mapping[str, str]
     memory_error: float
+    tried: Sequence[str]
     judged: Sequence[str]
     unmodelled: Sequence[str] = ()
     shard: str = ""

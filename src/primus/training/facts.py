@@ -66,12 +66,9 @@ def _computed(tensor: Any) -> str:
 
 @contextmanager
 def watching(
-    parts: Sequence[Any],
-    linear_types: tuple[type, ...] = (torch.nn.Linear,),
-    *,
-    compiled: bool = False,
+    parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,), *, compiled: bool = False,
     trace: Path | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step called.
 
     ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a

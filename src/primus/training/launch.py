@@ -57,15 +57,10 @@ def clean(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(
-    argv: Sequence[str],
-    *,
-    log: Path,
-    environment: Mapping[str, str],
-    on_line: Callable[[str], None] | None = None,
-    patience: Callable[[], float] = lambda: 0,
-    on_silence: Callable[[int], None] = lambda _launcher: None,
+    argv: Sequence[str], *, log: Path, environment: Mapping[str, str], on_line: Callable[[str], None] | None = None,
+    patience: Callable[[], float] = lambda: 0, on_silence: Callable[[int], None] = lambda _launcher: None,
     hopeless: Callable[[], bool] = lambda: False,
-) -> Ended:
+) -> Ended:  # fmt: skip
     """Run ``argv``, write its output to ``log`` and pass each line to ``on_line``.
 
     SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.

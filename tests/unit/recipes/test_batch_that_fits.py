@@ -25,14 +25,15 @@ def test_the_largest_that_fits_is_taken_and_the_origin_says_so() -> None:
 
 def test_the_memory_of_the_machine_decides_where_it_is_not_that_of_the_generation() -> None:
     smaller = llama(*CUT, memory=88 * 2**30)
-    assert smaller.local_batch == 3
-    assert predict(smaller).peak <= USABLE * 88 * 2**30
+    assert (smaller.local_batch, predict(smaller).peak <= USABLE * 88 * 2**30) == (3, True)
     assert llama(*CUT, memory=1.0).local_batch == 2
 
 
 def test_a_global_batch_must_be_a_multiple_and_a_number_of_the_user_is_taken_as_it_is() -> None:
-    assert llama(*CUT, "training.global_batch_size=12").local_batch == 3
-    assert llama("training.local_batch_size=7").local_batch == 7
+    assert [llama(*CUT, f"training.{word}").local_batch for word in ("global_batch_size=12", "local_batch_size=7")] == [
+        3,
+        7,
+    ]
 
 
 def test_gathered_weights_are_kept_where_they_fit() -> None:
@@ -40,3 +41,9 @@ def test_gathered_weights_are_kept_where_they_fit() -> None:
     recipes = [resolve("deepseek-16b", words, H200) for words in (("ranks=4",), ("ranks=2", "model.layers=8"))]
     assert [recipe.settings[key].value for recipe in recipes] == ["default", "never"]
     assert "the first of never, default that fits" in recipes[0].settings[key].origin
+
+
+def test_fine_tuning_recomputes_only_what_does_not_fit_otherwise() -> None:
+    for ranks, values in ((2, ("none", 3)), (1, ("full", 1))):
+        recipe = resolve("qwen3-8b", [f"ranks={ranks}"], Choices(gpu="h200", backend="finetune", mode="full"))
+        assert (recipe.settings["finetune.training.recompute"].value, recipe.local_batch) == values

@@ -73,8 +73,11 @@ def layer_elements(model: Architecture, *, eight: bool) -> float:
     width, mla, inner = model.hidden_size, model.mla, ffn_width(model)
     # Queries, keys, values and the output. Grouped heads are repeated before attention.
     attention = 2 * model.heads * (model.query_size + model.value_size) + 2 * mla.kv_lora_rank + mla.q_lora_rank
-    # Inputs of products in FP8 are computed again from the tensors before them.
-    return 0.893 * (2 * width + attention + 2 * inner) if eight else 0.987 * (3 * width + attention + 3 * inner)
+    if eight:
+        # Inputs of products in FP8 are computed again from the tensors before them.
+        return 0.893 * (2 * width + attention + 2 * inner)
+    # The compiler keeps tanh, which it does not compute again.
+    return 0.987 * (3 * width + attention + (4 if model.activation == "gelu_tanh" else 3) * inner)
 
 
 def ffn_width(model: Architecture, *, routed: bool = True) -> float:
@@ -192,6 +195,8 @@ class Rules:
             # Adapters need the inputs of layers in the computing precision.
             eight = recipe.precision == "fp8" and trained > 0
             layer = layer_elements(model, eight=eight) * (1 if compiled else FACTORS["eager"])
+            if model.sinks:  # only transformers' eager attention computes them, which keeps its scores
+                layer += FACTORS["scores"] * model.heads * recipe.seq_len
         saved = layers * model.hidden_size + layer * FACTORS["recomputed"] if recomputed else layers * layer
         # Every rank has all weights, in the computing precision.
         whole = "frozen-weights" in chosen(recipe)
@@ -200,7 +205,7 @@ class Rules:
         copies = layouts * copies_in_eight(model) if recipe.precision == "fp8" else 0.0
         chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048)) if model.has_formula else tokens
         # One rank gathers nothing, and reads the rows of a frozen embedding in place.
-        ends = 2 if trained or recipe.world_size > 1 else 1
+        ends = 2 if (trained or recipe.world_size > 1) and not model.tied_embeddings else 1
         stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
         experts = gathered_experts(recipe)
         gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute, experts=experts)

@@ -381,7 +381,7 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     "layer emptied": (inside("0", lambda _: b""), "layer alpha: "),
     "layer of zeros": (inside("0", lambda data: bytes(len(data))), "layer alpha: "),
     "config emptied": (inside("config", lambda _: b""), "config: its bytes are not those of"),
-    "manifest emptied": (inside("manifest", lambda _: b""), "manifest: the registry returns other bytes|does not exist|refuses"),
+    "manifest emptied": (inside("manifest", lambda _: b""), "manifest: the registry returns other bytes|has no image|refuses"),
     "an image as list of documents": (tagged(lambda w: json.loads(w.ready.image.manifest), listing), "signature.*nothing is attached"),
     "a document lost": (lambda w: w.blob(w.there.referrers(w.digest)[0]["digest"]).unlink(), "is listed for the image, but missing"),
     **{

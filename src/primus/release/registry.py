@@ -28,7 +28,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError, did_you_mean
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
 from primus.programs import captured
 from primus.schema import read_json
@@ -176,6 +176,12 @@ class Repository:
                 raise self._odd("tags/list is not a list of tags")
             result |= {tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning)}
         return sorted(result)
+
+    def lacks(self, tag: str) -> InputError:
+        """Return the error for an image that the repository does not have: it names similar tags, or the last ones."""
+        tags = [other for other in self.tags() if not other.startswith("sha256-")]
+        hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
+        return InputError(f"{self.name} has no image {tag}", hint=hint)
 
     def tag(self, tag: str, manifest: bytes) -> None:
         """Set ``tag`` to the manifest, whose blobs must already be in the repository."""

@@ -211,9 +211,7 @@ def _of_store(project: Project, ref: str) -> Side:
 def _of_registry(name: str, tag: str) -> Side:
     registry = Repository(name)
     if (digest := registry.digest(tag)) is None:
-        tags = registry.tags()
-        hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
-        raise InputError(f"{name} has no image {tag}", hint=hint)
+        raise registry.lacks(tag)
     trust = "--tls-verify=false" if plain_http(name) else "--tls-verify=true"
     config = json.loads(skopeo("inspect", "--config", trust, f"docker://{name}@{digest}"))
     rows = json.loads(registry.manifest(digest) or b"{}").get("layers") or ()

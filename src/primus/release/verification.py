@@ -75,7 +75,7 @@ def verify_image(
     there, result = Repository(match["name"]), Verified()
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:
-        raise InputError(f"{reference} does not exist")
+        raise there.lacks(match["digest"] or match["tag"])
     result.digest = match["digest"] or digest_of(manifest)
     if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")

@@ -135,6 +135,8 @@ def _refuse(refuse: Callable[[str], NoReturn], message: str) -> NoReturn:
     match = re.match(r"unrecognized arguments: --([^\s=]+)(?:[\s=]+(\S+))?", message)
     if match and is_setting(key := match[1].replace("-", "_")):
         message += f"\n  → {match[1]} is a setting: write {key}={match[2] or 'VALUE'}"
+    elif match and (other := TEXTS["other options"].get(match[1].replace("_", "-"))):
+        message += f"\n  → write {other}"
     refuse(message)
 
 

@@ -42,7 +42,7 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
         )
         code = run_isolated(
             tiny, ["sh", "-c", script], inputs={"/in": tmp_path / "src"}, outputs=tmp_path / "out",
-            env={"MAX_JOBS": "2"}, log=tmp_path / "build.log",
+            env={"MAX_JOBS": "2"}, log=tmp_path / "build.log", engine=choose(),
         )  # fmt: skip
     finally:
         del os.environ["SECRET_OF_THE_HOST"]
@@ -61,7 +61,7 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
 def test_a_failed_build_shows_its_end(tiny, tmp_path):
     log = tmp_path / "log"
     script = "i=0; while [ $i -lt 100 ]; do echo line $i; i=$((i+1)); done; echo oops >&2; exit 4"
-    code = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path / "out", env={}, log=log)
+    code = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path, env={}, log=log, engine=choose())
     assert code == 4
     assert log_tail(log).splitlines()[-3:] == ["line 99", "oops", f"full log: {log}"]
     assert len(log_tail(log).splitlines()) == 31
@@ -72,7 +72,8 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
     def work(number: int, script: str) -> None:
         place = tmp_path / str(number)
-        codes[number] = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log")
+        log, words = place / "log", ["sh", "-c", script]
+        codes[number] = run_isolated(tiny, words, inputs={}, outputs=place, env={}, log=log, engine=choose())
 
     def all_of(script: str) -> list[threading.Thread]:
         threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]

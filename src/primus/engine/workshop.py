@@ -246,14 +246,13 @@ def disk_is_full(log: Path, *places: Path) -> HostError | None:
 
 def run_isolated(
     root: RootFs, argv: Sequence[str], *, inputs: Mapping[str, Path], outputs: Path, env: Mapping[str, str], log: Path,
-    engine: Engine | None = None,
+    engine: Engine,
 ) -> int:  # fmt: skip
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
 
     ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs`` is /out,
     the only place whose changes are kept. ``env`` adds to the environment of builds and of the image. The output
-    replaces ``log``. ``engine`` None selects one. Raises InputError for an invalid input path, and HostError if the
-    machine cannot isolate the script.
+    replaces ``log``. Raises InputError for an invalid input path, and HostError if the machine cannot isolate it.
     """
     outputs.mkdir(parents=True, exist_ok=True)
     command = Command(
@@ -269,7 +268,7 @@ def run_isolated(
         hostname="build",
     )
     with log.open("wb") as out, Path(os.devnull).open("rb") as nothing:
-        return (engine or choose("auto")).run(root, command, stdin=nothing, stdout=out, stderr=out)
+        return engine.run(root, command, stdin=nothing, stdout=out, stderr=out)
 
 
 def log_tail(log: Path, lines: int = 30) -> str:

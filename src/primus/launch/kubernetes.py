@@ -153,9 +153,8 @@ def _refuse_unseen(recipe: Recipe) -> None:
 
 
 def _kubectl(*words: str, stdin: str) -> None:
-    command = ["kubectl", "--request-timeout=20s", *words]
     try:
-        ended = captured(command, f"kubectl {words[0]}", text=stdin)
+        ended = captured(["kubectl", "--request-timeout=20s", *words], f"kubectl {words[0]}", text=stdin)
     except FileNotFoundError:
         hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
         raise HostError("kubectl is not installed", hint=hint) from None

@@ -26,7 +26,6 @@ from primus.versions.lock import Lock, load as load_lock
 from primus.waits import InUse
 from primus.yamlfile import Document, read
 
-_ALL_RECIPES = "all"
 _TARGET = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 # Pure Python packages come from PyPI in every channel, and every channel uses local folders.
@@ -112,7 +111,7 @@ class Project:
     def _recipes(self, target: Target, document: Document) -> Iterator[str]:
         recipes = _names(self.root / "recipes")
         for index, name in enumerate(target.recipes):
-            if name == _ALL_RECIPES:
+            if name == "all":
                 yield from (other for other in recipes if other not in target.recipes)
             elif recipes and name not in recipes:
                 hint = did_you_mean(name, recipes) or "add it to recipes/"

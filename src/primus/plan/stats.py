@@ -11,7 +11,6 @@ from primus.files import link_fault, path_fault, read_sealed, sha256_of, write_s
 
 # A file may change again within the resolution of its times, so the hash of one that has just changed is not kept.
 _RACY_NS = 50_000_000
-_DIGITS = 64
 _RENAME = "rename it, or leave it out with `include`"
 
 
@@ -34,7 +33,7 @@ class StatIndex:
         status = status or os.stat(path)
         mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         match self._entries.get(path):
-            case [*recorded, str(digest)] if recorded == mark and len(digest) == _DIGITS and self.trusted:
+            case [*recorded, str(digest)] if recorded == mark and len(digest) == 64 and self.trusted:
                 return digest
         now = time.time_ns()
         try:

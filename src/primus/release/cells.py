@@ -1,6 +1,6 @@
 """What a validation trains: cells, each a recipe with one set of choices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,20 +25,18 @@ class Cell(NamedTuple):
 
 def cell_of(recipe: str, gpu: str = CPU) -> Cell:
     """Return the cell of the recipe's defaults, which trains its proxy on ``gpu`` (a generation or ``cpu``)."""
-    short = recipe.rpartition("/")[2].removesuffix(".yaml")
-    return Cell(recipe=recipe, choices=Choices(gpu=gpu, proxy=True), folder=short)
+    return Cell(recipe=recipe, choices=Choices(gpu=gpu, proxy=True), folder=Path(recipe).name.removesuffix(".yaml"))
 
 
 def cells_of(
     recipes: Iterable[str], gpu: str = CPU, precisions: Sequence[str] = (), among: Path | None = None
-) -> tuple[Cell, ...]:
-    """Return the cells of ``recipes``: those of :func:`cell_of` with each backend and mode that a recipe supports.
+) -> Iterator[Cell]:
+    """Yield the cells of ``recipes``: those of :func:`cell_of` with each backend and mode that a recipe supports.
 
     ``among`` is the folder of recipes. With ``precisions``, there is a cell for each of them that the backend supports
     for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or one
     without a cell.
     """
-    cells: list[Cell] = []
     for name in recipes:
         path, default = load.find(name, among), cell_of(name, gpu)
         of_recipe = [
@@ -57,5 +55,4 @@ def cells_of(
                 where=str(path),
                 hint="add a precision that it supports to `trained_in` of the target",
             )
-        cells += of_recipe
-    return tuple(cells)
+        yield from of_recipe

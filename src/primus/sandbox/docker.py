@@ -17,8 +17,7 @@ _PATIENCE_S = 3
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Docker's client. Raises HostError if it is not installed."""
-    program = programs.find("docker")
-    if program is None:
+    if (program := programs.find("docker")) is None:
         raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
     return programs.captured([str(program), *words], f"docker {words[0]}", timeout=timeout)
 

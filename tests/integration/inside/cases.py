@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from primus.training.finetune import models
+from primus.training.finetune import objections
 
 Check = Callable[[str, Path], None]
 
@@ -33,5 +33,5 @@ def try_all(checks: Iterable[tuple[Check, Sequence[str]]]) -> None:
 def here(command: list[str], **_: Any) -> SimpleNamespace:
     """Check weights in this process instead of one of its own, as importing torch each time would take minutes."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        models.main(*command[-2:])
+        objections.main(*command[-2:])
     return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)

@@ -169,9 +169,9 @@ def _cells(
     names = (recipe,) if recipe else target.recipes
     device = CPU if gpu == NO_GPU else gpu
     # The folder from which the image's recipes layer is made; this code may be installed elsewhere.
-    among = resolved.root / "recipes"
+    every = cells_of(names, device, target.trained_in, resolved.root / "recipes")
     if level:
-        return tuple((cell, level) for cell in cells_of(names, device, target.trained_in, among))
+        return tuple((cell, level) for cell in every)
     # One recipe is enough to check that runs repeat and resume. The others only have to train.
-    rest = cells_of(names, device, target.trained_in, among) if target.trained_in and not recipe else ()
+    rest = every if target.trained_in and not recipe else ()
     return (cell_of(names[0], device), "standard"), *((cell, "quick") for cell in rest)

@@ -76,9 +76,9 @@ def check(folder: Path, model: Architecture) -> None:
         _check_headers(folder, architecture(sizes))
     if not importable("transformers"):
         return  # the check of the backend's packages, which comes next, names it
-    command = [sys.executable, "-P", "-m", "primus.training.finetune.models", str(folder), json.dumps(asdict(model))]
+    words = [sys.executable, "-P", "-m", "primus.training.finetune.objections", str(folder), json.dumps(asdict(model))]
     variables = clean(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=variables, capture_output=True, errors="replace", check=False)
+    ended = subprocess.run(words, env=variables, capture_output=True, errors="replace", check=False)
     try:
         objection = json.loads(ended.stdout.splitlines()[-1])
     except (ValueError, IndexError):

@@ -308,8 +308,9 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
         yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
-    if (job.output / "weights").is_dir():
-        yield f"  → {job.output / 'weights'} for transformers{' and PEFT' * (job.recipe.mode == 'lora')}"
+    if (weights := job.output / "weights").is_dir():
+        adapters = (weights / "adapter_config.json").exists()
+        yield f"  → {weights} for transformers{' and PEFT' * adapters}"
 
 
 def report(options: argparse.Namespace) -> int:

@@ -48,7 +48,8 @@ def clean(inherited: Mapping[str, str]) -> dict[str, str]:
 
     A folder ``torchtitan`` or a file ``torch.py`` there would otherwise be trained instead of the installed package.
     """
-    variables = {name: value for name, value in inherited.items() if name not in dropped(inherited)}
+    # transformers reads docstrings, which PYTHONOPTIMIZE=2 removes.
+    variables = {k: value for k, value in inherited.items() if k not in (*dropped(inherited), "PYTHONOPTIMIZE")}
     places = [place for place in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(place).is_absolute()]
     own = str(Path(primus.__file__).parents[1])
     # The current folder stays if this very package was loaded from it.

@@ -260,8 +260,10 @@ def _limited(seconds: float) -> Iterator[None]:
         raise ValueError(f"it has not ended after {seconds:g} s")
 
     before, memory = signal.signal(signal.SIGVTALRM, end), resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_BYTES, memory[1]))
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _MOST_BYTES
+    # A limit that this process has already, such as by ulimit -v, stays.
+    most = min([most, *(limit for limit in memory if limit != resource.RLIM_INFINITY)])
+    resource.setrlimit(resource.RLIMIT_AS, (most, memory[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield

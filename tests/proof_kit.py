@@ -1,13 +1,18 @@
 """What a run leaves, and what the reference writes of a run that it agrees with."""
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primus.recipes.architecture import architecture, shapes
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training import logs, metrics, ranks
+from primus.recipes.weights import model_of
+from primus.training import identity, logs, metrics, ranks
 from primus.training.checks import Verdict
 from primus.training.job import Job
 
@@ -88,3 +93,23 @@ def finished_run(
     lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
     (output / "metrics.jsonl").write_text(lines, encoding="utf-8")
     return output
+
+
+def kept(folder: Path, recipe: Recipe) -> Path:
+    """A complete checkpoint of ``recipe``."""
+    folder.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (folder / name).write_bytes(name.encode() * 100)
+    identity.seal(folder, identity.of(recipe))
+    return folder
+
+
+def sparse_weights(folder: Path) -> None:
+    """Write the headers of all tensors of the folder's config.json, before a hole of their size."""
+    model = {key.removeprefix("model."): setting.value for key, setting in model_of(folder, "llama3").items()}
+    rows, end = {}, 0
+    for name, shape in shapes(architecture(model)).items():
+        rows[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * math.prod(shape)]}
+    head = json.dumps(rows).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    os.truncate(folder / "model.safetensors", 8 + len(head) + end)

@@ -19,9 +19,11 @@ from docs.site.reference import commands as reference
 import gits
 from primus.cli.main import parser_of
 from primus.gpus import detect
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
 from primus.versions.lock import Lock, dumps
 from project_kit import Kit, make_project
-from proof_kit import finished_run
+from proof_kit import finished_run, kept, sparse_weights
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/results/documented-commands.json"
@@ -99,12 +101,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("data/tokenizer", "models/llama-3.1-8b", "models/mine", "weights"):
         shutil.copytree(ROOT / "recipes/assets/tokenizer", root / folder)
         shutil.copy(ROOT / "recipes/published/meta-llama--Llama-3.1-8B.json", root / folder / "config.json")
+        sparse_weights(root / folder)
     (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.S)
     kit.write("my-model.yaml", recipe)
     for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt", "chats.jsonl"):
         kit.write(name, '{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
     for name in ("before", "after", "mine"):
         finished_run(root / "runs" / name)
+    kept(root / "runs/mine/checkpoint/step-10", resolve("llama3.1-8b", (), Choices(gpu="mi300x")))
     kit.write("shared/preflight/node-1.json", kit.primus("preflight", "--quick", "--expect", "0", "--json").out)
     kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
     for name, text in RULES["files"].items():

@@ -86,6 +86,8 @@ def _add(parser: "argparse._ActionsContainer", options: Sequence[Any]) -> None:
 def _add_option(parser: "argparse._ActionsContainer", names: Sequence[str], settings: dict[str, Any]) -> None:
     complete = settings.pop("complete", None)
     limits = {key: settings.pop(key) for key in ("least", "suffix") if key in settings}
+    if not names[0].startswith("-") and "nargs" not in settings:
+        settings.setdefault("type", "text")
     if "type" in settings:
         settings["type"] = partial(_TYPES[settings["type"]], **limits)
     if "choices" in settings:
@@ -187,11 +189,15 @@ def _duration(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def _path(text: str) -> Path:
-    """Parse a path, which must not be empty or contain control characters."""
+def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
-    if re.search(r"[\x00-\x1f\x7f-\x9f]", text):
+    return text
+
+
+def _path(text: str) -> Path:
+    """Parse a path, which must not be empty or contain control characters."""
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", _text(text)):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
     # The shell leaves ~ as it is after =, as in --output=~/runs.
     with suppress(RuntimeError):  # the user has no home
@@ -225,5 +231,6 @@ def _new_file(text: str, suffix: str = "") -> Path:
 
 _TYPES: Mapping[str, Callable[..., Any]] = {
     "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "path": _path,
+    "text": _text,
     **{name: partial(_number, **settings) for name, settings in _DATA["numbers"].items()},
 }  # fmt: skip

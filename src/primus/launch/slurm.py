@@ -60,7 +60,7 @@ class Site:
 
 
 def limit_of(text: str) -> float | None:
-    """Return the seconds of a time limit as Slurm reads it; None for 0, which is no limit, and a text that is none."""
+    """Return the seconds of a time limit as Slurm reads it; None for 0 and words, which are no limit."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, dash, rest = text.rpartition("-")

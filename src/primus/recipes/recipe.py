@@ -19,6 +19,7 @@ from primus.yamlfile import section
 
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
 
 Kind = TypeVar("Kind", str, int, float, bool)
 
@@ -143,12 +144,16 @@ class Recipe:
 
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
-        """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file."""
+        """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file.
+
+        Weights beside a tokenizer are left out, since they are no part of it, and take minutes to read.
+        """
         digests = {}
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
             if root is not None:
-                for file in sorted(path for path in below(root) if path.is_file()) if root.is_dir() else [root]:
+                files = filter(Path.is_file, below(root)) if root.is_dir() else [root]
+                for file in sorted(file for file in files if key != "tokenizer" or file.suffix not in _WEIGHTS):
                     with file.open("rb") as stream:
                         content = hashlib.file_digest(stream, "sha256").hexdigest()
                     hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())

@@ -331,13 +331,15 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
         asset, kind = recipe.asset(name), "a folder" if name == "assets.tokenizer" else "a file or a folder"
         if not re.fullmatch(r"(?!hf:).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)):
             yield name, f"{value} names no data set or model on the hub", "as in hf:OWNER/NAME"
+        if address := re.match(r"\w+://(?:huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)/?$)?", value):
+            hint = f"hf:{address[1]}" if address[1] else "download it, and name the file"
+            yield name, f"{value} is an address, and only files and hf:OWNER/NAME are read", hint
         if asset is not None and not (isdir(asset) or (kind != "a folder" and isfile(asset))):
             yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
     key = f"{recipe.backend}.weights"
     weights = recipe.find(key, "random")
-    if weights == "random" or weights.startswith("hf:") or (weights.startswith("/") and not here):
-        return
-    if not isdir(weights):
+    elsewhere = weights.startswith("hf:") or (weights.startswith("/") and not here)
+    if not (elsewhere or weights == "random" or isdir(weights)):
         yield key, f"there is no folder {weights!r}", "name a folder of safetensors files, hf:OWNER/NAME or random"
 
 

@@ -26,8 +26,9 @@ from primus.yamlfile import section, spell
 
 HUB = "hf:"
 _MODES = ("full", "lora")
-# What the ranks and the checks before them read of a repository on the hub.
-FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
+# What describes a model in a repository on the hub, and what the ranks and the checks before them read.
+_DESCRIBING = ("*.json", "*.jinja", "*.model", "*.txt")
+FILES = ("*.safetensors", *_DESCRIBING)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -49,6 +50,14 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
         why = str(error).strip().partition("\n")[0][:300]
         raise HostError(f"{name} cannot be downloaded: {type(error).__name__}: {why}") from error
     return Path(folder)
+
+
+def folder_of(name: str, *, whole: bool) -> Path:
+    """Return the folder of weights ``name``. Those of the hub lack the tensors, unless ``whole`` or of no family."""
+    if not name.startswith(HUB):
+        return Path(name)
+    folder = downloaded(name, *_DESCRIBING)
+    return downloaded(name, *FILES) if whole or other_family(folder) else folder
 
 
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -115,6 +124,12 @@ def fitting_families(kind: str) -> list[str]:
     """Return the families with which weights of transformers' ``model_type`` are fine-tuned."""
     tuning = {name for name, backend in backends().items() if set(_MODES) <= set(backend.modes)}
     return [name for name in families_of(kind) if tuning & set(family(name).backends)] or [OTHER]
+
+
+def other_family(folder: Path) -> dict[str, str]:
+    """Return the setting with which weights of no family are fine-tuned; empty for all others."""
+    fitting = fitting_families(config_of(folder)[1]["model_type"])
+    return {"model.family": OTHER} if fitting == [OTHER] else {}
 
 
 def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:

@@ -16,6 +16,7 @@ import json
 import lzma
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from glob import escape
 from itertools import chain, groupby
@@ -137,10 +138,7 @@ def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
     names = {file: _split_in(file.name) for file in files}
     if not any(names.values()):
         names = {file: next(filter(None, map(_split_in, file.relative_to(root).parts[:-1])), None) for file in files}
-    splits: dict[str | None, list[Path]] = {}
-    for file, split in names.items():
-        splits.setdefault(split, []).append(file)
-    return splits
+    return {split: [file for file in files if names[file] == split] for split in {*names.values()}}
 
 
 def _split_in(name: str) -> str | None:
@@ -204,10 +202,8 @@ def _open(file: Path, head: bytes) -> IO[bytes]:
         from pyarrow import input_stream
 
         return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)
-    for magic, opener in _OPENERS.items():
-        if head.startswith(magic):
-            return opener(file, "rb")  # type: ignore[no-any-return, operator]
-    return file.open("rb")
+    opener: Any = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), open)
+    return opener(file, "rb")  # type: ignore[no-any-return]
 
 
 def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
@@ -385,14 +381,7 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
         raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
     if all(_TABLE["senders"].get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
-        value = [
-            {
-                "role": _TABLE["senders"][turn["from"]],
-                "content": turn["value"],
-                **{k: turn[k] for k in WEIGHTS if k in turn},
-            }
-            for turn in value
-        ]
+        value = [{**turn, "role": _TABLE["senders"][turn["from"]], "content": turn["value"]} for turn in value]
     for turn in value:
         calls = [*(turn.get("tool_calls") or ()), *filter(None, [turn.get("function_call")])]
         whole = all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls)
@@ -409,11 +398,8 @@ def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, wh
             messages, first = [begin, *messages], first + bool(first)
         elif messages[0]["content"] != system:
             raise InputError("the column 'system' differs from the chat's own system message", where=where)
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise InputError("expected a JSON list in 'tools'", where=where) from None
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
     if options is not None and not isinstance(options, Mapping):

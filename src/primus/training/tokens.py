@@ -54,25 +54,22 @@ def without_torch() -> None:
     """
     here, own = Path.cwd(), Path(primus.__file__).parents[1]
     sys.path[:] = [place for place in sys.path if Path(place).resolve() != here or Path(place) == own]
-    if "torch" not in sys.modules:
-        try:
-            import transformers.utils
-        except ImportError as error:
-            raise refusal("no_transformers", error=first_line(error)) from None
-        for module in (transformers.utils, transformers.utils.import_utils):
-            module.is_torch_available = lambda: False
+    try:
+        import transformers.utils
+    except ImportError as error:
+        raise refusal("no_transformers", error=first_line(error)) from None
+    for module in (transformers.utils, transformers.utils.import_utils) if "torch" not in sys.modules else ():
+        module.is_torch_available = lambda: False
 
 
 class Encoder:
     """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it. Raises InputError if it does not."""
 
     def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        try:
-            from transformers import AutoTokenizer
-            from transformers.utils import logging
-        except ImportError as error:
-            raise refusal("no_transformers", error=first_line(error)) from None
         logging.set_verbosity_error()
         self.name = name
         folder = corpora.tokenizer_folder(name)
@@ -92,8 +89,8 @@ class Encoder:
             raise refusal("dropout", f"{name}/tokenizer.json: model.dropout")
         self._arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         # Some tokenizers have a BOS token, and say that text does not begin with it.
-        begins = json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is not False
-        self.begin: int | None = self.tokenizer.bos_token_id if begins else None
+        begins = json_if_readable(folder / "tokenizer_config.json").get("add_bos_token")
+        self.begin: int | None = None if begins is False else self.tokenizer.bos_token_id
         self.end: int | None = self.tokenizer.eos_token_id
         for file in ("config.json", "generation_config.json"):
             number = json_if_readable(folder / file).get("eos_token_id")

@@ -150,7 +150,7 @@ def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str
 def test_a_missing_recipe_alone_is_called_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit"])
-    assert "required: RECIPE\n" in capsys.readouterr().err
+    assert "required: RECIPE|WEIGHTS\n" in capsys.readouterr().err
 
 
 def test_a_clock_that_python_cannot_read_is_a_sentence(

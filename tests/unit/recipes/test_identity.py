@@ -18,6 +18,7 @@ from primus.recipes.setting import Choices
 from primus.recipes.tensors import header
 from primus.training import identity
 from primus.training.job import step_of, steps
+from proof_kit import kept
 from tables import table_of
 
 CELLS = [
@@ -29,15 +30,6 @@ CELLS = [
 
 def proxy(*words: str, backend: str = "fsdp", mode: str = "pretrain", name: str = "llama3.1-8b") -> Recipe:
     return resolve(name, words, Choices(backend=backend, mode=mode, gpu="cpu", proxy=True))
-
-
-def kept(folder: Path, recipe: Recipe) -> Path:
-    """A complete checkpoint of ``recipe``."""
-    folder.mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        (folder / name).write_bytes(name.encode() * 100)
-    identity.seal(folder, identity.of(recipe))
-    return folder
 
 
 def rewrite(folder: Path, **changed: object) -> None:

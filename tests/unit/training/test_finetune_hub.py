@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes import weights
 from primus.recipes.architecture import Architecture, architecture, size
@@ -52,14 +51,6 @@ def written(folder: Path, config: object) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     tensors(folder)
     return folder
-
-
-def indexed(folder: Path, *names: str) -> Path:
-    """Replace the only file by an index of files."""
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
-    return index
 
 
 def model(folder: Path, family: str = "llama3") -> Architecture:
@@ -150,49 +141,6 @@ def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
         backend.check_weights(lora)
 
 
-def pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "have no config.json"),
-        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "LoRA adapters, not a whole"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read, or is not JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a mapping"),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read, or is not"),
-        (lambda folder: pipe(folder / "config.json"), "this is not a regular file"),
-        (lambda folder: pipe(folder / "model.safetensors"), "this is not a regular file"),
-        (lambda folder: pipe(indexed(folder)), "this is not a regular file"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
-        (lambda folder: indexed(folder, "../model.safetensors"), "the weights lack ../model.safetensors"),
-        (indexed, "an index that names no file"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no safetensors files"),
-    ],
-)
-def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: Any, said: str) -> None:
-    folder = written(tmp_path / "w", LLAMA31)
-    spoil(folder)
-    with pytest.raises(InputError, match=said):
-        backend.check(folder, whole("llama3.1-8b"))
-
-
-def test_the_folder_of_a_run_is_not_its_written(tmp_path: Path) -> None:
-    written(tmp_path / "weights", LLAMA31)
-    with pytest.raises(InputError, match=rf"(?s)a folder of a run.*→ name {tmp_path}/weights$"):
-        backend.check(tmp_path, whole("llama3.1-8b"))
-
-
-def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "llama3.1-8b", "--backend", "finetune", "--mode", "full", "--gpu", "cpu", "--proxy"]
-    assert main([*words, f"weights={tmp_path}/absent"]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-    assert main([*words, f"weights={written(tmp_path / 'w', {**LLAMA31, 'quantization_config': {}})}"]) == 2
-    assert "quantization_config" in capsys.readouterr().err
-
-
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
     config = {
         "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
@@ -205,6 +153,7 @@ def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
     check(written(tmp_path / "dev", config))
     with pytest.raises(InputError, match=r"model.dit.guidance is True, the weights have False"):
         check(written(tmp_path / "schnell", {**config, "guidance_embeds": False}))
-    pipe(tmp_path / "dev/config.json")
+    (tmp_path / "dev/config.json").unlink()
+    os.mkfifo(tmp_path / "dev/config.json")
     with pytest.raises(InputError, match="this is not a regular file"):
         check(tmp_path / "dev")

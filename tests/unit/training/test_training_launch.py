@@ -16,6 +16,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import failure, launch, start
 from primus.training.job import Job
+from proof_kit import kept
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -263,13 +264,13 @@ def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFix
 
 
 def test_a_finished_checkpoint_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    kept = tmp_path / "run" / "checkpoint" / "step-20"
-    kept.mkdir(parents=True)
-    (kept / ".metadata").touch()
+    checkpoint = kept(tmp_path / "run/checkpoint/step-20", resolve("llama3-proxy"))
     assert main(["train", "llama3-proxy", "--resume-from", str(tmp_path / "run"), "--dry-run"]) == 2
     assert "already at step 20 of 20" in capsys.readouterr().err
-    assert main(["train", "llama3-proxy", "--resume-from", str(kept), "--steps", "30", "--dry-run"]) == 0
+    assert main(["train", "llama3-proxy", "--resume-from", str(checkpoint), "--steps", "30", "--dry-run"]) == 0
     assert "steps 21–30" in capsys.readouterr().out
+    assert main(["train", "llama3-proxy", "--resume-from", str(checkpoint), "--steps=30", "--dry-run", "seed=9"]) == 2
+    assert "the checkpoint belongs to another run: seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["", ".", "here", ":", "{cwd}", "{cwd}:/other", "sub/..:{cwd}/"])

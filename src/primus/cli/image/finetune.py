@@ -1,29 +1,24 @@
 """Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be trained."""
 
 import argparse
-import contextlib
 import re
 import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus.cli.image.recipes import resolved
+from primus.cli.image.recipes import names_weights, of_name, of_weights
 from primus.cli.image.train import newest_checkpoint, train
 from primus.cli.verb import answer, note
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
-from primus.recipes.recipe import MOCK, Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
-from primus.recipes.weights import FILES, HUB, config_of, downloaded, fitting_families, nearest_recipe
+from primus.recipes.recipe import MOCK
 from primus.terminal import Screen
-from primus.training import machine, tokens
+from primus.training import tokens
 from primus.training.backend import backend_of
 from primus.training.corpus import corpus_of
 from primus.turbo.optimizations import importable
 
-# A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
-_LARGEST = 8
 # Documents that are shown, and tokens of each.
 _SAMPLES, _SHOWN = 5, 2000
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
@@ -37,70 +32,17 @@ def finetune(options: argparse.Namespace) -> int:
 
 def tuned(options: argparse.Namespace, weights: str, data: str) -> None:
     """Let ``options`` name the recipe and the settings that fine-tune ``weights`` on ``data``."""
-    given = _from_weights(options, weights, save_weights="true")
     options.overrides = [*options.overrides, f"corpus={data}"]
-    if options.ranks is None and "ranks" not in given and (names := detect().names):
-        options.ranks = len(names)
-    recipe, batch = _fitting(options)
-    if batch and not given & {"local_batch", "training.micro_batch_size"}:
-        options.overrides = [*options.overrides, f"local_batch={batch}"]
+    recipe = of_weights(options, weights, save_weights="true")
     same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
     note(options, f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}")
 
 
-def _from_weights(options: argparse.Namespace, weights: str, **usual: str) -> set[str]:
-    """Let ``options`` name the nearest recipe, and override it by the weights' model and tokenizer and by ``usual``.
-
-    Returns the keys that the user overrides, without ``assets.``.
-    """
-    folder = downloaded(weights, *FILES) if weights.startswith(HUB) else Path(weights)
-    for choice in ("backend", "mode"):  # they may be written like settings
-        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
-        if words and getattr(options, choice) is None:
-            setattr(options, choice, words[0].partition("=")[2])
-            options.overrides = [word for word in options.overrides if word != words[0]]
-    nearest = nearest_recipe(folder, options.mode)
-    if options.backend not in (None, nearest.backend):
-        raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
-    options.backend, options.recipe = nearest.backend, nearest.recipe
-    keys = [word.partition("=")[0].removeprefix(f"{nearest.backend}.") for word in options.overrides]
-    given = {key.removeprefix("assets.") for key in keys}
-    if "tokenizer" not in given and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
-        raise InputError(f"{folder} has no tokenizer", hint="copy it from the weights' source, or tokenizer=FOLDER")
-    usual = {"weights": str(folder), "tokenizer": str(folder)} | usual
-    if nearest.architecture.family not in (fitting := fitting_families(config_of(folder)[1]["model_type"])):
-        usual["model.family"] = fitting[0]
-    options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in given)]
-    return given
-
-
-def _fitting(options: argparse.Namespace) -> tuple[Recipe, int]:
-    if options.mode is None:
-        options.mode = "full"
-        with contextlib.suppress(InputError):  # some recipes have LoRA only
-            recipe = resolved(options)
-            if batch := _batch(recipe):
-                return recipe, batch
-        options.mode = "lora"
-    recipe = resolved(options)
-    return recipe, _batch(recipe)
-
-
-def _batch(recipe: Recipe) -> int:
-    if (memory := gpu_bytes(recipe.gpu)) is not None:
-        return min(largest_batch(recipe, USABLE * memory), _LARGEST)
-    there = machine.host_bytes()
-    needed = predict(recipe).states * recipe.get("ranks", int)
-    return recipe.local_batch if not there or needed <= there else 0
-
-
 def data(options: argparse.Namespace) -> int:
     """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask."""
-    if options.recipe.startswith(HUB) or Path(options.recipe).is_dir():
-        _from_weights(options, options.recipe)
-    elif not (options.gpu or options.proxy or detect().names):
+    if not (options.gpu or options.proxy or names_weights(options.recipe) or detect().names):
         options.gpu = "mi300x"  # what is read depends on no GPU
-    recipe = resolved(options)
+    recipe = of_name(options)
     if (corpus := corpus_of(recipe)).name == MOCK or recipe.architecture.family == "flux":
         raise InputError("there is no text to report", hint="corpus=FILE names a file, a folder or hf:OWNER/NAME")
     backend_of(recipe).check_data(recipe)

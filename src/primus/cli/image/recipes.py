@@ -8,6 +8,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import chain, groupby, product
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import primus.recipes
 from primus.cli.verb import TEXTS, answer
 from primus.errors import InputError
+from primus.gpus.detect import detect
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
@@ -28,9 +30,10 @@ from primus.recipes.resolve import resolve, runs_on
 from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES, Choices
-from primus.recipes.weights import another_model, origin_of_sizes
+from primus.recipes.weights import HUB, another_model, folder_of, nearest_recipe, origin_of_sizes, other_family
 from primus.system.host import Host
 from primus.terminal import Screen, Styled, counted
+from primus.training import machine
 from primus.training.metrics import of_recipe_unit
 from primus.turbo.optimizations import OFF, chosen, optimizations, reasons as optimization_reasons, requested
 from primus.yamlfile import read_values, spell
@@ -40,6 +43,8 @@ _SIZES = ("world_size", "local_batch", "global_batch", "accumulation", "seq_len"
 _WIDTH = 110
 _TOP = "what and where"
 _GIB = 2**30
+# A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
+_LARGEST = 8
 _MOST_NODES = 4096
 _DEGREES = (1, 2, 4, 8, 16)
 
@@ -63,6 +68,58 @@ def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | 
     recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here, memory=memory)
     chosen(recipe)  # refuses names that are none
     return recipe
+
+
+def names_weights(name: str) -> bool:
+    """Whether ``name`` is a folder of weights, or one on the hub, and not a recipe."""
+    return name.startswith(HUB) or (Path(name).is_dir() and name not in names())
+
+
+def of_name(options: argparse.Namespace) -> Recipe:
+    """Resolve the recipe that the options ask for, or the one that fine-tunes the weights that they name."""
+    return of_weights(options, options.recipe) if names_weights(options.recipe) else resolved(options)
+
+
+def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
+    """Let ``options`` name the nearest recipe with the model and tokenizer of the weights ``name``; return it resolved.
+
+    Unless the user sets them, mode, ranks and micro batch are those that fit, and ``usual`` are further settings.
+    """
+    folder = folder_of(name, whole=bool(usual))
+    for choice in ("backend", "mode"):  # they may be written like settings
+        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
+        if words and getattr(options, choice) is None:
+            setattr(options, choice, words[0].partition("=")[2])
+            options.overrides = [word for word in options.overrides if word != words[0]]
+    nearest = nearest_recipe(folder, options.mode)
+    if options.backend not in (None, nearest.backend):
+        raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
+    options.backend, options.recipe = nearest.backend, nearest.recipe
+    typed = {re.sub(rf"^({nearest.backend}|assets)\.|=.*", "", word) for word in options.overrides}
+    if "tokenizer" not in typed and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
+        raise InputError(f"{folder} has no tokenizer", hint="copy it from the weights' source, or tokenizer=FOLDER")
+    usual = {"weights": str(folder), "tokenizer": str(folder)} | other_family(folder) | usual
+    options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in typed)]
+    if options.ranks is None and "ranks" not in typed and (gpus := detect().names):
+        options.ranks = len(gpus)
+    if options.mode is None:
+        options.mode, batch = "full", 0
+        with suppress(InputError):  # some recipes have LoRA only
+            batch = _batch(resolved(options))
+        options.mode = "full" if batch else "lora"
+    recipe = resolved(options)
+    if (batch := _batch(recipe)) and not typed & {"local_batch", "training.micro_batch_size"}:
+        options.overrides = [*options.overrides, f"local_batch={batch}"]
+        recipe = resolved(options)
+    return recipe
+
+
+def _batch(recipe: Recipe) -> int:
+    if (memory := gpu_bytes(recipe.gpu)) is not None:
+        return min(largest_batch(recipe, USABLE * memory), _LARGEST)
+    there = machine.host_bytes()
+    needed = predict(recipe).states * recipe.get("ranks", int)
+    return recipe.local_batch if not there or needed <= there else 0
 
 
 def list_recipes(options: argparse.Namespace) -> int:
@@ -92,13 +149,13 @@ def list_recipes(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace) -> int:
     """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why."""
-    recipe = resolved(options)
+    recipe = of_name(options)
     return answer(options, _document(recipe), _lines(recipe, Screen.of()))
 
 
 def fit(options: argparse.Namespace) -> int:
     """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits."""
-    recipe = resolved(options)
+    recipe = of_name(options)
     total = gpu_bytes(recipe.gpu)
     if total is None:
         raise InputError(f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x")

@@ -69,13 +69,13 @@ def _run(options: argparse.Namespace) -> int:
     )
     if job.first_step > job.last_step:
         raise refusal("last_step", path=checkpoint, step=job.first_step - 1, steps=job.last_step)
-    if options.dry_run:
-        print(ranks.job_file(job) if options.json else _plan(job), end="")
-        return 0
     if checkpoint:
         identity.check(checkpoint, recipe, [field for word in options.accept_change for field in word.split(",")])
     backend_of(recipe).check_weights(recipe)
     backend_of(recipe).check_data(recipe)
+    if options.dry_run:
+        print(ranks.job_file(job) if options.json else _plan(job), end="")
+        return 0
     machine.check(recipe, force=options.force, memory=memory)
     start.check_backend(job)
     if not options.no_preflight:

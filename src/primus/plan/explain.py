@@ -119,9 +119,7 @@ def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob] = MappingP
         blob = layer.blob if layer else cached.get(action.key)
         rows.append(
             {
-                "name": action.name,
-                "kind": action.kind,
-                "key": action.key,
+                **{name: getattr(action, name) for name in ("name", "kind", "key")},
                 "do": "reuse" if layer else "download" if blob else "build",
                 "bytes": blob.size if blob else _source_bytes(action),
                 "digest": blob.digest if blob else None,

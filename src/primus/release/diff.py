@@ -230,14 +230,10 @@ def legend(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:
-    kinds = Counter(change.kind for change in changes)
-    parts = [
-        (kinds["changed"], "changed"),
-        (kinds["added"], "only on the new side"),
-        (kinds["removed"], "only on the old side"),
-        (same, "the same"),
-    ]
-    return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
+    kinds = Counter[str](change.kind for change in changes)
+    words = {"changed": "changed", "added": "only on the new side", "removed": "only on the old side"}
+    parts = [*((kinds[kind], text) for kind, text in words.items()), (same, "the same")]
+    return ", ".join(f"{count} {text}" for count, text in parts if count) or "none is named"
 
 
 def escaped_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:

@@ -4,29 +4,33 @@ vulnerabilities: OSV data against a bill of materials, with accepted ones, and O
 https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's entries are about source packages.
 """
 
-import itertools
 import json
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 from debian.debian_support import NativeVersion
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from primus.errors import CheckFailed, InputError
 from primus.recipes.refusals import refusal
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document
 from primus.schema import build
-from primus.terminal import some
+from primus.terminal import counted, some
+from primus.versions.lock import normalised
 from primus.yamlfile import read
 
 # Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
 _SECONDS_OF_RUN = 19
+_LONGEST = 120
+_UNMENDED = "no version is known to mend it"
 _SOURCE = re.compile(r"source package (\S+) (\S+)")
 
 
@@ -209,121 +213,129 @@ class Vulnerability:
     def sentence(self, today: date) -> str:
         """Return what it is, and what to do."""
         names = ", ".join((self.id, *self.aliases[:1]))
-        mended = f"{self.fixed} mends it" if self.fixed else "no version mends it"
+        mended = f"{self.fixed} mends it" if self.fixed else _UNMENDED
         late = ""
         if self.accepted:
             until = f"accepted until {self.accepted.review}"
             late = f"; it was {until}: review it" if self.is_open(today) else f"; {until}: {self.accepted.reason}"
-        return f"{self.package} {self.version}: {names}: {self.summary or 'no summary'} ({mended}){late}"
+        return f"{self.package} {self.version}: {names}: {self.summary} ({mended}){late}"
 
 
-def load_accepted(path: Path | None) -> tuple[Accepted, ...]:
+def load_accepted(path: Path | str | None) -> tuple[Accepted, ...]:
     """Read a file of accepted vulnerabilities. Raises InputError."""
-    return build(_List, read(path)).accepted if path else ()
+    return build(_List, read(Path(path))).accepted if path else ()
 
 
-def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> list[Vulnerability]:
-    """Return the vulnerabilities in ``osv`` (a file, a folder or a zip archive) of the packages in an SPDX document.
+def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> tuple[list[Vulnerability], list[str]]:
+    """Return the vulnerabilities in ``osv`` (a file, a folder or a zip archive) of the packages in an SPDX document,
+    and a sentence for each ecosystem of its packages that no entry is about.
 
     What only a build needed is left out. Raises InputError if the data cannot be read.
     """
-    packages: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
-    release = ""
-    for name, ecosystem, version, package, purl in _packages(bill):
-        packages.setdefault((ecosystem, name), []).append((version, package, purl))
-        if package == "base-files":
-            release = f"Debian:{version.partition('.')[0]}"
-    findings = []
-    for entry in _entries(osv):
-        for affected in _rows(entry, release) if "withdrawn" not in entry else ():
-            about = affected.get("package", {})
-            ecosystem = str(about.get("ecosystem", "")).partition(":")[0]
-            for version, package, purl in packages.get((ecosystem, str(about.get("name", "")).lower()), ()):
-                if (fixed := _affects(affected, ecosystem, version)) is None:
-                    continue
-                # Debian's entries name a CVE as alias and as upstream.
-                aliases = tuple(dict.fromkeys((*entry.get("aliases", ()), *entry.get("upstream", ()))))
-                names = {entry["id"], *aliases}
-                matching = (rule for rule in accepted if rule.id in names and rule.package in ("", package))
-                findings.append(
-                    Vulnerability(
-                        id=entry["id"], aliases=aliases, summary=entry.get("summary", ""), package=package,
-                        version=version, purl=purl, fixed=fixed, accepted=next(matching, None),
-                    )
-                )  # fmt: skip
-    return sorted(set(findings), key=lambda finding: (finding.package, finding.id))
+    packages: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    release, unseen = "", Counter[str]()
+    for ecosystem, name, place in _packages(bill):
+        unseen[ecosystem] += 1
+        packages.setdefault((ecosystem, name), []).append(place)
+        if name == "base-files":
+            release = place["version"].partition(".")[0]
+    findings: set[Vulnerability] = set()
+    for where, entry in _entries(osv):
+        try:
+            for affected in () if entry.get("withdrawn") else entry.get("affected") or ():
+                # Records about commits alone name no package.
+                about = {"ecosystem": "", "name": "", **(affected.get("package") or {})}
+                ecosystem, _, of = about["ecosystem"].partition(":")
+                unseen.pop(ecosystem, None)
+                name = normalised(about["name"]) if ecosystem == "PyPI" else about["name"]
+                # Debian's entries have a row for each of its releases that has the vulnerability.
+                elsewhere = release and of not in ("", release)
+                for place in () if elsewhere else packages.get((ecosystem, name), ()):
+                    if (fixed := _affects(affected, ecosystem, place["version"])) is not None:
+                        findings.add(_finding(entry, place, fixed, accepted))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError("not an OSV entry", where=where) from None
+    missing = (f"no entry is about {name}: {counted(n, 'package')} not looked up" for name, n in unseen.items())
+    return sorted(findings, key=lambda finding: (finding.package, finding.id)), [*missing]
 
 
-def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
+def _finding(entry: Mapping[str, Any], place: Any, fixed: str, accepted: Sequence[Accepted]) -> Vulnerability:
+    # Debian's entries name their CVE as upstream. An advisory for several is none of them.
+    upstream = entry.get("upstream") or ()
+    names = (entry["id"], *(entry.get("aliases") or ()), *(upstream if len(upstream) == 1 else ()))
+    name, *aliases = dict.fromkeys(map(str, names))
+    summary = shorten(entry.get("summary") or entry.get("details") or "no summary", _LONGEST, placeholder=" …")
+    rule = next((r for r in accepted if r.id in names and r.package in ("", place["package"])), None)
+    return Vulnerability(id=name, aliases=tuple(aliases), summary=summary, fixed=fixed, accepted=rule, **place)
+
+
+def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     try:
         tools = {r["spdxElementId"] for r in bill["relationships"] if r["relationshipType"] == "BUILD_TOOL_OF"}
         for package in bill["packages"]:
             purl = next((r["referenceLocator"] for r in package.get("externalRefs", ())), "")
+            place = {"package": package["name"], "version": package["versionInfo"], "purl": purl}
             if purl.startswith("pkg:pypi/") and package["SPDXID"] not in tools:
-                yield package["name"], "PyPI", package["versionInfo"], package["name"], purl
+                yield "PyPI", normalised(package["name"]), place
             if purl.startswith("pkg:deb/") and package["SPDXID"] not in tools:
                 source = _SOURCE.fullmatch(package.get("sourceInfo", ""))
                 name, version = source.groups() if source else (package["name"], package["versionInfo"])
-                yield name, "Debian", version, package["name"], purl
+                yield "Debian", name, {**place, "version": version}
     except (KeyError, TypeError, AttributeError):
         raise refusal("no_bill", why="") from None
 
 
-def _entries(osv: Path) -> Iterator[dict[str, Any]]:
+def _entries(osv: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each entry with the name of its file."""
+    name = ""
     try:
-        if osv.suffix == ".zip":
-            with zipfile.ZipFile(osv) as archive:
-                texts = [(name, archive.read(name)) for name in archive.namelist() if name.endswith(".json")]
-        else:
-            paths = sorted(osv.rglob("*.json")) if osv.is_dir() else [osv]
-            texts = [(str(path), path.read_bytes()) for path in paths]
+        for name, text in _texts(osv):
+            content = json.loads(text)
+            yield from ((name, entry) for entry in (content if isinstance(content, list) else [content]))
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(f"OSV data cannot be read: {error}", where=str(osv)) from None
-    if not texts:
+    except (ValueError, RecursionError):
+        raise InputError("not an OSV entry", where=name) from None
+    if not name:
         raise InputError("no OSV data: there is no .json file", where=str(osv))
-    for name, text in texts:
-        try:
-            content = json.loads(text)
-            for entry in content if isinstance(content, list) else [content]:
-                _ = entry["id"], entry.get("affected")
-                yield entry
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not an OSV entry", where=name) from None
 
 
-def _rows(entry: Mapping[str, Any], release: str) -> list[Mapping[str, Any]]:
-    """Return what an entry says of packages: of Debian's releases, only of ``release`` if it names that."""
-    rows = entry.get("affected", ())
-    named = {str(row.get("package", {}).get("ecosystem", "")) for row in rows}
-    others = {name for name in named if name.startswith("Debian:") and name != release} if release in named else set()
-    return [row for row in rows if row.get("package", {}).get("ecosystem") not in others]
+def _texts(osv: Path) -> Iterator[tuple[str, bytes]]:
+    if osv.suffix == ".zip":
+        with zipfile.ZipFile(osv) as archive:
+            yield from ((name, archive.read(name)) for name in archive.namelist() if name.endswith(".json"))
+    else:
+        paths = sorted(osv.rglob("*.json")) if osv.is_dir() else [osv]
+        yield from ((str(path), path.read_bytes()) for path in paths)
 
 
 def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:
-    """Return the version that mends it, "" if there is none, or None if ``version`` is not affected."""
-    order = NativeVersion if ecosystem == "Debian" else Version
-    listed, inside = version in affected.get("versions", ()), False
+    """Return the version that mends it, "" if none is known, or None if ``version`` is not affected."""
+    order: Any = NativeVersion
+    if ecosystem == "PyPI":
+        order, version = Version, version.partition("+")[0]  # a local build has the faults of its version
+    versions = affected.get("versions") or ()
+    inside, fixes = version in versions, list[str]()
     try:
-        ranges = [r["events"] for r in affected.get("ranges", ()) if r.get("type") == "ECOSYSTEM"]
-        events = [[pair for event in events for pair in [*event.items()][:1]] for events in ranges]
-        mine, fixes = order(version), []
-        for kind, at in itertools.chain(*(sorted(of, key=lambda e: (e[1] != "0", order(e[1]))) for of in events)):
-            reached = at == "0" or mine >= order(at)
-            fixes += [at] if kind == "fixed" else []
-            if kind == "introduced" and reached:
-                inside = True
-            elif (kind == "fixed" and reached) or (kind == "last_affected" and reached and mine != order(at)):
-                inside = False
-        return next((fix for fix in fixes if order(fix) > mine), "") if inside or listed else None
-    except (InvalidVersion, ValueError):
-        return "" if listed else None
+        mine = order(version)
+        for events in (r["events"] for r in affected.get("ranges") or () if r["type"] == "ECOSYSTEM"):
+            pairs, since = [pair for event in events for pair in event.items() if pair[0] != "limit"], False
+            for kind, at in sorted(pairs, key=lambda pair: (pair[1] != "0", order(pair[1]))):
+                reached = at == "0" or mine >= order(at)
+                fixes += [at] if kind == "fixed" and not reached else []
+                if reached and (kind != "last_affected" or mine != order(at)):
+                    since = kind == "introduced"
+            inside = inside or since
+    except ValueError:  # what cannot be compared is affected, unless all versions that are, are listed
+        return "" if inside or not versions else None
+    return min(fixes, key=order, default="") if inside else None
 
 
 def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str, Any]:
     """Return the findings as OpenVEX 0.2.0, at the time ``now``."""
     statements = []
     for finding in findings:
-        accepted, update = finding.accepted, f"update to {finding.fixed}" if finding.fixed else "no version mends it"
+        accepted, update = finding.accepted, f"update to {finding.fixed}" if finding.fixed else _UNMENDED
         reason, status = (accepted.reason, accepted.status) if accepted else (update, "affected")
         action, impact = (reason, None) if status == "affected" else (None, reason)
         about = {"id": finding.id, "aliases": list(finding.aliases), "purl": finding.purl}
@@ -340,6 +352,7 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
             licences = set(re.findall(r"[A-Za-z0-9.+-]+", package["licenseDeclared"])) & {*policy.refused_licences}
             reasons += [f"{package['name']} {package['versionInfo']} is under {name}" for name in sorted(licences)]
         if policy.osv:
-            findings = audit(bill, Path(policy.osv), load_accepted(Path(policy.accepted) if policy.accepted else None))
+            findings, unseen = audit(bill, Path(policy.osv), load_accepted(policy.accepted))
+            reasons += [f"{policy.osv}: {sentence}" for sentence in unseen]
             reasons += [finding.sentence(today) for finding in findings if finding.is_open(today)]
     return reasons

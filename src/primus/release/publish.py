@@ -149,11 +149,15 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
         raise InputError(f"{there.name} has no {release}; its releases: {have}", hint="primus publish publishes one")
     if before != digest:  # a registry that forbids moving tags also refuses this one
         there.tag(tag, there.manifest(release) or b"")
-    if (now := there.digest(tag)) != digest:
+    _check_tag(there, tag, there.digest(tag), digest)
+    return before, digest
+
+
+def _check_tag(there: Repository, tag: str, now: str | None, digest: str) -> None:
+    if now != digest:
         raise HostError(
             f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}", hint="run it again"
         )
-    return before, digest
 
 
 def finish(
@@ -174,10 +178,9 @@ def finish(
         _announce(there, tag, manifest)
     if before != digest:
         there.tag(tag, manifest)
-        if (now := there.digest(tag)) is None:
-            raise HostError(f"{there.name}:{tag} names nothing after it was set to {digest}", hint="run it again")
-        if now != digest:
-            raise _lost(there, tag, now)
+        if (now := there.digest(tag)) not in (None, digest):
+            raise _lost(there, tag, str(now))
+        _check_tag(there, tag, now, digest)
     return len(about) if signer else 0
 
 

@@ -103,9 +103,8 @@ class Signer(NamedTuple):
 
     def check(self, option: str) -> None:
         """Raise InputError if the key is a file that does not exist, HostError if cosign cannot sign with it."""
-        need_cosign()
+        _check_file(self.key, option, "cosign.key")
         if self.key:
-            _require_file(self.key, option, "cosign.key")
             self._accept(cosign("public-key", "--key", self.key))
 
     def _accept(self, problem: str) -> None:
@@ -124,9 +123,7 @@ class Trust(NamedTuple):
 
     def check(self, option: str) -> None:
         """Raise InputError if the key is a file that does not exist, HostError if cosign is missing."""
-        need_cosign()
-        if self.key:
-            _require_file(self.key, option, "cosign.pub")
+        _check_file(self.key, option, "cosign.pub")
 
     def rejects(self, bundle: bytes, kind: str) -> str:
         """Return why cosign rejects the signature; empty if it accepts it.
@@ -148,8 +145,9 @@ class Trust(NamedTuple):
             return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
 
 
-def _require_file(key: str, option: str, example: str) -> None:
-    if "://" not in key and not Path(key).is_file():
+def _check_file(key: str | None, option: str, example: str) -> None:
+    need_cosign()
+    if key and "://" not in key and not Path(key).is_file():
         raise InputError(f"{option}: there is no file {key}", hint=f"name the key, such as {example}")
 
 

@@ -250,6 +250,5 @@ def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
-    errors = [f for f in report.findings if f.severity == "error"]
-    more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
+    more = "; {0.path}: {0.message}".format(*report.errors) if report.errors else ""
     return Verdict(name=f"{GATE}{report.gate}", passed=report.passed, reason=report.summary + more)

@@ -86,10 +86,8 @@ def verify(args: argparse.Namespace) -> int:
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        second = [
-            built.image
-            for built in build(plan_images(targets, twin.stats), twin, Options(quiet=args.json, judge=False))
-        ]
+        plans = plan_images(targets, twin.stats)
+        second = [built.image for built in build(plans, twin, Options(quiet=args.json, judge=False))]
         for image, rebuilt in zip(first, second, strict=True):
             if image.digest != rebuilt.digest:
                 failed[image.plan.resolved.name] = _difference((workspace.store, image), (twin.store, rebuilt))
@@ -103,7 +101,7 @@ def verify(args: argparse.Namespace) -> int:
     for image, outcome in zip(first, outcomes, strict=True):
         target, difference = image.plan.resolved.name, failed.get(image.plan.resolved.name)
         row = {"target": target, "digest": image.digest, "difference": difference}
-        rows.append({**row, "gates": outcome.as_json()["gates"]})
+        rows.append(row | {"gates": outcome.as_json()["gates"]})
         verdict = f"differs: {difference}" if difference else "both builds are identical"
         lines += [f"{image.plan.ref} {image.digest}: {verdict}", outcome_text(outcome, Screen.of()).partition("\n")[2]]
     if failed:
@@ -292,7 +290,9 @@ def audit(args: argparse.Namespace) -> int:
         args.target = args.what
         resolved, examined = _examined_target(args)
         bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
-    findings, today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
+    (findings, unseen), today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
+    for sentence in unseen:
+        note(args, f"! {args.osv}: {sentence}")
     if args.vex and not findings:
         print("! no vulnerability, so no VEX is written: OpenVEX needs a statement", file=sys.stderr)
     elif args.vex:
@@ -301,7 +301,7 @@ def audit(args: argparse.Namespace) -> int:
     unsafe = [finding for finding in findings if finding.is_open(today.date())]
     lines = [f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}" for finding in findings]
     verdict = f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on"
-    document = {"findings": [asdict(finding) for finding in findings], "passed": not unsafe}
+    document = {"findings": [asdict(finding) for finding in findings], "passed": not unsafe, "not_looked_up": unseen}
     return answer(args, document, [*lines, f"{verdict}, {len(findings) - len(unsafe)} accepted"], passed=not unsafe)
 
 

@@ -129,14 +129,8 @@ def validate(args: argparse.Namespace) -> int:
     )
     records = [cell.record for cell in validated]
     if args.record_golden:
-        count = golden.record(
-            resolved.root,
-            resolved.ref,
-            records,
-            date=time.strftime("%Y-%m-%d", time.gmtime()),
-            cpu=cpu_model(),
-            keep=args.recipe is not None,
-        )
+        today, cpu = time.strftime("%Y-%m-%d", time.gmtime()), cpu_model()
+        count = golden.record(resolved.root, resolved.ref, records, date=today, cpu=cpu, keep=args.recipe is not None)
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
     text = outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
     document = records if len(cells) > 1 or args.suite else records[0]

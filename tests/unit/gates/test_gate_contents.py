@@ -340,10 +340,11 @@ def test_a_second_look_reads_no_blob_unless_the_rules_changed(tmp_path: Path, mo
     data = blob.read_bytes()
     blob.unlink()
     assert facts_of(workspace, layer) == first
-    for name in ("rules_hash", "machine_paths"):
-        with monkeypatch.context() as changed, pytest.raises(HostError):
-            changed.setattr(examined, name, {"rules_hash": lambda: "another", "machine_paths": lambda _: [b"/x"]}[name])
-            facts_of(workspace, layer)
+    with monkeypatch.context() as changed, pytest.raises(HostError):
+        changed.setattr(examined, "rules_hash", lambda: "another")
+        facts_of(workspace, layer)
+    monkeypatch.setattr(examined, "machine_paths", lambda _: [b"/moved"])
+    assert facts_of(workspace, layer) == first
     monkeypatch.setattr(examined, "rules_hash", lambda: "another rule")
     blob.write_bytes(data)
     facts_of(workspace, layer)

@@ -76,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except OSError as error:
         return _failed(name, error)
+    except ModuleNotFoundError as error:
+        if (error.name or "primus").partition(".")[0] == "primus":
+            raise
+        _report(f"{name}: the Python package {error.name} is missing\n  → pip install '.[images]' in a checkout")
+        return HostError.exit_code
     return code
 
 
@@ -128,6 +133,8 @@ def _failed(name: str, error: OSError) -> int:
 def _main(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
+    if args[:1] == ["help"] and args[1:]:
+        args = [args[1], "--help"]
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage(short=not args))
         return 0

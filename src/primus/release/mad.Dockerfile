@@ -1,4 +1,5 @@
 # CONTEXT {context}
+# Docker 20.10 and older cannot pull the image: its layers are compressed by zstd.
 ARG BASE_DOCKER={image}
 FROM ${{BASE_DOCKER}}
 RUN command -v git || {{ printf '#!/bin/sh\n[ "$1" = config ] || {{ echo "this image has no git" >&2; exit 1; }}\n' \

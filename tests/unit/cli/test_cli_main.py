@@ -52,6 +52,19 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_help_with_a_verb_is_the_help_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "publish"])
+    assert capsys.readouterr().out.startswith("usage: primus publish ")
+    assert main(["help", "nothing"]) == 2
+
+
+def test_a_missing_package_is_a_sentence(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    verb.run = raiser(ModuleNotFoundError("No module named 'msgpack.x'", name="msgpack.x"))
+    assert main(["fake"]) == 3
+    assert "the Python package msgpack.x is missing\n  → pip install '.[images]'" in capsys.readouterr().err
+
+
 def test_names_of_other_tools_lead_to_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {*TEXTS["other names"].values(), *TEXTS["used most"]} <= VERBS.keys() - TEXTS["other names"].keys()
     assert main(["images"]) == 2

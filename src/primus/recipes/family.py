@@ -86,7 +86,9 @@ class Family:
     def has(self, key: str, backend: str = "") -> bool:
         """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
         lacks = self.backends[backend].lacks if backend else ()
-        return key not in lacks and any(fnmatchcase(key, pattern) for pattern in ("family", *self.fields))
+        computed = ("family", *_COMMON["fields"], *_COMMON["computed"].get(backend, ["*"]))
+        both = (("family", *self.fields), computed)
+        return key not in lacks and all(any(fnmatchcase(key, pattern) for pattern in fields) for fields in both)
 
     def allowed(self, key: str, default: Scalar) -> Sequence[Scalar]:
         """Return the only values of the field ``key`` that models have; nothing if it has any. ``default``: of all."""
@@ -186,14 +188,12 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
             value = rope.get("rope_theta", value)
         elif key == "local_rope_theta":
             value = local.get("rope_theta", value)
-        elif key == "query_scalar" and value == whole["head_dim"]:
-            value = 0
         elif key == "window_pattern" and isinstance(layers := whole.get("layer_types"), list):
             value = layers.index(FULL) + 1 if FULL in layers else value or 0
             near = next((kind for kind in layers if kind in _NEAR), None)
             if layers != [FULL if value and (n + 1) % value == 0 else near for n in range(len(layers))]:
                 value = spell(layers)
-        elif value is None and key.startswith("mla."):
+        elif (value is None and key.startswith("mla.")) or (key == "query_scalar" and value == whole["head_dim"]):
             value = 0
         yield key, name, value
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -183,7 +183,8 @@ def _uncomputed(recipe: Recipe, known: Family, values: Mapping[str, Value], acti
     def remedy(key: str, value: Value) -> str:
         computes = {name: row.values.get(key, (values[key],)) for name, row in known.backends.items()}
         others = [name for name, those in computes.items() if values[key] in those and known.has(key, name)]
-        return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
+        ways = [f"model.{key}={spell(value)}"] if value in known.values.get(key, (value,)) else []
+        return ", or ".join(ways + ([f"--backend {' or '.join(others)}"] if others else []))
 
     for key in active:
         # Every backend has this size of a head by default.

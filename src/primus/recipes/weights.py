@@ -160,7 +160,7 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
 class Difference(NamedTuple):
     """A field of the recipe's model (without ``model.``) that is not as published.
 
-    ``meant``: it was typed, or the recipe's reason for it names the published value.
+    ``meant``: it was typed, or the recipe's reason for it names both values.
     """
 
     key: str
@@ -191,18 +191,19 @@ def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
 
 
 def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield where the recipe's model is not as published. A proxy has sizes of its own, so only its kind counts."""
+    """Yield where the recipe's model is not as published. A proxy has sizes of its own, but the same parts."""
     model = recipe.architecture
     for key, field, value in described(family(model.family), facts, recipe.path):
         mine, theirs, setting = attrgetter(key)(model), value, recipe.settings.get(f"model.{key}")
         if key == "head_dim":
             mine, theirs = model.head_size, value or model.hidden_size // max(1, model.heads)
-        if mine == theirs or (recipe.get("proxy", bool) and not isinstance(theirs, bool | str)):
+        size = not isinstance(theirs, bool | str)
+        if mine == theirs or (recipe.get("proxy", bool) and size and bool(mine) == bool(theirs)):
             continue
         because = setting.because if setting else ""
         named = {float(number.replace(",", "")) for number in _NUMBER.findall(because)}
         typed = setting is not None and setting.origin.startswith("command line")
-        yield Difference(key, mine, theirs, field, typed or theirs in named)
+        yield Difference(key, mine, theirs, field, typed or (size and {mine, theirs} <= named))
 
 
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -225,7 +226,7 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     for one in apart:
         if not one.meant:
             why = f"{spell(one.mine)}, but {repo} has {one.field} = {spell(one.theirs)} in its config.json"
-            hint = f"model.{one.key}={spell(one.theirs)}, or a case whose `because` names the published value"
+            hint = f"model.{one.key}={spell(one.theirs)}, or a case whose `because` names both"
             yield f"model.{one.key}", why, hint
     typed = any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
     if not (apart or typed or recipe.get("proxy", bool)) and (total := size(model).total) != facts["parameters"]:
@@ -258,24 +259,21 @@ def _explanations(recipe: Recipe, parameters: int) -> Iterator[str]:
 
 
 def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
-    """Yield in sentences whether the model is as published; nothing for a proxy."""
+    """Yield in a sentence whether the model is as published; nothing for a proxy."""
     repo = recipe.find("model.hf_repo", "")
     if recipe.get("proxy", bool):
         return
-    if not repo:
-        yield "not compared with a publisher: model.hf_repo names none"
-        return
-    if facts_of(recipe) is None:
+    if facts_of(recipe) is not None:
+        yield another_model(recipe) or f"as published by {repo}"
+    elif repo:
         yield f"not compared with {repo}: there is no published/{repo.replace('/', '--')}.json"
-        return
-    yield another_model(recipe) or f"as published by {repo}"
+    else:
+        yield "not compared with a publisher: model.hf_repo names none"
 
 
 def another_model(recipe: Recipe) -> str:
     """Return how the model differs from its publisher's, in a sentence; "" if it does not, or for a proxy."""
     facts = None if recipe.get("proxy", bool) else facts_of(recipe)
-    apart = [
-        f"{field.key} {spell(field.mine)}, not {spell(field.theirs)}"
-        for field in (differences(recipe, facts) if facts else ())
-    ]
+    rows = differences(recipe, facts) if facts else ()
+    apart = [f"{row.key} {spell(row.mine)}, not {spell(row.theirs)}" for row in rows]
     return f"another model than {recipe.get('model.hf_repo', str)}: {'; '.join(apart)}" if apart else ""

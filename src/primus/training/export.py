@@ -49,6 +49,8 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
     state: dict[str, Tensor] = {}
     for name, empty in whole.model.state_dict().items():
         if not (model.tied_embeddings and name == models.OUTER[0]):
+            if name.endswith(BIAS):  # torchtitan has none without a balancing loss
+                tensors.setdefault(name, torch.zeros(empty.shape))
             tensor = from_canonical("finetune", model, f"model.{name}", empty.shape, tensors.__getitem__)
             state[name] = tensor if dtype is None or name.endswith(BIAS) else tensor.to(getattr(torch, dtype))
     biases = [tensor for name, tensor in tensors.items() if name.endswith(BIAS) and name not in state]

@@ -23,6 +23,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus.cli.main import main
+from primus.recipes.load import entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -39,25 +40,25 @@ from primus.training.torchtitan import cpu as on_cpu, entry, render
 
 torch._dynamo.config.disable = True
 LENGTH = 48
-# Recipes of every family that the backend trains.
-FAMILIES = {
-    "torchtitan": ("llama3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-16b"),
-    "megatron": ("llama2-7b", "llama3.1-8b", "qwen2.5-7b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite",
-                 "deepseek-v2", "deepseek-v3"),
-    "fsdp": ("llama3.1-8b", "mistral-7b", "qwen2.5-7b"),
-    "finetune": ("llama3.1-8b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b"),
-}  # fmt: skip
-
-
-CASES = [f"{backend} {name}" for backend, names in FAMILIES.items() for name in names]
-# Megatron ranks groups of experts by their best top_k ÷ top_groups experts, DeepSeek-V3 by their best two.
-WORDS = {"megatron deepseek-v3": "model.moe.top_k=4"}
+# The smallest recipe of every kind of model that a backend trains.
+SMALLEST = {
+    (entry.backend, (model := entry.architecture).family, model.tied_embeddings, model.mla.q_lora_rank): entry.recipe
+    for entry in sorted(entries(), key=lambda entry: -entry.size.total)
+    if entry.backend != "flux" and entry.mode != "lora" and not entry.only_proxy
+}
+# Megatron ranks groups of experts by their best top_k ÷ top_groups experts, DeepSeek-V3 by their best two. Without the
+# loss, torchtitan has no biases of routers.
+WORDS = {
+    "megatron deepseek-v3-proxy": "model.moe.top_k=4",
+    "torchtitan deepseek-16b v3": "model.family=deepseek_v3 model.moe.score=sigmoid model.moe.auxiliary_loss=0",
+}
+CASES = sorted({*WORDS, *(f"{backend} {recipe}" for (backend, *_), recipe in SMALLEST.items())})
 # Settings that start from the exported folder.
 TITAN = "checkpoint.initial_load_in_hf=true tokenizer={}"
 BACK = {
     "torchtitan": TITAN, "megatron": "weights={}",
     # The run did not scale its positions, as all are below the original length.
-    "torchtitan deepseek-16b": f"{TITAN} model.rope_scaling.kind=none",
+    **dict.fromkeys(("torchtitan deepseek-16b", "torchtitan deepseek-16b v3"), f"{TITAN} model.rope_scaling.kind=none"),
 }  # fmt: skip
 # Ranks that share layers, stages of them, and experts.
 LAYOUTS = {"megatron qwen2.5-7b": "--ranks 2 tp=2", "megatron qwen3-30b-a3b": "--ranks 4 tp=1 pp=2 ep=2"}
@@ -66,7 +67,7 @@ Model = tuple[torch.nn.Module, dict[str, Any], Callable[[], Tensor]]
 
 
 def recipe_of(case: str, *words: str) -> Recipe:
-    backend, name = case.split()
+    backend, name, *_ = case.split()
     choices = Choices(
         backend=backend, mode="full" if backend == "finetune" else "pretrain", precision="fp32", gpu="cpu", proxy=True
     )
@@ -106,6 +107,7 @@ def built(where: Path, recipe: Recipe) -> Model:
         return own, {"model": own.state_dict()}, lambda: own.head(own.hidden(TOKENS)[0])
     tuned = models.FineTuned(models.causal_model(job.model, "sdpa"), 1024)
     weights.materialize(tuned, torch.device("cpu"))
+    tuned.causal.tie_weights()
     return tuned, {"model": tuned.state_dict()}, lambda: tuned.model(TOKENS).logits
 
 

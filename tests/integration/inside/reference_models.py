@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from primus.recipes.architecture import shapes
 from primus.recipes.family import OTHER, families, family
+from primus.recipes.load import entries
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
@@ -24,23 +25,10 @@ from primus.training.witness import Blocks
 
 def main() -> None:
     torch.manual_seed(0)
-    names = [
-        "llama2-7b",
-        "llama3.1-8b",
-        "mistral-7b",
-        "qwen2.5-7b",
-        "mixtral-8x7b",
-        "deepseek-v2-lite",
-        "deepseek-v3",
-        "gemma3-4b",
-        "gpt-oss-20b",
-        "llama4-scout",
-    ]
-    proxies = [resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture for name in names]
-    normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
-    moe = replace(proxies[4].moe, ffn_size=48, normalize_top_k=False)
-    proxies += [normed, replace(normed, family="qwen3_moe", moe=moe), replace(proxies[1], tied_embeddings=True)]
-    assert {sizes.family for sizes in proxies} == {n for n in families() if not family(n).images and n != OTHER}
+    names = {entry.architecture.family: entry.recipe for entry in entries()}
+    computed = [name for name in families() if not family(name).images and name != OTHER]
+    proxies = [resolve(names[name], [], Choices(gpu="cpu", proxy=True)).architecture for name in computed]
+    proxies.append(replace(proxies[computed.index("llama3")], tied_embeddings=True))
     for proxy in proxies:
         name = proxy.family
         sizes = replace(proxy, window=7) if name == "mistral" else proxy

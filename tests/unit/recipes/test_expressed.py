@@ -1,6 +1,7 @@
 """No field of a model's description is dropped in silence: each one changes what a backend is told, or is refused."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,9 @@ def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
     if not known.images:
         # transformers' own names, shapes and numbers: tests/integration/inside/families.py.
         assert known.transformers and known.backends
+    # A family of which nobody says what torchtitan lacks.
+    biased = replace(family("llama3"), fields=["qkv_bias"])
+    assert [biased.has("qkv_bias", name) for name in ("torchtitan", "megatron", "finetune")] == [False, True, True]
 
 
 def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:

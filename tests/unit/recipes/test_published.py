@@ -80,11 +80,11 @@ def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
     assert "another model than meta-llama/Llama-3.1-8B: kv_heads 4, not 8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", ["kv_heads", "ffn_size", "vocab_size", "rope_theta", "layers"])
-def test_a_proxy_of_a_wrong_model_is_refused(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "proxy", "key", "value"), table_of("published.wrong_models_of_proxies"))
+def test_a_proxy_of_a_wrong_model_is_refused(name: str, proxy: str, key: str, value: str, tmp_path: Path) -> None:
     """A proxy has sizes of its own, but its file describes the full model, too."""
-    (file := tmp_path / "wrong.yaml").write_text(CASE.format("llama3.1-8b", f"model.{key}", "16"))
-    with pytest.raises(InputError, match=rf"model\.{key}: 16.*, but meta-llama/Llama-3.1-8B has") as caught:
+    (file := tmp_path / "wrong.yaml").write_text(CASE.replace("false", proxy).format(name, key, value))
+    with pytest.raises(InputError, match=rf"{key.rpartition(' ')[2]}: {value}, but \S+ has") as caught:
         resolve(str(file), (), Choices(gpu="cpu", proxy=True))
     assert str(caught.value.where).startswith(f"{file}:4:")
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -101,6 +102,7 @@ def planted(place: Place, damage: Callable[[torch.Tensor], None]) -> Iterator[No
     module = import_module(place.module)
     original = getattr(module, place.function)
 
+    @wraps(original)  # with its attributes: Flash Attention keeps its compiled kernels there
     def faulty(*words: Any, **options: Any) -> Any:
         out = original(*words, **options)
         results = words if place.argument else out if isinstance(out, tuple) else (out,)

@@ -4,8 +4,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import partial, reduce
+from itertools import chain, product
 from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ def resolve(
         mixed["proxy"] = Setting(value=False, origin="the full model")
         _refuse_first(replace(recipe, settings=mixed), (lambda r: r.architecture.objections(), published_faults))
     if memory := memory or gpu_bytes(recipe.gpu):
-        for key, values in trying.items():
-            every = [_with(recipe, key, value) for value in values]
-            recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
+        lists = [[(key, value) for value in values] for key, values in trying.items() if values]
+        every = (reduce(lambda each, pair: _with(each, *pair), pairs, recipe) for pairs in product(*lists))
+        recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 

@@ -68,9 +68,9 @@ def fused_loss(model: Architecture, tokens: float) -> float:
     return min(tokens, FACTORS["fused_chunk"]) * model.vocab_size * BFLOAT16
 
 
-def layer_elements(model: Architecture, *, eight: bool) -> float:
-    """Return the elements per token that one compiled layer keeps for its backward pass, with ``eight`` in FP8."""
-    width, mla, inner = model.hidden_size, model.mla, ffn_width(model)
+def layer_elements(model: Architecture, *, eight: bool, routed: bool = True) -> float:
+    """Return the elements per token that a compiled layer keeps, with ``eight`` in FP8, with experts if ``routed``."""
+    width, mla, inner = model.hidden_size, model.mla, ffn_width(model, routed=routed)
     # Queries, keys, values and the output. Grouped heads are repeated before attention.
     attention = 2 * model.heads * (model.query_size + model.value_size) + 2 * mla.kv_lora_rank + mla.q_lora_rank
     if eight:
@@ -105,13 +105,11 @@ def gathered_experts(recipe: Recipe) -> float:
     return max(0.0, here) * 3 * model.hidden_size * moe.ffn_size
 
 
-def unsharded(
-    recipe: Recipe, compute: int, *, alone: bool = False, ends: int = 1, cast: bool = False, experts: float = 0.0
-) -> float:
+def unsharded(recipe: Recipe, compute: int, *, alone: bool = False, ends: int = 1, cast: bool = False) -> float:
     """Return the bytes that are gathered at once: the output layer and two blocks, and gradients of one of each.
 
     ``ends`` is 2 if the embedding is gathered together with the output layer. ``alone``: nothing is reduced. ``cast``:
-    each rank converts its shard before it is gathered. ``experts``: further parameters that a block gathers.
+    each rank converts its shard before it is gathered.
     """
     model, tensor, world = recipe.architecture, recipe.degree("tp"), recipe.world_size // recipe.degree("replicas")
     count = size(model)
@@ -120,7 +118,7 @@ def unsharded(
     else:
         head = float(model.vocab_size * model.hidden_size)
         every = count.active if model.moe.experts else count.total
-        block = (every - head * (1 if model.tied_embeddings else 2)) / max(1, model.layers) + experts
+        block = (every - head * (1 if model.tied_embeddings else 2)) / max(1, model.layers) + gathered_experts(recipe)
     converted = (ends * head + block) * compute / world if cast and world > 1 else 0.0
     if alone:
         return ((ends * head + 2 * block) * compute + converted) / tensor
@@ -194,7 +192,11 @@ class Rules:
             layers = model.layers
             # Adapters need the inputs of layers in the computing precision.
             eight = recipe.precision == "fp8" and trained > 0
-            layer = layer_elements(model, eight=eight) * (1 if compiled else FACTORS["eager"])
+            frozen = model.moe.experts > 0 and not trained
+            layer = layer_elements(model, eight=eight, routed=not frozen) * (1 if compiled else FACTORS["eager"])
+            if frozen:  # a gradient passes their activation and the weighting of their outputs, which no adapter reads
+                rows = model.moe.top_k * (1 - model.moe.dense_layers / model.layers)
+                layer += rows * (3 * model.moe.ffn_size + model.hidden_size)
             if model.sinks:  # only transformers' eager attention computes them, which keeps its scores
                 layer += FACTORS["scores"] * model.heads * recipe.seq_len
         saved = layers * model.hidden_size + layer * FACTORS["recomputed"] if recomputed else layers * layer
@@ -207,8 +209,7 @@ class Rules:
         # One rank gathers nothing, and reads the rows of a frozen embedding in place.
         ends = 2 if (trained or recipe.world_size > 1) and not model.tied_embeddings else 1
         stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
-        experts = gathered_experts(recipe)
-        gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute, experts=experts)
+        gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute)
         activations = saved * tokens * compute + copies
         reused = 0.0
         if whole:

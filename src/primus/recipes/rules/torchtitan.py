@@ -122,8 +122,7 @@ class Torchtitan(Rules):
         # In FP8, weights are gathered and kept with one byte each.
         narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
         alone = recipe.world_size == 1
-        experts = terms.gathered_experts(recipe)
-        gathered = terms.unsharded(recipe, compute, alone=alone, cast=width != compute, experts=experts)
+        gathered = terms.unsharded(recipe, compute, alone=alone, cast=width != compute)
         if recipe.find("torchtitan.parallelism.fsdp_reshard_after_forward", "default") == "never":
             gathered += (1 if narrow else compute) * total / tensor / stages
         return Memory(

@@ -59,7 +59,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 "flops_per_unit": float(self.metrics_processor.num_flops_per_token),
             }
             self._save, self._load = self.checkpointer.save, self.checkpointer.load
-            self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told
+            self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_checked
 
         def _save_sealed(self, *args: Any, **kwargs: Any) -> None:
             self._seal()
@@ -72,7 +72,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 keep = self.job_config.checkpoint.keep_latest_k
                 identity.seal_newest(output / "checkpoint", job["identity"], keep)
 
-        def _load_told(self, *args: Any, **kwargs: Any) -> bool:
+        def _load_checked(self, *args: Any, **kwargs: Any) -> bool:
             """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
             folder = Path(self.job_config.checkpoint.initial_load_path or "")
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -55,6 +55,6 @@ for node in "${nodes[@]}"; do
     timeout 60 srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$node" --time=1 true >/dev/null 2>&1 ||
         requeue "node $node does not answer"
 done
-[[ -e $OUTPUT/log.txt ]] && reason="in $OUTPUT/log.txt" || reason=above
+[[ -s $OUTPUT/log.txt ]] && reason="in $OUTPUT/log.txt" || reason=above
 say "failed with exit code $code; the reason is $reason"
 exit "$code"

@@ -61,7 +61,8 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
     if folder == job.output and (job.output / "checkpoint").exists():
         raise taken
     try:
-        (folder / "cache").mkdir(parents=True, exist_ok=True)
+        for place in (folder, job.output):  # the tokens' is that of all nodes, and any of them may be the first
+            (place / "cache").mkdir(parents=True, exist_ok=True)
         # If two runs start at the same moment, only one of them creates it.
         (folder / "log.txt").touch(exist_ok=False)
     except FileExistsError as error:

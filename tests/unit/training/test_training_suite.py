@@ -340,7 +340,7 @@ def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:
         start.prepare(jobs[0])
 
 
-def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
+def test_several_nodes_meet_at_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(name="x", recipe=resolve("llama3-proxy", (), Choices(nodes=2)), output=tmp_path)
     with pytest.raises(InputError, match="2 nodes: NODE_RANK is not set"):
         ranks.argv(job, "python", {})
@@ -350,6 +350,10 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
     assert "--nnodes 2 --rdzv-backend c10d --rdzv-id x --rdzv-endpoint first:29500" in words
     assert "is_host=false" in words
     assert str(tmp_path / "node-1") in words
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    start.prepare(job)
+    assert (tmp_path / "cache").is_dir(), "node 1 may be the first that writes the tokens of all"
     given = {"SLURM_NODEID": "0", "MASTER_ADDR": "first", "MASTER_PORT": "1", "RDZV_ID": "7-0"}
     words = " ".join(ranks.argv(job, "python", given))
     assert "--rdzv-id 7-0 --rdzv-endpoint first:1 --rdzv-conf is_host=true" in words

@@ -223,7 +223,7 @@ class Job:
             with suppress(OSError):
                 if any(int(number) >= step for number in re.findall(r"step:\s*(\d+)", log.read_text())):
                     return
-            if time.monotonic() - looked > 3:
+            if time.monotonic() - looked > 15:  # on a busy machine, asking takes as long as many steps
                 looked = time.monotonic()
                 if self.slurm.job(self.number)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING"):
                     break

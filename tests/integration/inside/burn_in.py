@@ -17,7 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 from forks import ranks
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
+FAULTS = str(Path(__file__).parents[1] / "faults")
+sys.path.append(FAULTS)
 from burn_in_faults import GPUS
 
 from primus.system import measure, nodes
@@ -27,7 +28,7 @@ from primus.training import gloo
 
 def named(name: str, host: Host, seconds: float, patience: float) -> bool:
     """Whether the burn-in names the wrong GPU ``name``, and no other."""
-    os.environ |= {"PRIMUS_FAULT": f"burn-in {name}", "PYTHONPATH": f"{sys.path[-1]}:{os.environ['PYTHONPATH']}"}
+    os.environ |= {"PRIMUS_FAULT": f"burn-in {name}", "PYTHONPATH": f"{FAULTS}:{os.environ['PYTHONPATH']}"}
     wrong = GPUS[name]
     # A fault in one of 50 calls has to happen, on a busy machine, too.
     findings = nodes.burn_in(host, max(seconds, wrong.every / 4), print, patience)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,8 @@ from rich import progress as bars
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
+
+from primus.terminal import Screen
 
 
 class Progress:
@@ -86,8 +89,8 @@ class Progress:
 
 
 def choose_progress(json: bool = False) -> Progress:
-    """Return the display of this command: bars on a terminal, lines in a log or pipe, nothing with ``--json``."""
-    return Progress(None if json else Console(stderr=True))
+    """Return the display of this command: bars on a terminal with color, otherwise lines; nothing with ``--json``."""
+    return Progress(None if json else Console(stderr=True, force_terminal=Screen.of(sys.stderr).colour))
 
 
 class _State(bars.ProgressColumn):

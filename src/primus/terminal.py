@@ -56,10 +56,6 @@ class Screen(NamedTuple):
         style = style or getattr(text, "style", "")
         return f"\033[{_CODES[style]}m{text}\033[0m" if self.colour and style and text else str(text)
 
-    def verdict(self, passed: bool) -> str:
-        """Return a green check mark or a red cross."""
-        return self.paint("✓", "green") if passed else self.paint("✗", "red")
-
     def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
         """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging`` (default: the same).
 
@@ -92,8 +88,8 @@ class Screen(NamedTuple):
     ) -> list[str]:
         """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned columns.
 
-        If a table is too wide, its cells are wrapped, the widest column first: between words, and if that is not
-        enough, within them.
+        If a table is too wide, its cells are wrapped, the widest column first, and words that need more than half of
+        the screen broken. Where the longest words do not fit beside each other, each row is a paragraph.
         """
         lines = [*([[Styled(cell, "bold") for cell in head]] if head else []), *rows]
         if not lines:
@@ -103,10 +99,13 @@ class Screen(NamedTuple):
         widths = [max(len(line[column]) for line in cells) for column in columns]
         if self.width is not None:
             room = self.width - len(indent) - len(_GAP) * (len(columns) - 1)
-            words = [max((len(word) for line in cells for word in line[c].split()), default=0) for c in columns]
-            for least in (words, [1] * len(columns)):
-                while sum(widths) > room and (wide := [c for c in columns if widths[c] > least[c]]):
-                    widths[max(wide, key=widths.__getitem__)] -= 1
+            longest = (max(map(len, " ".join(column).split()), default=0) for column in zip(*cells, strict=True))
+            words = [min(length, room // 2) for length in longest]
+            while sum(widths) > room and (wide := [c for c in columns if widths[c] > words[c]]):
+                widths[max(wide, key=widths.__getitem__)] -= 1
+            if sum(widths) > room:
+                paragraphs = (_GAP.join(filter(None, row)) for row in cells)
+                return [line for text in paragraphs for line in self.wrap(text, indent, indent + 2 * _GAP)]
         return [line for row in cells for line in self._row(row, widths, right, indent)]
 
     def _row(self, cells: Sequence[str], widths: Sequence[int], right: Collection[int], indent: str) -> list[str]:

@@ -10,6 +10,7 @@ from primus.gates.rules.coverage import gpu_libraries
 from primus.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
+_PASSED = Styled("✓", "green")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     for report in outcome.reports:
         # A gate that passed with a warning, such as a key in a published package, must not look like a clean one.
         warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
-        sign = screen.paint(_SIGNS["warning"]) if warned else screen.verdict(report.passed)
+        sign = screen.paint(_SIGNS["warning"] if warned else _PASSED if report.passed else _SIGNS["error"])
         head = f"  {sign} {report.gate:<{width}}  "
         lines += screen.wrap(report.summary, head, " " * (width + 6))
         for finding in report.findings:

@@ -254,17 +254,20 @@ def _document(recipe: Recipe) -> dict[str, object]:
 def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     count, (amount, what) = size(recipe.architecture), _per_step(recipe)
     active = "" if count.active == count.total else f", {readable(count.active)} active per token"
-    yield f"{recipe.name}: {recipe.get('description', str)}"
-    yield f"  {readable(count.total)} parameters{active}"
-    yield from (f"  {line}" for line in origin_of_sizes(recipe))
     ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
     if "epochs" in recipe.settings:
         steps = f"{recipe.get('epochs', float):g} epochs"
-    yield f"  {counted(recipe.get('nodes', int), 'node')} × {ranks}, {steps}"
     sequences = f"{recipe.global_batch} sequences of {recipe.seq_len} = " if what == "tokens" else ""
-    yield f"  {sequences}{amount:,} {what} per step"
     times = f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else ""
-    yield f"  each rank: {recipe.local_batch} at a time{times}"
+    yield from screen.wrap(f"{recipe.name}: {recipe.get('description', str)}", hanging="    ")
+    for line in (
+        f"{readable(count.total)} parameters{active}",
+        *origin_of_sizes(recipe),
+        f"{counted(recipe.get('nodes', int), 'node')} × {ranks}, {steps}",
+        f"{sequences}{amount:,} {what} per step",
+        f"each rank: {recipe.local_batch} at a time{times}",
+    ):
+        yield from screen.wrap(line, "  ", "    ")
     if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
         why = "does not fit into the memory of a GPU" if holds(recipe) else "too large for a GPU, whatever the batch"
         yield screen.paint(f"  {why}, see `primus fit`", "red")

@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     note(options, Screen.of(sys.stderr).fit(_headline(job)))
     if recipe.gpu != CPU and job.trial:
         note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
-    progress, began = _Progress(job, live=sys.stderr.isatty() and not options.json), time.monotonic()
+    progress, began = _Progress(job, live=Screen.of(sys.stderr).colour and not options.json), time.monotonic()
     try:
         ended = start.start(job, (lambda _: None) if options.json else progress.line, options.stall_timeout)
     except KeyboardInterrupt:

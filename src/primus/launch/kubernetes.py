@@ -52,6 +52,8 @@ class Cluster:
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         refuse_secrets(secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME")
         refuse_unfit(vars(self), "kubernetes")
+        if self.resume_from and not self.claim:
+            raise InputError("--resume-from needs --claim NAME: without it, pods have no folder of earlier runs")
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:

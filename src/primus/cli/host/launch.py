@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from primus.cli.image.train import passed_on, recipe_of
 from primus.cli.verb import answer, note, refuse_others
 from primus.errors import InputError
 from primus.gpus.detect import detect
-from primus.gpus.table import load_table
+from primus.gpus.table import arch_of, generation, load_table
 from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
+from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.refusals import refusal
 from primus.training import machine
@@ -68,17 +69,27 @@ def _plan(args: argparse.Namespace) -> Plan:
     planned = Plan(recipe=_recipe(args, recipe_of), options=passed_on(args), rate=args.rate)
     if not args.force:
         machine.check_prediction(planned.recipe)
-    for sentence in planned.warnings(limit):
+    for sentence in [*planned.warnings(limit), *_contradictions(args, planned.recipe.gpu)]:
         print(f"primus launch: {sentence}", file=sys.stderr)
     return planned
+
+
+def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
+    if (named := _gpu_of_image(args)) and gpu != CPU and arch_of(generation(gpu)) != arch_of(generation(named)):
+        yield f"--gpu {gpu}, and by its name the image is for {named}"
+    if args.image and args.container == "none":
+        yield f"without a container, the nodes run their own primus, not {args.image}: --container names one"
+
+
+def _gpu_of_image(args: argparse.Namespace) -> str | None:
+    words = re.split(r"[-_.:/]", args.image)
+    return next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
 
 
 def _recipe(args: argparse.Namespace, resolve: Callable[..., Recipe]) -> Recipe:
     """Resolve the recipe by ``resolve`` for --gpu, or the GPU in the name of the image, or else the table's first."""
     here = args.system == "slurm"  # pods have other files than this machine
-    if args.gpu is None:
-        words = re.split(r"[-_.:/]", args.image)
-        args.gpu = next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
+    args.gpu = args.gpu or _gpu_of_image(args)
     try:
         return resolve(args, here=here)
     except InputError:
@@ -91,9 +102,9 @@ def _recipe(args: argparse.Namespace, resolve: Callable[..., Recipe]) -> Recipe:
 
 
 def _slurm(args: argparse.Namespace) -> int:
+    args.container = args.container or (slurm.container_here() if args.image else "none")
     plan = _plan(args)
     options = _of_class(slurm.Site, args) | {
-        "container": args.container or (slurm.container_here() if args.image else "none"),
         "output": (args.output or Path("runs")).absolute(),
         "mounts": tuple(path.absolute() for path in args.mounts),
         "resume_from": args.resume_from and str(Path(args.resume_from).absolute()),

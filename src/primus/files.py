@@ -94,7 +94,8 @@ def text_if_readable(path: Path, last: int | None = None) -> str:
     replaced.
     """
     try:
-        with path.open("rb") as file:
+        # A pipe that nobody writes to is not waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             file.seek(0 if last is None else max(0, path.stat().st_size - last))
             return file.read().decode(errors="replace")
     except OSError:

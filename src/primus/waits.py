@@ -117,9 +117,10 @@ class InUse:
 
         Raises HostError if this user may not read the folder, which would otherwise look empty.
         """
-        if self._where.exists() and not os.access(self._where, os.R_OK | os.X_OK):
+        if self._where.exists() and not os.access(self._where / ".", os.R_OK | os.X_OK):
+            reason = f"you may not read {self._what}" if self._where.is_dir() else "this is not a folder"
             hint = "run this as its owner, or choose another one with --store or --project"
-            raise HostError(f"you may not read {self._what}", where=str(self._where), hint=hint)
+            raise HostError(reason, where=str(self._where), hint=hint)
         if self._held is None:
             # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
             # built in.

@@ -66,14 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         return _interrupted(name, str(interrupt))
-    except RuntimeError as error:
-        # Python 3.11 wraps an interrupt that arrives while a class is made.
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            return _interrupted(name)
-        # pathlib before Python 3.13 wraps the error of a link that leads to itself.
-        if isinstance(error.__context__, OSError) and error.__context__.errno == errno.ELOOP:
-            return _failed(name, error.__context__)
-        raise
     except OSError as error:
         return _failed(name, error)
     except ModuleNotFoundError as error:
@@ -81,6 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(f"{name}: the Python package {error.name} is missing\n  → pip install '.[images]' in a checkout")
         return HostError.exit_code
+    except Exception as error:
+        # Python 3.11 wraps an interrupt that arrives while a class is made.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return _interrupted(name)
+        # pathlib before Python 3.13 wraps the error of a link that leads to itself.
+        if isinstance(error.__context__, OSError) and error.__context__.errno == errno.ELOOP:
+            return _failed(name, error.__context__)
+        # Libraries have errors of their own for what the machine does not give.
+        if re.search("MemoryError|not enough memory|can't start new thread", repr(error)):
+            return _failed(name, OSError(errno.ENOMEM, ""))
+        raise
     return code
 
 
@@ -127,7 +130,7 @@ def _failed(name: str, error: OSError) -> int:
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")
     if reason and not where:  # it may be about standard output, and the flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
+    return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR) else 3
 
 
 def _main(args: list[str]) -> int:
@@ -142,7 +145,7 @@ def _main(args: list[str]) -> int:
         print(__version__)
         return 0
     try:
-        Path.cwd()
+        folder = str(Path.cwd())
     except FileNotFoundError:
         raise HostError("the current folder no longer exists", hint="change to another folder") from None
     try:
@@ -160,10 +163,10 @@ def _main(args: list[str]) -> int:
         near = TEXTS["other names"].get(verb)
         also = f"; did you mean {near!r}?" if near in installed else nearest(verb, installed)
         raise InputError(f"no verb {verb!r}{also}", hint="primus --help lists the verbs")
-    for number, word in enumerate(words, 1):
+    for number, word in enumerate([folder, *words]):
         if re.search("[\ud800-\udfff]", word):
-            message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
-            raise InputError(message, hint="write it in UTF-8, or rename the file")
+            what = f"argument {number}" if number else "the current folder"
+            raise InputError(f"{what} is not UTF-8 text: {word[:80]!a}", hint="write it in UTF-8, or rename the file")
     return run(verb, parser_of(verb).parse_args(words))
 
 

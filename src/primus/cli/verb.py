@@ -182,7 +182,6 @@ def _number(text: str, *, what: str, pattern: str, least: float = -math.inf, bel
 
 
 def _duration(text: str) -> float:
-    """Parse a time with its unit, such as ``90m``, into seconds."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
@@ -208,6 +207,8 @@ def _path(text: str) -> Path:
 def _folder(text: str) -> Path:
     """Parse the path of a folder that exists or can be created, outside of the folders of the system."""
     target = _path(text)
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"must be a folder, not an address: {text[:80]!r}")
     nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
@@ -217,7 +218,6 @@ def _folder(text: str) -> Path:
 
 
 def _new_file(text: str, suffix: str = "") -> Path:
-    """Parse the path of a file that does not exist, in a folder that does."""
     target = _path(text)
     if os.path.lexists(target):
         raise argparse.ArgumentTypeError(f"{target} already exists")

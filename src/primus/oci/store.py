@@ -342,5 +342,8 @@ def storage_error(error: OSError, path: Path) -> HostError:
             f"the disk that holds {path.parent} is full",
             hint="free space and run it again: finished work is kept",
         )
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return HostError(f"{error.filename} is not a folder", hint="remove it, or choose another with --store")
     hint = "run this as a user who may write there, or choose a folder on another file system with --store"
-    return HostError(f"cannot write {path}: {error.strerror or error}", hint=hint)
+    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return HostError(f"cannot write {path}: {error.strerror or error}", hint=hint if refused else None)

@@ -336,7 +336,7 @@ def _mounted(
 
 def _run_folder(folder: Path) -> Path:
     """Return the folder of what podman must forget when the machine starts anew. Its path must be short."""
-    name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     if os.geteuid() == 0:
         return Path("/run/primus") / name
     return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"primus-{os.geteuid()}-{name}"

@@ -1,11 +1,12 @@
 """Check a machine, or compare several."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from primus.cli.verb import answer, note
+from primus.cli.verb import answer, note, refuse_others
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
@@ -17,6 +18,7 @@ from primus.terminal import Screen, counted
 def preflight(options: argparse.Namespace) -> int:
     """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network."""
     if options.nodes:
+        refuse_others(options, "preflight", "--nodes", ("one machine",))
         return _compare(options)
     if not options.root.is_dir():
         raise InputError(f"{options.root} is not a folder", hint="--root takes the root folder of a machine")
@@ -25,12 +27,14 @@ def preflight(options: argparse.Namespace) -> int:
         if value and (options.quick or not here):
             raise InputError(f"{word} cannot be used with {'--quick' if options.quick else '--root'}")
     host = Host(root=options.root, output=options.output.absolute())
+    folder = next(path for path in (host.output, *host.output.parents) if path.exists())
+    if not folder.is_dir():
+        raise InputError(f"--output: {folder} is not a folder")
     if options.gpu is not None:
         among("GPU", options.gpu, values_of("gpu"), f"--gpu {options.gpu}")
     findings = [*checks.preflight(host), *checks.expected(host, options.expect, options.gpu, options.expect_nics)]
     measurements: list[nodes.Measurement] = []
     if not options.quick and here:
-        folder = next(path for path in (host.output, *host.output.parents) if path.is_dir())
         findings.append(checks.disk_speed(folder))
     if options.benchmark:
         more, measurements = nodes.benchmark(host)
@@ -65,11 +69,8 @@ def _compare(options: argparse.Namespace) -> int:
     return answer(options, document, [*lines, verdict], passed=passed)
 
 
-def _lines(findings: list[Finding]) -> list[str]:
+def _lines(findings: list[Finding]) -> Iterator[str]:
     screen = Screen.of()
-    rows = []
     for finding in findings:
-        rows += screen.wrap(f"{nodes.MARKS[finding.level]} {finding.check}: {finding.message}", hanging="  ")
-        if finding.remedy:
-            rows += screen.wrap(f"→ {finding.remedy}", indent="  ", hanging="    ")
-    return rows
+        yield from screen.wrap(f"{nodes.MARKS[finding.level]} {finding.check}: {finding.message}", hanging="  ")
+        yield from screen.wrap(finding.remedy, "  → ", "    ") if finding.remedy else ()

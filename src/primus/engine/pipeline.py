@@ -18,7 +18,7 @@ from primus.gates.examined import examine_image
 from primus.gates.rules import rules_hash
 from primus.gates.rules.coherence import check_pins
 from primus.oci.layer import check_overlap, read_paths
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE
 from primus.plan.action import Action, Built, ImagePlan, compose, finished, judged_by, ordered, tree_record
 from primus.plan.project import Workspace
 from primus.programs import stop_all
@@ -76,9 +76,11 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
     if all(plan.key in complete for plan in plans):
         return [complete[plan.key] for plan in plans]
     store.prepare()
-    _check_recipes(store, plans)
-    if options.judge:
-        for plan in plans:
+    for plan in plans:
+        folder = plan.resolved.root / "recipes"
+        if any(action.root == str(folder) and store.layer(action.key) is None for action in plan.layers):
+            check(folder)  # one that does not load would break `primus list` in the image
+        if options.judge:
             check_pins(plan.resolved)
     layers = [action for plan in plans for action in plan.layers]
     with choose_progress(options.quiet) as progress:
@@ -123,15 +125,6 @@ def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules:
     }
     store.save("targets", plan.state, record)
     return Built(image=image, changed=True, failed=failed, ran=ran)
-
-
-def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
-    # A recipe that does not load would break `primus list` in the image.
-    for plan in plans:
-        folder = plan.resolved.root / "recipes"
-        for action in plan.layers:
-            if action.root == str(folder) and store.layer(action.key) is None:
-                check(folder)
 
 
 def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], todo: Sequence[Action], *, offline: bool) -> None:

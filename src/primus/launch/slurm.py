@@ -116,7 +116,6 @@ def _mounts(plan: Plan, site: Site) -> list[str]:
 
 
 def _engine(plan: Plan, site: Site) -> str:
-    """Return the command that runs a container on this node."""
     image, words = shlex.quote(site.image), _DATA["engines"][site.container]
     if site.container == "apptainer" and not re.match(r"[./]|\w+://", site.image):
         image = f"docker://{image}"

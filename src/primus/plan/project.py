@@ -123,11 +123,6 @@ class Project:
         """Return the path of the target's committed lock for the channel."""
         return self.root / "images" / "locks" / channel / f"{name}.json"
 
-    def locked_files(self) -> set[str]:
-        """The SHA-256 hashes of the files in the locks of all targets and channels."""
-        locks = map(self.lock, sorted((self.root / "images" / "locks").glob("*/*.json")))
-        return {file.sha256 for lock in locks if lock for file in lock.files}
-
     def lock(self, path: Path) -> Lock | None:
         """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))

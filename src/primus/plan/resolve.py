@@ -62,12 +62,6 @@ class ResolvedTarget:
         return self.target.budgets_gb.get(self.choice.channel, self.target.budget_gb)
 
     @property
-    def budget_place(self) -> str:
-        """The place of the budget."""
-        channel = self.choice.channel
-        return self.place(*(("budgets_gb", channel) if channel in self.target.budgets_gb else ("budget_gb",)))
-
-    @property
     def lock_name(self) -> str:
         """The lock's path in the project."""
         return self.lock_path.relative_to(self.root).as_posix()

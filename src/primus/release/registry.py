@@ -320,7 +320,6 @@ class Repository:
                 self._config_sent = True
 
     def _upload(self) -> str:
-        """Begin an upload, and return its URL."""
         upload = self.request("POST", "blobs/uploads/")
         try:
             return urljoin(upload.url, upload.headers["Location"])

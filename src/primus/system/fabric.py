@@ -19,6 +19,7 @@ _IPV4 = "0000:0000:0000:0000:0000:ffff"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # connecting a datagram socket only selects a route
+_PORTS = "sys/class/infiniband/*/ports/*"
 _DEFAULT_GID = 3  # older launch scripts set this index
 
 
@@ -38,7 +39,7 @@ def rdma(host: Host) -> Iterator[Finding]:
     for name in (word.partition(":")[0] for word in names):
         if name and not any(card.name.startswith(name) for card in cards):
             yield finding("unknown_hca", name=name)
-    ports = {port: _port(host, port) for port in _ports(host)}
+    ports = {port: _port(host, port) for port in host.glob(_PORTS)}
     for port, problem in ports.items():
         if isinstance(problem, Finding):
             yield replace(problem, message=f"{port.parents[1].name} port {port.name}: {problem.message}")
@@ -55,10 +56,6 @@ def rdma(host: Host) -> Iterator[Finding]:
     if len(indices) == 1 and isinstance(index := indices.pop(), str):
         advice = f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
     yield finding("rdma", ports=len(ports), advice=advice)
-
-
-def _ports(host: Host) -> list[Path]:
-    return [port for card in devices(host) for port in sorted((card / "ports").glob("*"))]
 
 
 def _rights(host: Host) -> Iterator[Finding]:
@@ -123,7 +120,7 @@ def variables(host: Host) -> dict[str, str]:
 
     A variable that the user has set, and a GID index on which the ports do not agree, are left out.
     """
-    usable = {port: index for port in _ports(host) if isinstance(index := _port(host, port), str)}
+    usable = {port: index for port in host.glob(_PORTS) if isinstance(index := _port(host, port), str)}
     if not usable or any(_rights(host)):
         return {}
     chosen = {"NCCL_IB_HCA": "=" + ",".join(f"{port.parents[1].name}:{port.name}" for port in usable)}

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 from primus.gpus.table import Dtype, UnknownPeak, peak_for_mfu
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
-from primus.training.logs import Series, Step
+from primus.training.logs import Series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,6 @@ def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
     return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
 
 
-def _rate(recipe: Recipe, step: Step) -> float:
-    """Return the tokens per second, or images."""
-    return step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is one GPU if any.
@@ -108,7 +103,7 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
     lines, flops = [], of_run(recipe, facts)
     for step in series.steps:
-        rate = _rate(recipe, step)
+        rate = step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
         line = asdict(step) | (flops.tera(rate) if flops else {"tflops_causal": None, "tflops_non_causal": None})
         line["images_per_second"] = rate if recipe.architecture.of_images else None
         lines.append({key: plain(value) for key, value in line.items()})

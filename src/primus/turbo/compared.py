@@ -41,11 +41,12 @@ class Compared:
         if count := int((~torch.isfinite(out)).sum()):
             return f"has {count:,} values that are not finite, of {out.numel():,}"
         error, accepted = out - exact, plain - exact
+        typical = exact.square().mean().sqrt().clamp(min=1e-300)
         for part, limit, ratios in (
             ("as a whole", _LIMITS["all"], [_relative(e, exact, None) for e in (error, accepted)]),
             ("in one row", _LIMITS["rows"], [_relative(e, exact, 1) for e in (error, accepted)]),
             ("in one column", _LIMITS["rows"], [_relative(e, exact, 0) for e in (error, accepted)]),
-            ("in one value", _LIMITS["elements"], [_largest(e, exact) for e in (error, accepted)]),
+            ("in one value", _LIMITS["elements"], [float(e.abs().max() / typical) for e in (error, accepted)]),
         ):
             here, there = ratios
             if not here <= limit * there + self.floor + float(torch.finfo(self.out.dtype).eps) / 16:
@@ -68,10 +69,6 @@ def _relative(error: torch.Tensor, exact: torch.Tensor, dim: int | None) -> floa
     sizes = exact.norm(dim=dim)
     least = _LIMITS["least"] * sizes.square().mean().sqrt().clamp(min=1e-300)
     return float((error.norm(dim=dim) / sizes.clamp(min=least)).max())
-
-
-def _largest(error: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(error.abs().max() / exact.square().mean().sqrt().clamp(min=1e-300))
 
 
 Rows = Iterator[Compared]

@@ -135,7 +135,9 @@ def clean(args: argparse.Namespace) -> int:
             if name not in names:
                 hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
                 raise InputError(f"the store has no image called {name!r}", hint=hint)
-        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
+        locks = map(project.lock, sorted((project.root / "images" / "locks").glob("*/*.json")))
+        needed = {file.sha256 for lock in locks if lock for file in lock.files}
+        waste = find_waste(project.workspace, needed, without=args.image, caches=args.caches)
         if not args.dry_run:
             for name in set(args.image):
                 store.untag(name)
@@ -262,7 +264,6 @@ def sign(args: argparse.Namespace) -> int:
 
 
 def _verify_published(args: argparse.Namespace) -> int:
-    """Run `primus verify --image`."""
     if args.target or args.all:
         raise InputError("--image names a published image; a target is built from this project", hint="name one")
     if bool(args.key) == bool(args.identity and args.issuer):

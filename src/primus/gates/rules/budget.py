@@ -16,5 +16,7 @@ def judge(examined: Examined) -> GateReport:
         ranked = sorted(image.rows, key=lambda pair: -pair[1].blob.size)
         largest = ", ".join(f"{action.name} {bytes_text(layer.blob.size)}" for action, layer in ranked[:5])
         message = f"the image has {bytes_text(image.size)}, its budget is {bytes_text(budget)}: {largest}"
-        findings = (Finding(severity="error", path=resolved.budget_place, message=message),)
+        channel = resolved.choice.channel
+        key = ("budgets_gb", channel) if channel in resolved.target.budgets_gb else ("budget_gb",)
+        findings = (Finding(severity="error", path=resolved.place(*key), message=message),)
     return GateReport(summary=f"{summary} of {bytes_text(budget)}", findings=findings)

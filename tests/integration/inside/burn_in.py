@@ -17,8 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from forks import ranks
 
-FAULTS = str(Path(__file__).parents[1] / "faults")
-sys.path.append(FAULTS)
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from burn_in_faults import GPUS
 
 from primus.system import measure, nodes
@@ -28,7 +27,7 @@ from primus.training import gloo
 
 def named(name: str, host: Host, seconds: float, patience: float) -> bool:
     """Whether the burn-in names the wrong GPU ``name``, and no other."""
-    os.environ |= {"PRIMUS_FAULT": f"burn-in {name}", "PYTHONPATH": f"{FAULTS}:{os.environ['PYTHONPATH']}"}
+    os.environ |= {"PRIMUS_FAULT": f"burn-in {name}", "PYTHONPATH": f"{sys.path[0]}:{os.environ['PYTHONPATH']}"}
     wrong = GPUS[name]
     # A fault in one of 50 calls has to happen, on a busy machine, too.
     findings = nodes.burn_in(host, max(seconds, wrong.every / 4), print, patience)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,32 +99,19 @@ class Slurm:
     def kill_node(self, name: str) -> None:
         """End the node's slurmd and all that it started, at once, as a power failure does."""
         daemon = self._daemons.pop(name)
-        tasks = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                if (
-                    f"SLURMD_NODENAME={name}".encode() in words
-                    and f"SLURM_CONF={self.folder}/slurm.conf".encode() in words
-                ):
-                    tasks.append(int(entry.name))
+        tasks = [pid for pid, given in self._processes() if given.get("SLURMD_NODENAME") == name]
         # slurmstepd itself carries no node's name. It goes first, or it would report how its tasks ended.
-        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
-        steps = [pid for pid in parents if "slurmstepd" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")]
+        steps = [pid for pid in {*map(_parent, tasks)} - {0} if "slurmstepd" in Path(f"/proc/{pid}/comm").read_text()]
         for pid in [daemon.pid, *steps, *tasks]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
 
     def _until_idle(self) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            told = self.run("sinfo", "--noheader", "--format=%T", "--Node", check=False).stdout.split()
-            if told and all(state == "idle" for state in told):
-                return
-            time.sleep(0.5)
-        logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log")))
-        raise AssertionError(f"Slurm did not start: {told}\n{logs}")
+        def idle() -> bool:
+            return {*self.run("sinfo", "--noheader", "--format=%T", "--Node", check=False).stdout.split()} == {"idle"}
+
+        assert until(idle, 60), "\n".join(path.read_text()[-1500:] for path in self.folder.glob("*.log"))
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm."""
@@ -155,17 +143,18 @@ class Slurm:
 
     def pids(self, number: str) -> dict[int, int]:
         """Rank → process, of the ranks of a job that run now."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, KeyError):
-                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                given = dict(word.split(b"=", 1) for word in words if b"=" in word)
-                ours = given.get(b"SLURM_CONF") == os.fsencode(self.environment["SLURM_CONF"])
-                # What a rank starts inherits its variables.
-                above = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if ours else 0
-                if ours and given.get(b"SLURM_JOB_ID") == number.encode() and _rank(above) is None:
-                    found[int(given[b"RANK"])] = int(entry.name)
-        return found
+        ranks = {p: v for p, v in self._processes() if v.get("SLURM_JOB_ID") == number and "RANK" in v}
+        # What a rank starts inherits its variables.
+        return {int(given["RANK"]): pid for pid, given in ranks.items() if _parent(pid) not in ranks}
+
+    def _processes(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """Those of this cluster, with their variables."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (entry / "environ").read_text(errors="replace").split("\0")
+                given = dict(word.split("=", 1) for word in words if "=" in word)
+                if given.get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                    yield int(entry.name), given
 
     def stop(self) -> None:
         """End every daemon and the steps below them."""
@@ -182,11 +171,10 @@ class Slurm:
             process.wait()
 
 
-def _rank(pid: int) -> bytes | None:
+def _parent(pid: int) -> int:
     with suppress(OSError):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return next((word for word in words if word.startswith(b"RANK=")), None)
-    return None
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 class Job:

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 import slurm_kit
+from project_kit import until
 from slurm_kit import Job, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,23 +115,22 @@ class Case:
             time.sleep(10 * more)
             self.row["moment"] = f"{10 * more:.1f} s after the start"
             return
-        self.ranks()  # on a busy machine, looking for them may take longer than the steps that are left
+        self.processes = (
+            self.ranks()
+        )  # on a busy machine, looking for them may take longer than the steps that are left
         self.job.reach(step)
         time.sleep(0.2 * more)
         self.row["moment"] = f"{0.2 * more:.2f} s after step {step}"
 
-    def ranks(self, seconds: float = 60) -> None:
-        """Find the processes of the ranks, as soon as there are two."""
+    def ranks(self) -> dict[int, int]:
+        """Rank → process, as soon as there are two."""
         self.job.running()
-        deadline = time.monotonic() + seconds
-        while len(self.processes) < 2:
-            assert time.monotonic() < deadline, self.job.said()
-            self.processes = self.job.slurm.pids(self.job.number)
+        assert until(lambda: len(self.job.slurm.pids(self.job.number)) == 2, 60), self.job.said()
+        return self.job.slurm.pids(self.job.number)
 
     def rank(self) -> tuple[int, int]:
         """One of the ranks, and its process."""
-        self.ranks()
-        return self.chance.choice(sorted(self.processes.items()))
+        return self.chance.choice(sorted((self.processes or self.ranks()).items()))
 
     def ends(self, state: str, job: Job | None = None, restarts: tuple[int, ...] = (0,)) -> None:
         """Wait for the end, which is to be ``state`` after one of ``restarts``."""

@@ -287,12 +287,8 @@ def _pins(name: str, versions: Versions, targets: Sequence[str]) -> list[Pin]:
 
 def _train(sides: Sequence[Sequence[Pin]], *, held: bool) -> object:
     """Return what is equal for pins that move together: their ROCm on both sides, or the version if they are held."""
-    rocms, numbers = (
-        [{str(number(pin)) for pin in pins} - {"None"} for pins in sides] for number in (_rocm, lambda pin: pin.version)
-    )
+    files = [[(normalised(pin.wheel or pin.sdist or ""), pin.version or "") for pin in pins] for pins in sides]
+    rocms = [{str(rocm_version(*file)) for file in pins} - {"None"} for pins in files]
+    numbers = [{str(pin.version) for pin in pins} - {"None"} for pins in sides]
     moved = next((pair for pair, counts in ((rocms, True), (numbers, held)) if counts and pair[0] != pair[1]), None)
     return tuple(map(tuple, map(sorted, moved))) if moved else None
-
-
-def _rocm(pin: Pin) -> object:
-    return rocm_version(normalised(pin.wheel or pin.sdist or ""), pin.version or "")

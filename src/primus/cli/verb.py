@@ -86,8 +86,6 @@ def _add(parser: "argparse._ActionsContainer", options: Sequence[Any]) -> None:
 def _add_option(parser: "argparse._ActionsContainer", names: Sequence[str], settings: dict[str, Any]) -> None:
     complete = settings.pop("complete", None)
     limits = {key: settings.pop(key) for key in ("least", "suffix") if key in settings}
-    if not names[0].startswith("-") and "nargs" not in settings:
-        settings.setdefault("type", "text")
     if "type" in settings:
         settings["type"] = partial(_TYPES[settings["type"]], **limits)
     if "choices" in settings:

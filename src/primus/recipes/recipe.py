@@ -144,10 +144,7 @@ class Recipe:
 
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
-        """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file.
-
-        Weights beside a tokenizer are left out, since they are no part of it, and take minutes to read.
-        """
+        """Asset → sha256 over the names and bytes of its files, without weights of a tokenizer; empty if no file."""
         digests = {}
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()

@@ -47,7 +47,7 @@ def resolve(
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
-    choices, words = _choices_among(choices or Choices(), overrides)
+    choices, words = choices_among(choices or Choices(), overrides)
     texts = dict(word.partition("=")[::2] for word in words)
     weights = next((Path(texts[key]) for key in _WEIGHTS if exists(texts.get(key, ""))), None)
     chosen = choose(source.settings, choices, path, sized=weights is not None)
@@ -137,7 +137,8 @@ def runs_on(entry: load.Entry, precision: str, gpu: str) -> bool:
 _SPELLINGS = {"nodes": "[0-9]{1,9}", "proxy": "true|false"}
 
 
-def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
+def choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
+    """Return the choices with those that ``overrides`` make, and the other overrides. Raises InputError."""
     words = []
     for word in overrides:
         key, _, text = word.partition("=")
@@ -329,11 +330,9 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     names = [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]
     for name in (key for key in names if here or not str(recipe.settings[key].value).startswith("/")):
         asset, kind = recipe.asset(name), "a folder" if name == "assets.tokenizer" else "a file or a folder"
-        if not re.fullmatch(r"(?!hf:).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)):
-            yield name, f"{value} names no data set or model on the hub", "as in hf:OWNER/NAME"
-        if address := re.match(r"\w+://(?:huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)/?$)?", value):
-            hint = f"hf:{address[1]}" if address[1] else "download it, and name the file"
-            yield name, f"{value} is an address, and only files and hf:OWNER/NAME are read", hint
+        if not re.fullmatch(r"(?!hf:|\w+://).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)):
+            hint = "as in hf:OWNER/NAME; download what is elsewhere, and name the file"
+            yield name, f"{value} names no file, and no data set or model on the hub", hint
         if asset is not None and not (isdir(asset) or (kind != "a folder" and isfile(asset))):
             yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
     key = f"{recipe.backend}.weights"

@@ -54,10 +54,9 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
 
 def folder_of(name: str, *, whole: bool) -> Path:
     """Return the folder of weights ``name``. Those of the hub lack the tensors, unless ``whole`` or of no family."""
-    if not name.startswith(HUB):
-        return Path(name)
-    folder = downloaded(name, *_DESCRIBING)
-    return downloaded(name, *FILES) if whole or other_family(folder) else folder
+    folder = downloaded(name, *_DESCRIBING) if name.startswith(HUB) else Path(name)
+    lacking = name.startswith(HUB) and (whole or other_family(folder))
+    return downloaded(name, *FILES) if lacking else folder
 
 
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -128,8 +127,7 @@ def fitting_families(kind: str) -> list[str]:
 
 def other_family(folder: Path) -> dict[str, str]:
     """Return the setting with which weights of no family are fine-tuned; empty for all others."""
-    fitting = fitting_families(config_of(folder)[1]["model_type"])
-    return {"model.family": OTHER} if fitting == [OTHER] else {}
+    return {"model.family": OTHER} if fitting_families(config_of(folder)[1]["model_type"]) == [OTHER] else {}
 
 
 def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:

@@ -136,7 +136,9 @@ def _splits_of_card(root: Path, files: Sequence[Path]) -> dict[str | None, list[
 
 def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
     names = {file: _split_in(file.name) for file in files}
-    if not any(names.values()):
+    if (root / "dataset_dict.json").exists():  # of `save_to_disk`: each split is a folder
+        names = {file: file.relative_to(root).parts[0] for file in files}
+    elif not any(names.values()):
         names = {file: next(filter(None, map(_split_in, file.relative_to(root).parts[:-1])), None) for file in files}
     return {split: [file for file in files if names[file] == split] for split in {*names.values()}}
 
@@ -261,6 +263,8 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, An
     load_dataset, number = _datasets().load_dataset, 0
     try:
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
+            if name == "csv" and "__index_level_0__" in row:  # pandas takes the first fields for names of lines
+                raise ValueError("lines have more fields than the first one: quote those that contain the separator")
             yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}
     except ConnectionError as error:
         raise refusal("unreachable", shown, error=first_line(error)) from None
@@ -315,6 +319,9 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
     columns = (
         (column,) if column else next((names for names in _TABLE["layouts"] if all(map(row.__contains__, names))), None)
     )
+    judged = columns != ["text"] and isinstance(row.get("label"), bool)
+    if column is None and (judged or row.keys() & {"chosen", "rejected"}):
+        raise refusal("preferences", where, names=", ".join(map(str, row)))
     if columns is None or columns[0] not in row:
         raise _missing(row, columns or ("text",), where)
     if column is None and columns == ["text"] and isinstance(row.get("messages"), list):
@@ -385,8 +392,12 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     for turn in value:
         calls = [*(turn.get("tool_calls") or ()), *filter(None, [turn.get("function_call")])]
         whole = all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls)
-        if not (isinstance(turn.get("role"), str) and whole) or (turn.get("content") is None and not calls):
+        content = turn.get("content")
+        if not (isinstance(turn.get("role"), str) and whole) or (content is None and not calls):
             raise _neither(turn, name, where)
+        for part in content if isinstance(content, list) else ():
+            if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+                raise InputError(f"expected text in every part of a message, found {str(part)[:60]}", where=where)
     return [dict(turn) for turn in value]
 
 
@@ -398,7 +409,7 @@ def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, wh
             messages, first = [begin, *messages], first + bool(first)
         elif messages[0]["content"] != system:
             raise InputError("the column 'system' differs from the chat's own system message", where=where)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)

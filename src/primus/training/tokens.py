@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 # What thinking models' templates add to the prompt, and leave out of earlier answers.
 _OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
-# Processor time that a template may take for a chat, and memory for those of a call.
+# Processor time that a template may take for a message, and memory for a chat.
 _MOST_SECONDS, _MOST_BYTES = 10.0, 2 << 30
 _EVERY = 1_000_000
 
@@ -77,12 +78,10 @@ class Encoder:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
             self.tokenizer("some settings of a wrong type only fail here")
         except Exception as error:
-            why = f"the tokenizer cannot be loaded: {first_line(error)}"
             if "trust_remote_code" in str(error):
-                why = "the tokenizer cannot be loaded: it needs custom code (auto_map), which primus does not run"
-            elif not any(any(folder.glob(form)) for form in _VOCABULARIES):
-                why = "the folder has no tokenizer (tokenizer.json or tokenizer.model)"
-            raise refusal("no_tokenizer", name, why=why) from error
+                raise refusal("custom_tokenizer", name) from error
+            there = any(any(folder.glob(form)) for form in _VOCABULARIES)
+            raise refusal("no_tokenizer" if there else "no_vocabulary", name, error=first_line(error)) from error
         if not self.tokenizer.is_fast:
             raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
         if getattr(self.tokenizer.backend_tokenizer.model, "dropout", None):
@@ -145,7 +144,6 @@ class Encoder:
         return encoded["input_ids"], mask
 
     def _chat(self, document: Document, where: str, completions: bool) -> tuple[list[int], list[int]]:
-        options = {**document.options, "tools": document.tools}
         messages = list(document.messages or ())
         try:
             template = self.tokenizer.get_chat_template(None, document.tools)
@@ -154,69 +152,64 @@ class Encoder:
         try:
             if reserved := sorted(self._arguments & {*document.options}):
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
-            text: str = self._rendered([messages], options)[0]
-            _refuse_lost(messages, text)
-            self._refuse_dropped(text, messages, options)
-            marks = None
-            if completions and _MARKED.search(template) and not document.first:
-                encoded = self.tokenizer.apply_chat_template(
-                    messages, return_dict=True, return_assistant_tokens_mask=True, **options
-                )
-                marks = encoded["assistant_masks"]
-                if all(map(_trains, messages)):
-                    return encoded["input_ids"], marks
-            spans = self._answers(text, messages, document.first, options) if completions else [(0, len(text))]
+            render = partial(self.tokenizer.apply_chat_template, tools=document.tools, **document.options)
+            with _limited(_MOST_SECONDS * len(messages)):
+                (text,) = render([messages], tokenize=False)
+                _refuse_lost(messages, text, template)
+                _refuse_dropped(text, messages, document.tools or (), render)
+                marks = None
+                if completions and _MARKED.search(template) and not document.first:
+                    encoded = render(messages, return_dict=True, return_assistant_tokens_mask=True)
+                    marks = encoded["assistant_masks"]
+                    if all(map(_trains, messages)):
+                        return encoded["input_ids"], marks
+                spans = self._answers(text, messages, document.first, render) if completions else [(0, len(text))]
+        except _OtherBeginning:
+            raise refusal("other_beginning", where) from None
         except Exception as error:  # noqa: BLE001, a template can fail in any way
             raise refusal("template", where, error=first_line(error)) from None
-        if spans is None:
-            raise refusal("other_beginning", where)
         tokens, mask = self._masked(text, spans)
         return tokens, [*map(min, mask, marks)] if marks else mask
 
-    def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
-        with _limited(_MOST_SECONDS * len(chats)):
-            texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
-        return texts
-
-    def _refuse_dropped(self, text: str, messages: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
-        chat, marks = deepcopy([messages, options["tools"] or ()]), dict[str, str]()
-        parts = list(_parts(*chat))
-        if all(key == "content" and holder[key].strip() in text for _, holder, key, _ in parts):
-            return
-        # A short name may be part of any text.
-        for number, (name, holder, key, identity) in enumerate(parts):
-            # Digits, which stay as they are in capital letters.
-            mark, value = f"90716{number}61709", holder[key]
-            holder[key] = dict.fromkeys(value, mark) if isinstance(value, dict) else f"{value}{mark}"
-            # Some templates write the ids of calls only.
-            marks |= {} if identity and identity in text else {mark: name}
-        try:
-            marked = self._rendered(chat[:1], {**options, "tools": chat[1] or None})[0]
-        except Exception:  # noqa: BLE001, a template that refuses other values has read them
-            return
-        if dropped := [name for mark, name in marks.items() if mark not in marked]:
-            raise ValueError(f"it leaves out {dropped[0]}")
-
     def _answers(
-        self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
-    ) -> list[tuple[int, int]] | None:
+        self, text: str, messages: Sequence[Mapping[str, Any]], first: int, render: Callable[..., Any]
+    ) -> list[tuple[int, int]]:
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant" and n >= first and _trains(turn)]
         if not turns:
             return []
-        prompts = self._rendered([messages[:n] for n in turns], options, add_generation_prompt=True)
-        answers = self._rendered([messages[: n + 1] for n in turns], options)
-        spans = []
+        try:
+            prompts = render([messages[:n] for n in turns], tokenize=False, add_generation_prompt=True)
+        except Exception:  # noqa: BLE001, the template has no form for a beginning of the chat
+            raise _OtherBeginning from None
+        answers, spans = render([messages[: n + 1] for n in turns], tokenize=False), []
         for prompt, answer in zip(prompts, answers, strict=True):
-            start = _agreed(text, prompt, _OPEN_THOUGHT.sub("", prompt))
-            if start is None:
-                return None
+            start = _agreed(text, 0, prompt, _OPEN_THOUGHT.sub("", prompt))
             closed = answer.removesuffix(self.tokenizer.eos_token or "")
-            end = _agreed(text, answer, closed, answer[:start] + _THOUGHT.sub("", answer[start:]))
-            if end is None or end <= start:
-                return None
+            end = _agreed(text, start + 1, answer, closed, answer[:start] + _THOUGHT.sub("", answer[start:]))
             spans.append((start, end))
         return spans
+
+
+def _refuse_dropped(text: str, messages: Sequence[Any], tools: Sequence[Any], render: Callable[..., Any]) -> None:
+    """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
+    chat, marks = deepcopy([messages, tools]), dict[str, str]()
+    parts = list(_parts(*chat))
+    # A short one, such as the name of a tool, may be part of any text.
+    texts = [str(holder[key]).strip() if key in ("content", "text") else "" for _, holder, key, _ in parts]
+    if all(len(each) > 11 and each in text for each in texts):
+        return
+    for number, (name, holder, key, identity) in enumerate(parts):
+        # Digits, which stay as they are in capital letters.
+        mark, value = f"90716{number}61709", holder[key]
+        holder[key] = dict.fromkeys(value, mark) if isinstance(value, dict) else f"{value}{mark}"
+        # Some templates write the ids of calls only.
+        marks |= {} if identity and identity in text else {mark: name}
+    try:
+        (marked,) = render(chat[:1], tokenize=False, tools=chat[1] or None)
+    except Exception:  # noqa: BLE001, a template that refuses other values has read them
+        return
+    if dropped := [name for mark, name in marks.items() if mark not in marked]:
+        raise ValueError(f"it leaves out {dropped[0]}")
 
 
 def _parts(messages: Sequence[Any], tools: Sequence[Any]) -> Iterator[tuple[str, Any, str, str | None]]:
@@ -227,24 +220,26 @@ def _parts(messages: Sequence[Any], tools: Sequence[Any]) -> Iterator[tuple[str,
         for key, name in (("name", "the tool"), ("arguments", "the arguments of")):
             if function.get(key) not in (None, "", "{}", {}):
                 yield f"{name} {function.get('name')!r}", function, key, call.get("id") if key == "name" else None
-    for turn in messages:
-        # Publishers leave out system prompts, and the thoughts of earlier answers.
-        content = "" if turn["role"] in ("system", "developer") else turn.get("content")
-        if isinstance(content, str) and _THOUGHT.sub("", content).strip():
-            yield f"a message of {turn['role']}, {content[:40]!r}", turn, "content", None
+    # Publishers leave out system prompts, and the thoughts of earlier answers.
+    for turn in (turn for turn in messages if turn["role"] != "system"):
+        content = turn.get("content")
+        for holder, key in [(part, "text") for part in content] if isinstance(content, list) else [(turn, "content")]:
+            if _THOUGHT.sub("", text := str(holder.get(key) or "")).strip():
+                yield f"a message of {turn['role']}, {text[:40]!r}", holder, key, None
 
 
 def _trains(turn: Mapping[str, Any]) -> bool:
     return all(turn.get(key) in (None, 1) for key in corpora.WEIGHTS)
 
 
-def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    for turn in messages[-1:]:
-        inline = _THOUGHT.match(str(turn.get("content")))
-        thoughts = [inline[1] if inline else "", *(str(turn.get(key) or "") for key in _THOUGHT_KEYS)]
-        if not all(thought.strip() in text for thought in thoughts):
-            raise ValueError("it leaves out the thoughts of the last answer")
+def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str, template: str) -> None:
+    inline = _THOUGHT.match(str(messages[-1].get("content")))
+    thoughts = [inline[1] if inline else "", *(str(messages[-1].get(key) or "") for key in _THOUGHT_KEYS)]
+    if not all(thought.strip() in text for thought in thoughts):
+        raise ValueError("it leaves out the thoughts of the last answer")
     for turn in messages:
+        if lost := [key for key in _THOUGHT_KEYS if turn.get(key) and not re.search(rf"\b{key}\b", template)]:
+            raise ValueError(f"it leaves out {lost[0]}")
         if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
             raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
 
@@ -272,8 +267,15 @@ def _limited(seconds: float) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
-def _agreed(text: str, *beginnings: str) -> int | None:
-    return next((len(beginning) for beginning in beginnings if text.startswith(beginning)), None)
+class _OtherBeginning(Exception):
+    pass
+
+
+def _agreed(text: str, least: int, *beginnings: str) -> int:
+    for beginning in beginnings:
+        if text.startswith(beginning) and len(beginning) >= least:
+            return len(beginning)
+    raise _OtherBeginning
 
 
 class Reader:

@@ -26,7 +26,7 @@ from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names
 from primus.recipes.recipe import Recipe
 from primus.recipes.refusals import refusal
-from primus.recipes.resolve import resolve, runs_on
+from primus.recipes.resolve import choices_among, resolve, runs_on
 from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES, Choices
@@ -61,13 +61,15 @@ def turbo_names() -> Sequence[str]:
 
 def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:
     """Resolve the recipe that the options ask for. Raises InputError. ``here`` and ``memory``: as for ``resolve``."""
-    named = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
-    choices = Choices(**{name: getattr(options, name) for name in named})
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
-    recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here, memory=memory)
+    recipe = resolve(options.recipe, [*options.overrides, *words], _choices(options), here=here, memory=memory)
     chosen(recipe)  # refuses names that are none
     return recipe
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    return Choices(**{choice: getattr(options, choice) for choice in CHOICES})
 
 
 def names_weights(name: str) -> bool:
@@ -86,11 +88,8 @@ def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
     Unless the user sets them, mode, ranks and micro batch are those that fit, and ``usual`` are further settings.
     """
     folder = folder_of(name, whole=bool(usual))
-    for choice in ("backend", "mode"):  # they may be written like settings
-        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
-        if words and getattr(options, choice) is None:
-            setattr(options, choice, words[0].partition("=")[2])
-            options.overrides = [word for word in options.overrides if word != words[0]]
+    choices, options.overrides = choices_among(_choices(options), options.overrides)
+    vars(options).update(asdict(choices))
     nearest = nearest_recipe(folder, options.mode)
     if options.backend not in (None, nearest.backend):
         raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
@@ -117,9 +116,8 @@ def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
 def _batch(recipe: Recipe) -> int:
     if (memory := gpu_bytes(recipe.gpu)) is not None:
         return min(largest_batch(recipe, USABLE * memory), _LARGEST)
-    there = machine.host_bytes()
     needed = predict(recipe).states * recipe.get("ranks", int)
-    return recipe.local_batch if not there or needed <= there else 0
+    return recipe.local_batch if needed <= (machine.host_bytes() or math.inf) else 0
 
 
 def list_recipes(options: argparse.Namespace) -> int:

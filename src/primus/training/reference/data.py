@@ -251,6 +251,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
     files = sorted(file for file in shown if not re.fullmatch("|".join(_TABLE["beside"]), file.name, re.IGNORECASE))
     if (split or "train") in (shards := {file: re.sub(r"-\d{5}-of-\d{5}.*", "", file.name) for file in files}).values():
         return [file for file in files if shards[file] == (split or "train")]
+    if (path / "dataset_dict.json").exists():
+        return [file for file in files if file.relative_to(path).parts[0] == (split or "train")]
     for words_of in (lambda file: [file.name], lambda file: file.relative_to(path).parts[:-1]):
         splits = {
             name: [file for file in files if {*words} & {*re.split(r"[-._ 0-9]", " ".join(words_of(file)).lower())}]
@@ -262,13 +264,6 @@ def _files(path: Path, split: str | None) -> list[Path]:
     return files
 
 
-_ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.",
-)
-
-
 def _pieces(row: dict[str, Any], column: str, words: "_Words", answers: bool) -> list[_Piece]:
     if column == "instruction":
         parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
@@ -278,9 +273,9 @@ def _pieces(row: dict[str, Any], column: str, words: "_Words", answers: bool) ->
                 {"role": r, "content": c} for pair in pairs for r, c in zip(("user", "assistant"), pair, strict=True)
             ]
             return [words.chat(turns, row, 0, answers)]
-        titles = zip(("Instruction", "Input"), parts, strict=False)
-        asked = "".join(f"### {title}:\n{part}\n\n" for title, part in titles)
-        return [words.answer(f"{_ALPACA[len(parts) - 1]}\n\n{asked}### Response:\n", row["output"], answers)]
+        more = (", paired with an input that provides further context", f"### Input:\n{parts[-1]}\n\n")
+        some, context = more if len(parts) > 1 else ("", "")
+        return [words.answer(_TABLE["alpaca"].format(some, parts[0], context), row["output"], answers)]
     value = row[column]
     if column == "prompt" and isinstance(value, str):
         return [words.answer(value, row["completion"], answers)]

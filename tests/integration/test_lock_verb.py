@@ -248,7 +248,7 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
             needs = {"needy 2.0": ("tool<1.1",)}.get(f"{name} {version}", ())
             make_wheel(server.root / "files", name, version, needs=needs)
     pins = "".join(
-        f"  {name}:\n    name: N\n    held: {held}\n    pins:\n      # Why {name}.\n"
+        f"  {name}:\n    name: N\n    held: {held}\n    behind: it is small\n    pins:\n      # Why {name}.\n"
         f"      - {{wheel: {name}, version: {version}, channel: pypi}}\n"
         for name, version, held in (
             ("transformers", "1.0+rocm10.0.0", "true"),
@@ -294,7 +294,7 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     assert kit.primus("bump", "needy=7").code == 2
     server.faults.status["/simple/needy/"] = [500] * 9
     failed = kit.primus("outdated")
-    assert failed.code == 3 and "does not answer" in failed.out
+    assert failed.code == 3 and "does not answer" in failed.out and "needy: it is small" in failed.out
 
 
 def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Server]) -> None:

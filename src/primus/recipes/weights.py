@@ -195,13 +195,12 @@ def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference
         mine, theirs, setting = attrgetter(key)(model), value, recipe.settings.get(f"model.{key}")
         if key == "head_dim":
             mine, theirs = model.head_size, value or model.hidden_size // max(1, model.heads)
-        size = not isinstance(theirs, bool | str)
-        if mine == theirs or (recipe.get("proxy", bool) and size and bool(mine) == bool(theirs)):
+        numeric = not isinstance(theirs, bool | str)
+        if mine == theirs or (recipe.get("proxy", bool) and numeric and bool(mine) == bool(theirs)):
             continue
-        because = setting.because if setting else ""
-        named = {float(number.replace(",", "")) for number in _NUMBER.findall(because)}
+        named = {float(number.replace(",", "")) for number in _NUMBER.findall(setting.because if setting else "")}
         typed = setting is not None and setting.origin.startswith("command line")
-        yield Difference(key, mine, theirs, field, typed or (size and {mine, theirs} <= named))
+        yield Difference(key, mine, theirs, field, typed or (numeric and {mine, theirs} <= named))
 
 
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:

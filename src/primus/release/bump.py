@@ -32,7 +32,7 @@ _TRIES = 6
 class Outlook(NamedTuple):
     """What one pin could be. ``newest`` is the newest version of its index, and ``compatible`` the newest one that fits
     the other pins; None if the pin is at it. ``moves`` are the new versions of all pins that move to the compatible
-    one. ``error`` tells why a source could not be asked.
+    one. ``behind`` is the component's reason for an older one, ``error`` tells why a source could not be asked.
     """
 
     component: str
@@ -43,6 +43,7 @@ class Outlook(NamedTuple):
     moves: Mapping[Place, str]
     compatible: str | None = None
     newest: str | None = None
+    behind: str | None = None
     error: str = ""
 
 
@@ -65,11 +66,12 @@ class Outlooks:
 
         ``exact`` is taken even if it does not fit, because locking then tells the reason.
         """
-        pin, targets = self._pin(place), tuple(user.name for user in self.uses[place])
+        pin, users = self._pin(place), self.uses[place]
+        targets, behind = tuple(user.name for user in users), users[0].versions.components[place[0]].behind
         outlook = Outlook(component=place[0], channel=pin.channel, package=_package(pin), targets=targets,
-                          pinned=pin.version or "", moves={})  # fmt: skip
+                          pinned=pin.version or "", moves={}, behind=behind)  # fmt: skip
         try:
-            if self._leader(self.uses[place][0], place[0]):
+            if self._leader(users[0], place[0]):
                 outlook = outlook._replace(newest=next((str(version) for version in self._newer(place)), None))
             for versions in islice(self._steps(place, exact), _TRIES):
                 outlook = outlook._replace(newest=outlook.newest or versions[place])

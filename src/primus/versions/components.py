@@ -132,6 +132,7 @@ class Component:
     held: bool = False
     follows: str | None = None
     needs: Mapping[str, str] = field(default_factory=dict)
+    behind: str | None = None
     tool: str | None = None
 
 

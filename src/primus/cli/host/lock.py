@@ -59,13 +59,15 @@ def outdated(args: argparse.Namespace) -> int:
     outlooks = Outlooks(_resolved(args))
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(outlooks.of, outlooks.uses))
-    table = []
+    table, behind = [], dict[str, None]()
     for row in (row for row in rows if row.newest or row.error):
         others = ", ".join(name for name in _named(row.moves) if name != row.component)
         best = row.error or (row.compatible or "–") + (f" (with {others})" if others else "")
         table.append((row.component, row.channel, ", ".join(row.targets), row.pinned, best, row.newest or "–"))
+        behind |= {f"{row.component}: {row.behind}": None} if row.behind else {}
     lines = Screen.of().table(table, head=("component", "channel", "targets", "pinned", "compatible", "newest"))
     lines.append(f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version")
+    lines += [line for why in behind for line in Screen.of().wrap(why, hanging="  ")]
     answer(args, [{**row._asdict(), "moves": _named(row.moves)} for row in rows], lines)
     return HostError.exit_code if any(row.error for row in rows) else 0
 
@@ -108,16 +110,13 @@ def _six_months_after(day: date) -> date:
 
 def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
     outlooks = Outlooks(_resolved(args))
-    words = args.component or ([] if args.release else list(dict.fromkeys(name for name, _ in outlooks.uses)))
+    names = list(dict.fromkeys(name for name, _ in outlooks.uses))
     moves: Mapping[Place, str] = {}
-    for word in words:
+    for word in args.component or ([] if args.release else names):
         name, _, version = word.partition("=")
         places = [place for place in outlooks.uses if place[0] == name and (version or place not in moves)]
-        if not any(name == other for other, _ in outlooks.uses):
-            hint = (
-                did_you_mean(name, {n for n, _ in outlooks.uses})
-                or "primus outdated --json lists those that can be moved"
-            )
+        if name not in names:
+            hint = did_you_mean(name, names) or "primus outdated --json lists those that can be moved"
             raise InputError(f"no pin of a Python index is called {name!r}", hint=hint)
         # After those that moved already, so that all of them fit each other.
         rows = []

@@ -115,18 +115,18 @@ class Case:
             time.sleep(10 * more)
             self.row["moment"] = f"{10 * more:.1f} s after the start"
             return
-        self.processes = (
-            self.ranks()
-        )  # on a busy machine, looking for them may take longer than the steps that are left
+        self.ranks()  # now: they may have ended when they are found later
         self.job.reach(step)
         time.sleep(0.2 * more)
         self.row["moment"] = f"{0.2 * more:.2f} s after step {step}"
 
     def ranks(self) -> dict[int, int]:
-        """Rank → process, as soon as there are two."""
+        """Rank → process, as soon as there are two. Looking for them takes seconds on a busy machine."""
         self.job.running()
-        assert until(lambda: len(self.job.slurm.pids(self.job.number)) == 2, 60), self.job.said()
-        return self.job.slurm.pids(self.job.number)
+        pids = self.job.slurm.pids
+        found = until(lambda: self.processes.update(pids(self.job.number)) or len(self.processes) == 2, 300)
+        assert found, self.job.said()
+        return self.processes
 
     def rank(self) -> tuple[int, int]:
         """One of the ranks, and its process."""

@@ -37,8 +37,6 @@ from primus.plan.skeleton import TRIM, VARIANT
 from primus.programs import lacks_ids, need, tracked
 from primus.versions.lock import LockedFile
 
-# On a merged /usr these are links; nothing may be unpacked below them.
-_MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
@@ -113,6 +111,8 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
     entries = list(tar_entries(tar, TRIM["left_out"]))
+    unused = {name for name in TRIM["merged"] if not any(e.path.startswith(f"usr/{name}/") for e in entries)}
+    entries = [entry for entry in entries if entry.path.removeprefix("usr/") not in unused]
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
             f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
@@ -194,14 +194,14 @@ def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
         dpkg_deb("--fsys-tarfile", path, deb.file, out)
     record = dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\nStatus: install ok installed\n"
     for entry in tar_entries(tar):
-        if entry.path not in _MERGED and _unpacked("/" + entry.path):
+        if entry.path not in TRIM["merged"] and _unpacked("/" + entry.path):
             link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
             yield replace(entry, path=_merged(entry.path), link=link)
     yield Entry(path=f"var/lib/dpkg/status.d/{deb.name}", size=len(record), source=record)
 
 
 def _merged(path: str) -> str:
-    return f"usr/{path}" if path.partition("/")[0] in _MERGED else path
+    return f"usr/{path}" if path.partition("/")[0] in TRIM["merged"] else path
 
 
 def _unpacked(path: str) -> bool:

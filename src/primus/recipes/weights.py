@@ -217,13 +217,17 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     facts, model, repo = facts_of(recipe), recipe.architecture, recipe.find("model.hf_repo", "")
     if facts is None:
         return
-    for field, why in uncomputed(family(model.family), facts):
+    known = family(model.family)
+    for field, why in uncomputed(known, facts):
         yield "model.hf_repo", f"{field} of {repo}: {why}", None
     apart = list(differences(recipe, facts))
     for one in apart:
         if not one.meant:
-            why = f"{spell(one.mine)}, but {repo} has {one.field} = {spell(one.theirs)} in its config.json"
-            hint = f"model.{one.key}={spell(one.theirs)}, or a case whose `because` names both"
+            default = one.field not in facts and known.defaults.get(one.field) == one.theirs
+            place = f"`defaults` of families/{known.name}.yaml" if default else "its config.json"
+            why = f"{spell(one.mine)}, but {repo} has {one.field} = {spell(one.theirs)} in {place}"
+            case = "" if isinstance(one.theirs, bool | str) else ", or a case whose `because` names both"
+            hint = f"model.{one.key}={spell(one.theirs)}{case}"
             yield f"model.{one.key}", why, hint
     typed = any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
     if not (apart or typed or recipe.get("proxy", bool)) and (total := size(model).total) != facts["parameters"]:

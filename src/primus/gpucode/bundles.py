@@ -29,7 +29,6 @@ _CHUNK = 1 << 20
 # A few compressed bytes may stand for many.
 _COMPRESSED_CHUNK = 1 << 12
 _ZSTD_LEVEL = 3
-_ZLIB_LEVEL = 6
 # Method → decoder. Compilers may look back any distance: RCCL's bundle needs a window of 128 MiB.
 _DECODERS: dict[int, Callable[[], Any]] = {
     0: zlib.decompressobj,
@@ -160,7 +159,7 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> bool:
     not run on ``arch``.
 
     Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. A
-    compressed bundle is compressed again in the same version; it stays unchanged if it would become larger.
+    compressed bundle is compressed again, by zstd, in the same version; it stays unchanged if it would become larger.
 
     Returns False, and copies nothing, if the file has no offload bundles. Raises ValueError if the file or one of its
     bundles is damaged.
@@ -230,8 +229,8 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
         moved.append(Part(id=part.id, offset=start, size=part.size))
         end = start + part.size
     form = _HEADS[bundle.version]
-    zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
-    compressor = zlib.compressobj(_ZLIB_LEVEL) if bundle.method == 0 else zstd
+    # By zstd, whose version is pinned. What zlib writes depends on the machine's zlib.
+    compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
     digest, length = hashlib.md5(usedforsecurity=False), struct.calcsize(form)
     for data in chain(_laid_out(_Inflated(source, bundle), remaining, moved), (None,)):
         digest.update(data or b"")
@@ -242,7 +241,7 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
         out.write(small)
         length += len(small)
     out.seek(bundle.offset)
-    out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, length, end, digest.digest()[:8]))
+    out.write(struct.pack(form, COMPRESSED, bundle.version, 1, length, end, digest.digest()[:8]))
     return length
 
 

@@ -1,7 +1,6 @@
 """Pins, lock and local files → the actions of an image. Pure, except that local files are hashed (by stat)."""
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -144,7 +143,7 @@ class _Planner:
             sentence = f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} has no GPU"
             raise InputError(sentence, where=resolved.place(), hint="set `gpu`")
         debs = tuple(file for file in self.lock.of("deb", self.base_name) if file.name in self.base.kernels)
-        rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+        rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}"
         locked = _locked(debs, resolved.base_place(self.base_name))
         inputs = (self.tool, Input(name="fat binaries", value=rewriter), *locked)
         spec = {"arch": resolved.arch, "kernels": _patterns(self.base)}

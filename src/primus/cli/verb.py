@@ -228,7 +228,6 @@ def _new_file(text: str, suffix: str = "") -> Path:
 
 
 _TYPES: Mapping[str, Callable[..., Any]] = {
-    "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "path": _path,
-    "text": _text,
+    "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "path": _path, "text": _text,
     **{name: partial(_number, **settings) for name, settings in _DATA["numbers"].items()},
 }  # fmt: skip

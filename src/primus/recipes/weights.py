@@ -55,8 +55,7 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
 def folder_of(name: str, *, whole: bool) -> Path:
     """Return the folder of weights ``name``. Those of the hub lack the tensors, unless ``whole`` or of no family."""
     folder = downloaded(name, *_DESCRIBING) if name.startswith(HUB) else Path(name)
-    lacking = name.startswith(HUB) and (whole or other_family(folder))
-    return downloaded(name, *FILES) if lacking else folder
+    return downloaded(name, *FILES) if name.startswith(HUB) and (whole or other_family(folder)) else folder
 
 
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:

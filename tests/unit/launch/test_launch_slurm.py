@@ -51,9 +51,9 @@ def test_weights_are_fine_tuned_in_place_of_a_recipe(tmp_path: Path, capsys: pyt
     config = (Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json").read_text()
     (tmp_path / "config.json").write_text(config)
     files, words = [str(tmp_path), f"{tmp_path}/config.json"], ["tokenizer=mock", "--gpu", "mi300x", "--image", "a"]
-    assert main(["launch", "slurm", "finetune", *files, *words, "--dry-run"]) == 0
+    assert main(["launch", "slurm", "finetune", *files, *words, "global_batch=24", "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert all(part in text for part in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:{files[1]}"))
+    assert all(p in text for p in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:", "batch_size=3"))
 
 
 def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,9 @@ def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
 
 def _batch(recipe: Recipe) -> int:
     if (memory := gpu_bytes(recipe.gpu)) is not None:
-        return min(largest_batch(recipe, USABLE * memory), _LARGEST)
+        whole, ranks = recipe.find(recipe.knows.key("global_batch"), 0), recipe.data_parallel
+        sizes = range(1, min(largest_batch(recipe, USABLE * memory), _LARGEST) + 1)
+        return max((size for size in sizes if whole < 1 or whole % (size * ranks) == 0), default=0)
     needed = predict(recipe).states * recipe.get("ranks", int)
     return recipe.local_batch if needed <= (machine.host_bytes() or math.inf) else 0
 

@@ -71,8 +71,8 @@ def _run(options: argparse.Namespace) -> int:
         raise refusal("last_step", path=checkpoint, step=job.first_step - 1, steps=job.last_step)
     if checkpoint:
         identity.check(checkpoint, recipe, [field for word in options.accept_change for field in word.split(",")])
-    backend_of(recipe).check_weights(recipe)
     backend_of(recipe).check_data(recipe)
+    backend_of(recipe).check_weights(recipe)
     if options.dry_run:
         print(ranks.job_file(job) if options.json else _plan(job), end="")
         return 0

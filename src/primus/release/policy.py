@@ -242,7 +242,7 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> t
     findings: set[Vulnerability] = set()
     for where, entry in _entries(osv):
         try:
-            for affected in () if entry.get("withdrawn") else entry.get("affected") or ():
+            for affected in (entry["id"] and not entry.get("withdrawn") and entry.get("affected")) or ():
                 # Records about commits alone name no package.
                 about = {"ecosystem": "", "name": "", **(affected.get("package") or {})}
                 ecosystem, _, of = about["ecosystem"].partition(":")

@@ -118,10 +118,12 @@ def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
         assert Repository(repository).digest("latest-demo") == ready_one.image.digest
     with pytest.raises(CheckFailed, match="a release is never replaced"):
         publish(replace(old, tag=new.tag), Project(kit.root).workspace.store, repository, Progress())
-    refused = kit.primus("tag", "v26.11-demo", "v26.12-demo", "--to", repository)
-    assert refused.code == 2 and "never moves" in refused.err
-    unknown = kit.primus("tag", "latest-demo", "v26.13-demo", "--to", repository)
-    assert unknown.code == 2 and "its releases: v26.11-demo, v26.12-demo\n" in unknown.err
+    for tag in ("v26.11-demo", f"sha256-{old.image.digest[7:]}"):
+        refused = kit.primus("tag", tag, "v26.12-demo", "--to", repository)
+        assert refused.code == 2 and "never moves" in refused.err
+    for release in ("v26.13-demo", f"v26.12-demo.by-{new.image.digest[7:19]}"):
+        unknown = kit.primus("tag", "latest-demo", release, "--to", repository)
+        assert unknown.code == 2 and "its releases: v26.11-demo, v26.12-demo\n" in unknown.err
 
 
 def test_of_two_publishers_of_one_tag_one_says_that_it_lost(

@@ -117,15 +117,14 @@ def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob] = MappingP
     for action in plan.layers:
         layer = store.layer(action.key)
         blob = layer.blob if layer else cached.get(action.key)
-        rows.append(
-            {
-                **{name: getattr(action, name) for name in ("name", "kind", "key")},
-                "do": "reuse" if layer else "download" if blob else "build",
-                "bytes": blob.size if blob else _source_bytes(action),
-                "digest": blob.digest if blob else None,
-                "inputs": len(action.files) or len(action.tree),
-            }
-        )
+        row = {
+            **{name: getattr(action, name) for name in ("name", "kind", "key")},
+            "do": "reuse" if layer else "download" if blob else "build",
+            "bytes": blob.size if blob else _source_bytes(action),
+            "digest": blob.digest if blob else None,
+            "inputs": len(action.files) or len(action.tree),
+        }
+        rows.append(row)
     return rows
 
 

@@ -301,7 +301,7 @@ def _named(name: str, text: str, texts: dict[str, str]) -> str:
     if gnu := re.fullmatch(_GNU, name):
         version = gnu[2] if "." in gnu[2] or gnu[1] == "GFDL" else f"{gnu[2]}.0"
         return f"{gnu[1]}-{version}-{'or-later' if gnu[3] else 'only'}"
-    exact = _names().get(name.lower())
+    exact = licence_names().get(name.lower())
     return exact or (_expression(name) or _reference(name, text, texts) if name else "")
 
 
@@ -321,7 +321,8 @@ def _expression(text: str) -> str:
 
 
 @cache
-def _names() -> dict[str, str]:
+def licence_names() -> dict[str, str]:
+    """Return SPDX's name of each licence by its names in small letters, among them common ones of no standard."""
     names = read_values(Path(__file__).with_name("licences.yaml")).data
     return {**names, **{key.lower(): key for key in _spdx().known_symbols if not key.startswith("LicenseRef")}}
 

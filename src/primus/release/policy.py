@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from primus.errors import CheckFailed, InputError
 from primus.recipes.refusals import refusal
-from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form
+from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
 from primus.release.registry import Document
 from primus.schema import build
 from primus.terminal import counted, some
@@ -52,6 +52,8 @@ class Policy:
 def load(path: Path) -> Policy:
     """Read a policy. Paths in it are relative to it. Raises InputError."""
     policy = build(Policy, read(path))
+    if others := [n for n in policy.refused_licences if n[:11] != "LicenseRef-" and n not in licence_names().values()]:
+        raise InputError(f"SPDX's list has no licence {others[0]!r}, such as GPL-3.0-only", where=str(path))
     osv, accepted = (value and str(path.parent / value) for value in (policy.osv, policy.accepted))
     return replace(policy, osv=osv, accepted=accepted)
 
@@ -208,7 +210,7 @@ class Vulnerability:
 
     def is_open(self, today: date) -> bool:
         """Whether it is not accepted, or must be reviewed."""
-        return self.accepted is None or date.fromisoformat(self.accepted.review) < today
+        return self.accepted is None or self.accepted.review < today.isoformat()
 
     def sentence(self, today: date) -> str:
         """Return what it is, and what to do."""

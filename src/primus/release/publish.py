@@ -139,11 +139,12 @@ def _lost(there: Repository, tag: str, winner: str) -> CheckFailed:
 def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
     """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the new one.
 
-    Raises InputError for a tag of a release, which never moves, and for a release that was not published.
+    Raises InputError for a tag of a release or its documents, which never moves, and for a release that was not
+    published: that a publisher announced it is not enough.
     """
-    if re.fullmatch(RELEASE_TAG, tag):
+    if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
-    before, digest = there.digest(tag), there.digest(release)
+    before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
     if digest is None:
         have = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
         raise InputError(f"{there.name} has no {release}; its releases: {have}", hint="primus publish publishes one")

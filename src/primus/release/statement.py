@@ -203,17 +203,17 @@ def write_request(folder: Path, ref: str, subject: Mapping[str, Any], about: Seq
 def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """Return what :func:`write_request` wrote: reference, descriptor and statements of each image.
 
-    Raises InputError if there is none, or if a statement is about another image than its request.
+    Raises InputError if there is none, or if a statement is about another image or tag than its request.
     """
     result = []
     for path in sorted(folder.glob(f"*/{_REQUEST}")):
         content: Any = read_json(path).data
         try:
             ref, subject, about = content["ref"], content["subject"], content["statements"]
-            digests = {subject["digest"], *(f"sha256:{s['subject'][0]['digest']['sha256']}" for s in about)}
-            if subject["mediaType"] != MANIFEST_TYPE or len(digests) != 1 or not isinstance(ref, str):
+            names = {(s["name"], f"sha256:{s['digest']['sha256']}") for each in about for s in each["subject"]}
+            if subject["mediaType"] != MANIFEST_TYPE or names != {(ref.rpartition(":")[2], subject["digest"])}:
                 raise TypeError
-        except (KeyError, TypeError, IndexError):
+        except (KeyError, TypeError, AttributeError):
             raise InputError("not a request of `primus publish --sign-later`", where=str(path)) from None
         result.append((ref, subject, about))
     if not result:

@@ -42,7 +42,6 @@ from primus.terminal import Screen, Styled, bytes_text, counted
 _SHARE = 0.005
 # A folder that contains this fraction of its parent is shown in its place.
 _NEARLY_ALL = 0.99
-_POLICY = "policy.yaml"
 
 
 def check(args: argparse.Namespace) -> int:
@@ -206,7 +205,7 @@ def publish(args: argparse.Namespace) -> int:
     if args.sign_later and (args.key or args.keyless):
         raise InputError("--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless")
     signer = _signer(args)
-    file = args.policy or targets[0].root / _POLICY
+    file = args.policy or targets[0].root / "policy.yaml"
     rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     done: list[dict[str, Any]] = []

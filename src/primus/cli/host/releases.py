@@ -24,6 +24,7 @@ from primus.release.diff import diff as compare, diff_page, notes, release_list,
 from primus.release.documents import git
 from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
 from primus.release.mad import mad_files
+from primus.release.registry import require_repository
 from primus.release.sides import commit_of, extract, files, side, target_of
 from primus.release.triage import Hypothesis, Point, Search, bound
 from primus.system.issues import issues
@@ -89,6 +90,8 @@ def release(args: argparse.Namespace) -> int:
         raise InputError(f"the store has {what} of {project.versions.release}", hint=hint)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
+    if args.repository:
+        require_repository(args.repository, "--from")
     # podman reads no name with both a tag and a digest.
     reference = f"{args.repository or IMAGE}@{images[built[0].ref]['digest']}"
     files = mad_files(built[0], reference)

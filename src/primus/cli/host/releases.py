@@ -90,8 +90,7 @@ def release(args: argparse.Namespace) -> int:
         raise InputError(f"the store has {what} of {project.versions.release}", hint=hint)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
-    if args.repository:
-        require_repository(args.repository, "--from")
+    require_repository(args.repository or f"docker.io/{IMAGE}", "--from")
     # podman reads no name with both a tag and a digest.
     reference = f"{args.repository or IMAGE}@{images[built[0].ref]['digest']}"
     files = mad_files(built[0], reference)

@@ -30,7 +30,7 @@ from primus.plan.action import Action, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
-from primus.release.statement import BUNDLE, Signer, Trust, payload, statement_about
+from primus.release.statement import BUNDLE, Signer, Trust, check_key, payload, statement_about
 from primus.schema import build_typed
 from primus.terminal import bytes_text, counted
 from primus.versions.lock import ARCHITECTURE
@@ -66,7 +66,7 @@ class Cache:
             raise InputError(why, hint="--cache HOST/PATH --cache-key cosign.pub")
         require_repository(args.cache, "--cache")
         trust = Trust(key=args.cache_key)
-        trust.check("--cache-key")
+        check_key(args.cache_key, "--cache-key")
         if signer := Signer(key=args.cache_sign) if args.cache_sign else None:
             signer.check("--cache-sign")
         return cls(Repository(args.cache), trust, signer)

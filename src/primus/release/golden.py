@@ -119,9 +119,8 @@ def record(
     versions = records[0]["versions"] if records else {}
     if old := load(root, release) if keep and records else None:
         _refuse_others(old, versions)
-    curves = dict(old["curves"]) if old else {}
     new = curves_of(records, cpu)
-    curves |= new
+    curves = {**(old["curves"] if old else {}), **new}
     content = {
         "release": release,
         "command": "primus validate cpu --suite quick --record-golden",
@@ -130,8 +129,7 @@ def record(
         "versions": versions,
         "curves": dict(sorted(curves.items())),
     }
-    path = root / FOLDER / f"{release}.json"
-    write_file(path, json.dumps(content, indent=1) + "\n")
+    write_file(root / FOLDER / f"{release}.json", json.dumps(content, indent=1) + "\n")
     return len(new)
 
 

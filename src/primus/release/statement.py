@@ -103,7 +103,7 @@ class Signer(NamedTuple):
 
     def check(self, option: str) -> None:
         """Raise InputError if the key is a file that does not exist, HostError if cosign cannot sign with it."""
-        _check_file(self.key, option, "cosign.key")
+        check_key(self.key, option, "cosign.key")
         if self.key:
             self._accept(cosign("public-key", "--key", self.key))
 
@@ -120,10 +120,6 @@ class Trust(NamedTuple):
     key: str | None = None
     identity: str | None = None
     issuer: str | None = None
-
-    def check(self, option: str) -> None:
-        """Raise InputError if the key is a file that does not exist, HostError if cosign is missing."""
-        _check_file(self.key, option, "cosign.pub")
 
     def rejects(self, bundle: bytes, kind: str) -> str:
         """Return why cosign rejects the signature; empty if it accepts it.
@@ -145,7 +141,8 @@ class Trust(NamedTuple):
             return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
 
 
-def _check_file(key: str | None, option: str, example: str) -> None:
+def check_key(key: str | None, option: str, example: str = "cosign.pub") -> None:
+    """Raise InputError if the key is a file that does not exist, HostError if cosign is missing."""
     need_cosign()
     if key and "://" not in key and not Path(key).is_file():
         raise InputError(f"{option}: there is no file {key}", hint=f"name the key, such as {example}")

@@ -34,7 +34,7 @@ from primus.release.documents import bill, checkout, cyclonedx, licences, listin
 from primus.release.policy import audit as look_up, load_accepted, openvex
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository, require_repository
-from primus.release.statement import Signer, Trust, requests
+from primus.release.statement import Signer, Trust, check_key, requests
 from primus.schema import read_json
 from primus.terminal import Screen, Styled, bytes_text, counted
 
@@ -270,7 +270,7 @@ def _verify_published(args: argparse.Namespace) -> int:
     from primus.release.verification import verified_text, verify_image  # not for other verbs, as above
 
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
-    trust.check("--key")
+    check_key(args.key, "--key")
     rules = policy.load(args.policy) if args.policy else None
     with choose_progress(args.json) as progress:
         result = verify_image(args.image, trust, policy=rules, say=progress.say)

@@ -24,15 +24,9 @@ def bill(version: str, deb: str = "1.0-1") -> dict[str, Any]:
     tool = package("tool", "1.0", "pkg:pypi/tool@1.0")
     relation = {"spdxElementId": "SPDXRef-tool", "relationshipType": "BUILD_TOOL_OF", "relatedSpdxElement": "x"}
     library = package("libdemo1", "9", "pkg:deb/debian/libdemo1@9", sourceInfo=f"source package demo {deb}")
-    return {
-        "name": "v26.11-cpu",
-        "packages": [
-            package("small", version, f"pkg:pypi/small@{version}"), library, tool,
-            package("small-tool-kit", version, f"pkg:pypi/small-tool-kit@{version}"),
-            package("base-files", "12.4+deb12u15", "pkg:deb/debian/base-files@12.4%2Bdeb12u15?arch=amd64"),
-        ],
-        "relationships": [relation],
-    }  # fmt: skip
+    small = [package(name, version, f"pkg:pypi/{name}@{version}") for name in ("small", "small-tool-kit")]
+    base = package("base-files", "12.4+deb12u15", "pkg:deb/debian/base-files@12.4%2Bdeb12u15?arch=amd64")
+    return {"name": "v26.11-cpu", "packages": [*small, library, tool, base], "relationships": [relation]}
 
 
 def entry(name: str, ecosystem: str = "PyPI", *, versions: tuple[str, ...] = (), **events: str) -> dict[str, Any]:

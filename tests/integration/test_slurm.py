@@ -124,7 +124,9 @@ class Case:
         """Rank → process, as soon as there are two. Looking for them takes seconds on a busy machine."""
         self.job.running()
         pids = self.job.slurm.pids
-        found = until(lambda: self.processes.update(pids(self.job.number)) or len(self.processes) == 2, 300)
+        found = until(
+            lambda: time.sleep(1) or self.processes.update(pids(self.job.number)) or len(self.processes) == 2, 300
+        )
         assert found, self.job.said()
         return self.processes
 
@@ -243,7 +245,7 @@ def disk_full(case: Case) -> None:
         filler = case.runs / "filler"
         with filler.open("wb") as file, suppress(OSError):
             while True:
-                file.write(bytes(1 << 16))
+                file.write(bytes(1 << 22))
                 file.flush()
         case.ends("FAILED")
         case.named("No space left on device")

@@ -123,10 +123,8 @@ class Case:
     def ranks(self) -> dict[int, int]:
         """Rank → process, as soon as there are two. Looking for them takes seconds on a busy machine."""
         self.job.running()
-        pids = self.job.slurm.pids
-        found = until(
-            lambda: time.sleep(1) or self.processes.update(pids(self.job.number)) or len(self.processes) == 2, 300
-        )
+        pids, number = self.job.slurm.pids, self.job.number
+        found = until(lambda: time.sleep(1) or self.processes.update(pids(number)) or len(self.processes) == 2, 300)
         assert found, self.job.said()
         return self.processes
 

@@ -9,7 +9,6 @@ guessed: what names no licence of SPDX's list, such as "BSD", is a reference to 
 
 import re
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -223,13 +222,14 @@ def purl(file: LockedFile) -> str:
 def _package(
     identifier: str, name: str, version: str, *, licence: str = _UNKNOWN, sha256: str = "", **more: object
 ) -> dict[str, Any]:
-    more |= {"checksums": [{"algorithm": "SHA256", "checksumValue": sha256}] if sha256 else None}
+    checksums = [{"algorithm": "SHA256", "checksumValue": sha256}] if sha256 else None
+    more = {**dict.fromkeys(("file", "source", "purpose", "references")), "checksums": checksums, **more}
     return form("package", identifier=identifier, name=name, version=version, licence=licence, **more)
 
 
 def form(name: str, /, **values: object) -> dict[str, Any]:
-    """Return the form ``name`` of ``documents.yaml`` with these values. A key without a value is left out."""
-    document: dict[str, Any] = filled(_FORMS[name], defaultdict(lambda: None, values))
+    """Return the form ``name`` of ``documents.yaml`` with these values. A key whose value is None is left out."""
+    document: dict[str, Any] = filled(_FORMS[name], values)
     return document
 
 

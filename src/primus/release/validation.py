@@ -250,5 +250,5 @@ def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
-    more = "; {0.path}: {0.message}".format(*report.errors) if report.errors else ""
+    more = f"; {report.errors[0].path}: {report.errors[0].message}" if report.errors else ""
     return Verdict(name=f"{GATE}{report.gate}", passed=report.passed, reason=report.summary + more)

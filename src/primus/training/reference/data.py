@@ -210,6 +210,8 @@ _Piece = tuple[list[int], list[bool] | None]
 _Turns = list[dict[str, Any]]
 # What formats call their files and columns. Who speaks, and what is trained, is not taken from the run's own reader.
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).parents[1] / "corpus.yaml").data
+# Not from that table, so that a mistake there is found.
+_ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 
 
 def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
@@ -275,7 +277,8 @@ def _pieces(row: dict[str, Any], column: str, words: "_Words", answers: bool) ->
             return [words.chat(turns, row, 0, answers)]
         more = (", paired with an input that provides further context", f"### Input:\n{parts[-1]}\n\n")
         some, context = more if len(parts) > 1 else ("", "")
-        return [words.answer(_TABLE["alpaca"].format(some, parts[0], context), row["output"], answers)]
+        prompt = f"{_ALPACA.format(some)}\n\n### Instruction:\n{parts[0]}\n\n{context}### Response:\n"
+        return [words.answer(prompt, row["output"], answers)]
     value = row[column]
     if column == "prompt" and isinstance(value, str):
         return [words.answer(value, row["completion"], answers)]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,10 @@ def a_user(name: str, *options: str) -> Iterator[str]:
     try:
         yield name
     finally:
-        # A process of podman keeps the user's namespace.
-        subprocess.run(["runuser", "-u", name, "--", "kill", "-KILL", "-1"], check=False, capture_output=True)
-        subprocess.run(["userdel", "-r", name], check=True, capture_output=True)
+        # A process of podman keeps the user's name space, and one that was killed takes a while to end.
+        end = time.monotonic() + 60
+        while subprocess.run(["userdel", "-r", name], check=time.monotonic() > end, capture_output=True).returncode:
+            subprocess.run(["runuser", "-u", name, "--", "kill", "-KILL", "-1"], check=False, capture_output=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.versions.lock import Lock
+from tables import FIXTURES
 
 SOURCE = Path(primus.__file__).parents[1]
 
@@ -145,47 +147,19 @@ def plan_over(root: Path, name: str, lock: Lock | None) -> ImagePlan:
     return plan_image(replace(resolve(project, name), lock=lock), project.workspace.stats)
 
 
+def copied(root: Path, name: str) -> Kit:
+    """A copy of the project ``name`` of ``fixtures``."""
+    shutil.copytree(FIXTURES / "projects" / name, root, dirs_exist_ok=True)
+    return Kit(root)
+
+
 def make_project(root: Path, *, size: int = 1000) -> Kit:
     """Three components from local folders, two targets."""
-    kit = Kit(root)
-    kit.write(
-        "versions.yaml",
-        """\
-release: v26.11
-created: 2026-11-20
-bases: {}
-components:
-  alpha:
-    name: Alpha
-    pins:
-      - {path: parts/alpha, to: /opt/alpha, channel: local}
-  beta:
-    name: Beta
-    pins:
-      - {path: parts/beta, to: /opt/beta, channel: local}
-  recipes:
-    name: Recipes
-    pins:
-      - {path: recipes, to: /opt/primus/recipes, channel: local}
-""",
-    )
-    for target in ("demo", "other"):
-        kit.write(
-            f"images/{target}.yaml",
-            f"""\
-description: The {target} image
-channels: [local]
-components: [alpha, beta, recipes]
-command: [sh]
-environment:
-  - {{name: COLOR, value: red, why: to see it change}}
-""",
-        )
+    kit = copied(root, "small")
     for part in ("alpha", "beta"):
         kit.write(f"parts/{part}/blob", (part * (size // 4 + 1)).encode()[:size])
         kit.write(f"parts/{part}/sub/run", "#!/bin/sh\n").chmod(0o755)
         (root / f"parts/{part}/link").symlink_to("sub/run")
-    kit.write("recipes/one.yaml", "a: 1\n")
     return kit
 
 

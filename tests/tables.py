@@ -5,10 +5,12 @@ from typing import Any
 
 import yaml
 
+FIXTURES = Path(__file__).parent / "fixtures"
+
 
 def text_of(name: str) -> str:
     """Return the text of a file of ``fixtures``."""
-    return (Path(__file__).parent / "fixtures" / name).read_text(encoding="utf-8")
+    return (FIXTURES / name).read_text(encoding="utf-8")
 
 
 _TABLES: dict[str, Any] = yaml.safe_load(text_of("tables.yaml"))

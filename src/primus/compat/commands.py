@@ -11,10 +11,10 @@ from primus.compat.translate import is_experiment, listed, options, read_experim
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.table import load_table, words_for
 from primus.recipes.load import names
-from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.schema import backends
 from primus.recipes.setting import Choices
+from primus.refusals import refusal
 
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
 STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.recipes.refusals import refusal
 from primus.recipes.schema import backend_rules, backends
 from primus.recipes.setting import Value
+from primus.refusals import refusal
 from primus.schema import build
 from primus.yamlfile import Document, Scalar, Tree, read_values, spell, value
 

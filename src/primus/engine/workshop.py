@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError, PrimusError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci.layer import unpacked, write_layer
 from primus.oci.store import Layer, Store, canonical_json, manifest_of
@@ -21,6 +21,7 @@ from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
 from primus.plan.project import Workspace
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.sandbox.container import Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
 from primus.schema import build_typed
@@ -142,10 +143,7 @@ class Workshop:
     def _verify(self, file: LockedFile) -> None:
         if not self.workspace.files.verify(file.sha256):
             self.workspace.files.drop(file.sha256)
-            raise HostError(
-                f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
-                hint="it was removed from the file cache; build again to download it",
-            )
+            raise refusal("damaged_file", file=file)
 
     def log(self, action: Action) -> Path:
         """Return the path of the log of the action's commands."""
@@ -226,22 +224,15 @@ def require_space(needs: Iterable[tuple[Path, int]]) -> None:
     for place, size in disks.values():
         free = shutil.disk_usage(place).free
         if free < size:
-            raise HostError(
-                f"the disk that holds {place} has {bytes_text(free)} free, "
-                f"and this build needs about {bytes_text(size)} there",
-                hint="free some space, or keep the store on another disk (--store DIR)",
-            )
+            raise refusal("little_space", place=place, free=bytes_text(free), needed=bytes_text(size))
 
 
-def disk_is_full(log: Path, *places: Path) -> HostError | None:
+def disk_is_full(log: Path, *places: Path) -> PrimusError | None:
     """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk."""
     full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
     if full is None and not any(words in _end(log, 200_000) for words in _NO_SPACE):
         return None
-    return HostError(
-        f"the disk that holds {full or places[0]} is full",
-        hint=f"free some space and run it again: finished work is kept (log: {log})",
-    )
+    return refusal("full_disk_of_tool", place=full or places[0], log=log)
 
 
 def run_isolated(
@@ -296,8 +287,7 @@ def digest_of_image(store: Store, target: str, *, ref: str) -> str:
     """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it is not built."""
     images = store.images()
     if ref not in images:
-        names = sorted(images) or ["no image"]
-        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
+        raise refusal("not_built", ref=ref, images=", ".join(sorted(images) or ["no image"]), target=target)
     return str(images[ref]["digest"])
 
 

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from primus.errors import CheckFailed
 from primus.gates.examined import Examined, GateReport
 from primus.gates.rules import gates
 from primus.gates.rules.coverage import gpu_libraries
+from primus.refusals import refusal
 from primus.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
@@ -72,10 +72,7 @@ def admit(examined: Examined) -> tuple[str, ...]:
     """
     outcome, plan = judge(examined), examined.image.plan
     if not outcome.passed and not plan.resolved.choice.preview:
-        raise CheckFailed(
-            f"{plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
-            hint="only an image of a preview channel may fail one",
-        )
+        raise refusal("failed_gate", ref=plan.ref, outcome=outcome_text(outcome))
     return tuple(_sentence(report) for report in outcome.reports if not report.passed)
 
 

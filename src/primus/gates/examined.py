@@ -25,6 +25,7 @@ from primus.oci.tar import Member
 from primus.plan.action import Composed, ImagePlan, stored
 from primus.plan.project import Workspace
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.schema import build_typed
 
 # Files that a gate reads as text are short; even the dpkg status of a large image is well below this limit.
@@ -196,8 +197,5 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
     """Examine the stored image of the plan. Raises InputError if the store does not hold exactly this image."""
     image = stored(workspace.store, plan)
     if image is None:
-        raise InputError(
-            f"{plan.ref} is not built from the current versions.yaml and lock",
-            hint=f"primus build {plan.resolved.name}",
-        )
+        raise refusal("not_current", ref=plan.ref, target=plan.resolved.name)
     return examine_image(image, workspace, progress)

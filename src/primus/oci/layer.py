@@ -15,10 +15,11 @@ from typing import IO, Any, cast
 
 import zstandard
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError, PrimusError
 from primus.files import open_regular
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind, Member, chunks_of, in_order, write_tar
+from primus.refusals import refusal
 from primus.sandbox.container import LayerRef
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
@@ -135,8 +136,7 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
             components.append((name, paths))
     if conflicts := list(_overlaps([("the base image", base), *components])):
         more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
-        hint = "let one component own it, or leave the file out of the other"
-        raise CheckFailed(f"two layers own one path: {'; '.join(conflicts[:5])}{more}", hint=hint)
+        raise refusal("two_owners", conflicts="; ".join(conflicts[:5]) + more)
 
 
 def _overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
@@ -225,8 +225,7 @@ def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
     try:
         file = blob.open("rb", buffering=0)
     except OSError as error:
-        sentence = f"blob {layer.digest} of the image cannot be read: {error.strerror} ({blob})"
-        raise HostError(sentence, hint="build the image again") from None
+        raise refusal("unreadable_blob", digest=layer.digest, error=error.strerror, blob=blob) from None
     with file:
         yield _BlobReader(layer, blob, file)
 
@@ -252,11 +251,8 @@ class _BlobReader:
         if diff_id != self._layer.diff_id:
             raise self.damaged(f"its content hashes to {diff_id}, the config says {self._layer.diff_id}")
 
-    def damaged(self, reason: str) -> HostError:
-        return HostError(
-            f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
-            hint="delete that file and build the image again; nothing of it was kept",
-        )
+    def damaged(self, reason: str) -> PrimusError:
+        return refusal("damaged_blob", digest=self._layer.digest, reason=reason, path=self._path)
 
 
 def require_sane(unpacked: int, packed: int) -> None:

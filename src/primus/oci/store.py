@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from primus import files
-from primus.errors import HostError, InputError
+from primus.errors import HostError, InputError, PrimusError
+from primus.refusals import refusal
 from primus.schema import build_typed, described, read_json
 from primus.waits import InUse, lock
 
@@ -235,11 +236,7 @@ class Store:
             raise
         except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
             reason = _reason(error) if isinstance(error, InputError | OSError) else "it is not an index of images"
-            raise HostError(
-                f"the store's index is damaged: {reason}",
-                where=str(path),
-                hint="primus build --rehash creates it again",
-            ) from None
+            raise refusal("damaged_index", path, reason=reason) from None
         return images
 
     def names(self, ref: str, manifest: Blob) -> bool:
@@ -335,15 +332,11 @@ def _reason(error: OSError | InputError) -> str:
     return error.message if isinstance(error, InputError) else str(error.strerror)
 
 
-def storage_error(error: OSError, path: Path) -> HostError:
+def storage_error(error: OSError, path: Path) -> PrimusError:
     """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return HostError(
-            f"the disk that holds {path.parent} is full",
-            hint="free space and run it again: finished work is kept",
-        )
+        return refusal("full_disk_of_store", folder=path.parent)
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return HostError(f"{error.filename} is not a folder", hint="remove it, or choose another with --store")
-    hint = "run this as a user who may write there, or choose a folder on another file system with --store"
     refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    return HostError(f"cannot write {path}: {error.strerror or error}", hint=hint if refused else None)
+    return refusal("store_refused" if refused else "store_failed", path=path, error=error.strerror or error)

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from primus.errors import CheckFailed, InputError
+from primus.errors import InputError, PrimusError
 from primus.files import link_fault, open_regular, path_fault
+from primus.refusals import refusal
 
 # The oldest time that a zip file can represent (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
@@ -104,11 +105,8 @@ class Entry:
         else:
             yield from self.source()
 
-    def _changed(self) -> CheckFailed:
-        what = self.source if isinstance(self.source, Path) else self.path
-        return CheckFailed(
-            f"{what} changed while the build read it", hint="build again, and do not change the files meanwhile"
-        )
+    def _changed(self) -> PrimusError:
+        return refusal("changed", what=self.source if isinstance(self.source, Path) else self.path)
 
 
 def chunks_of(stream: IO[bytes]) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.resolve import ResolvedTarget, with_lock
 from primus.plan.stats import StatIndex
 from primus.plan.target import build_root, extra_root
+from primus.refusals import refusal
 from primus.versions.components import Base, Build, Pin
 from primus.versions.lock import Lock, LockedFile, normalised, upstream
 
@@ -74,11 +75,7 @@ class _Planner:
         # Gates and records know layers by their names, so they would miss one of two.
         names = [action.name for action in layers]
         if name := next((name for name in resolved.pins if names.count(name) > 1), None):
-            raise InputError(
-                f"no component can be called {name!r}, because a layer of {resolved.name} has this name",
-                where=resolved.pin_place(name, resolved.pins[name]),
-                hint="give it another name",
-            )
+            raise refusal("layer_name", resolved.pin_place(name, resolved.pins[name]), name=name, target=resolved.name)
         return layers
 
     def inline(self, name: str, entries: skeleton.Inline) -> Action:
@@ -130,18 +127,14 @@ class _Planner:
         base = self.base_name
         debs = self.lock.of("deb", extra_root(base, extra))
         if not debs:
-            raise InputError(
-                f"extra {extra} adds nothing to {self.resolved.name}: base {base} already has its packages",
-                where=self.resolved.place("extras", self.resolved.choice.channel),
-                hint="leave it out",
-            )
+            where = self.resolved.place("extras", self.resolved.choice.channel)
+            raise refusal("idle_extra", where, extra=extra, target=self.resolved.name, base=base)
         return self.debs(f"extra {extra}", debs, self.resolved.base_place(base, "extras", extra), over=base)
 
     def kernels(self) -> Action:
         resolved = self.resolved
         if resolved.arch is None:
-            sentence = f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} has no GPU"
-            raise InputError(sentence, where=resolved.place(), hint="set `gpu`")
+            raise refusal("kernels_without_gpu", resolved.place(), base=self.base_name, target=resolved.name)
         debs = tuple(file for file in self.lock.of("deb", self.base_name) if file.name in self.base.kernels)
         rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}"
         locked = _locked(debs, resolved.base_place(self.base_name))
@@ -161,8 +154,7 @@ class _Planner:
             elif pin.path is not None:
                 layers[component] = self.folder(component, pin, where)
             elif not self.base_name:
-                sentence = f"{component} is a Python package, but target {resolved.name} has no base for it"
-                raise InputError(sentence, where=where)
+                raise refusal("package_without_base", where, component=component, target=resolved.name)
             elif pin.wheel is not None:
                 wheel = self.pinned(pin, where, wheels.pop(normalised(pin.wheel), None))
                 layers[component] = self.wheels(component, (wheel,), where, without=pin.without)
@@ -183,11 +175,9 @@ class _Planner:
         base = self.base_name
         version = next((file.version for file in self.lock.of("deb", base) if file.name == pin.deb), None)
         if version is None:
-            hint = f"add it under bases.{base}.packages"
-            raise InputError(f"base {base} does not contain {pin.deb}", where=where, hint=hint)
+            raise refusal("not_in_base", where, base=base, package=pin.deb)
         if upstream(version) != pin.version:
-            sentence = f"{pin.text} is pinned, but base {base} has {upstream(version)}"
-            raise InputError(sentence, where=where, hint=f"pin {upstream(version)}")
+            raise refusal("base_has", where, pin=pin.text, base=base, version=upstream(version))
 
     def folder(self, component: str, pin: Pin, where: str) -> Action:
         project = self.resolved.root
@@ -196,12 +186,10 @@ class _Planner:
         followed = {str(pin.path): root} | {f"{pin.path}/{name}": (root / name).parent for name in pin.include}
         for name, path in followed.items():
             if not path.resolve().is_relative_to(project.resolve()):
-                sentence = f"{component}: {name} is outside of this repository"
-                raise InputError(sentence, where=where, hint="copy it into the repository")
+                raise refusal("outside", where, component=component, name=name)
         tree, to = tuple(self.stats.tree(root, pin.include)), pin.to or "/"
         if "{site}" in to and not self.base_name:
-            sentence = f"{component} is installed with the Python packages, but its target has no base"
-            raise InputError(sentence, where=where)
+            raise refusal("site_without_base", where, component=component)
         to = (to.replace("{site}", self.prefix.site) if "{site}" in to else to).strip("/")
         extra = dict(skeleton.working_folders(to, (path for path, _, _ in tree)))
         if component == "primus":
@@ -238,8 +226,7 @@ class _Planner:
         root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
         system = self.root_called(root) if build.debs else self.root
         if lacking := [name for name in build.built if name not in components]:
-            why = f"{resolved.name} lacks or builds with other packages"
-            raise InputError(f"{pin.text} is built with {lacking[0]}, which {why}", where=where)
+            raise refusal("built_with", where, pin=pin.text, other=lacking[0], target=resolved.name)
         built = [components[name] for name in build.built]
         variables = dict(build.environment)
         if pin.git:

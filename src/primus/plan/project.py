@@ -19,6 +19,7 @@ from primus.gpus.table import load_table
 from primus.oci.store import Store
 from primus.plan.stats import StatIndex
 from primus.plan.target import Target
+from primus.refusals import refusal
 from primus.schema import build
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
@@ -52,8 +53,7 @@ class Project:
         """Return the project at ``start``, or else the nearest one from the current folder upwards."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
-            hint = "change to a checkout of the project, or name its folder with --project"
-            raise InputError(f"there is no versions.yaml in {folder or f'{Path.cwd()} or above it'}", hint=hint)
+            raise refusal("no_project", folder=folder or f"{Path.cwd()} or above it")
         return cls(folder, store=store, channel=channel)
 
     @staticmethod
@@ -98,11 +98,7 @@ class Project:
                     raise InputError(f"no image is built for {name}: {reason}", hint=f"targets: {', '.join(names)}")
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
-                raise InputError(
-                    f"{name!r} cannot be the name of a target, because it is part of an image's tag",
-                    where=f"images/{path.name}",
-                    hint="use lower-case letters, digits, '-', '_' and '.', as in mi300x",
-                )
+                raise refusal("name_of_target", f"images/{path.name}", name=name)
             document = self._document(path)
             target = build(Target, document)
             self._targets[name] = (replace(target, recipes=tuple(self._recipes(target, document))), document)

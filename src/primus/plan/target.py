@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from primus.errors import InputError, did_you_mean
+from primus.refusals import refusal
 from primus.schema import WrongValue
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import BaseRequest, Commit, Request, normalised
@@ -90,11 +91,7 @@ def pins_of(
             raise InputError(f"no component is called {component!r}", where=place, hint=hint)
         pins = _pins(versions, component, name, sources)
         if not pins:
-            raise InputError(
-                f"{component} has no pin for {name} from {', '.join(sources)}",
-                where=place,
-                hint=f"add one to components.{component}.pins in versions.yaml",
-            )
+            raise refusal("no_pin", place, component=component, target=name, sources=", ".join(sources))
         try:
             result[component] = pins[0].resolved(versions.components[component].pins.index(pins[0]), arch)
         except ValueError as error:
@@ -125,8 +122,7 @@ def extras_of(
     Raises InputError for an unknown channel, and for an extra that ``base`` does not have.
     """
     if unknown := next((name for name in target.extras if name not in target.channels), None):
-        hint = "its channels: " + ", ".join(target.channels)
-        raise InputError(f"extras: there is no channel {unknown!r} here", where=where("extras", unknown), hint=hint)
+        raise refusal("no_channel", where("extras", unknown), channel=unknown, channels=", ".join(target.channels))
     defined = versions.bases[base].extras if base and base in versions.bases else {}
     chosen = target.extras.get(channel, ())
     for index, extra in enumerate(chosen):

@@ -8,9 +8,9 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.gpus import detect
 from primus.gpus.table import arch_of, generation, load_table, words_for
-from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
+from primus.refusals import refusal
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"

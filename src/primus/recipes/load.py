@@ -11,9 +11,9 @@ from primus.errors import InputError, nearest
 from primus.gpus.table import load_table, words_for
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
-from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends
 from primus.recipes.setting import Setting, Value
+from primus.refusals import refusal
 from primus.yamlfile import Document, Key, Tree, parse_values, read_text, section
 
 _IN_IMAGE = Path("/opt/primus/recipes")

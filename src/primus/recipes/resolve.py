@@ -17,11 +17,11 @@ from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import OTHER, families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
+from primus.refusals import refusal
 from primus.yamlfile import LARGEST, read_values, spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}

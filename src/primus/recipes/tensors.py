@@ -10,7 +10,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import open_regular, read_bytes, refuse_pointer
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 
 _LONGEST = 100 << 20
 OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"

@@ -18,10 +18,10 @@ from primus.recipes.family import OTHER, described, families_of, family, uncompu
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends, model_rules
 from primus.recipes.setting import Setting, Value
 from primus.recipes.tensors import header, plain_shapes, tensor_files
+from primus.refusals import refusal
 from primus.yamlfile import section, spell
 
 HUB = "hf:"

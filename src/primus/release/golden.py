@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from primus.errors import InputError
 from primus.files import write_file
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.schema import read_json
 from primus.training.checks import Verdict, relative_gap
 from primus.versions.lock import LockedFile

@@ -19,7 +19,7 @@ from debian.debian_support import NativeVersion
 from packaging.version import Version
 
 from primus.errors import CheckFailed, InputError
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
 from primus.release.registry import Document
 from primus.schema import build

@@ -19,6 +19,7 @@ from primus import yamlfile
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.gpus.detect import detect, kfd_gpus
+from primus.refusals import refusal
 
 GIB = 1 << 30
 
@@ -151,11 +152,9 @@ def check_mounts(command: Command) -> None:
     """Raise InputError for a mount that is not possible."""
     for mount in command.mounts:
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
-            hint = "give an absolute path inside the image"
-            raise InputError(f"{mount.target!r} cannot be the target of a mount", hint=hint)
+            raise refusal("no_mount", target=mount.target)
         if not mount.source.exists():
-            message = f"{mount.source} does not exist, so it cannot be mounted at {mount.target}"
-            raise InputError(message, hint="create it first")
+            raise refusal("no_source", mount=mount)
 
 
 def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
@@ -175,12 +174,9 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
         nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")] if first[0].startswith("amd") else []
         return Devices(names=tuple(_first(first, count)), groups=_groups(filter(_is_device, nodes)))
     if not machine.vendor:
-        sources = "no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0"
-        hint = "load the GPU's driver, or leave --gpus out"
-        raise HostError(f"no GPU was found on this machine: {sources}", hint=hint)
+        raise refusal("no_gpu_to_pass")
     if machine.vendor == "nvidia":
-        hint = "as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
-        raise HostError("no CDI specification describes the GPUs of this machine", hint=hint)
+        raise refusal("no_cdi")
     _check_count(count, len(machine.names))
     return _amd(root, count)
 
@@ -193,8 +189,7 @@ def listed(items: Iterable[str]) -> Devices:
     devices = Devices()
     for item in items:
         if not re.fullmatch(r"/dev/.+|[^/=]+/[^/=]+=[^/]+", item) or ".." in Path(item).parts:
-            hint = "--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it"
-            raise InputError(f"--device {item!r} is neither a path below /dev nor a CDI device", hint=hint)
+            raise refusal("no_device", device=item)
         nodes = filter(_is_device, [Path(item), *Path(item).glob("*")] if item.startswith("/dev/") else [])
         devices += Devices(names=(item,), groups=_groups(nodes))
     return devices
@@ -240,8 +235,7 @@ def _amd(root: Path, count: int | None) -> Devices:
     nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]
     present = [node for node in nodes if _is_device(node)]
     if not present:
-        hint = "in a container: start it with the GPU's devices; else: amd-ctk cdi generate"
-        raise HostError(f"the driver shows GPUs, but {nodes[0]} is missing", hint=hint)
+        raise refusal("no_device_node", node=nodes[0])
     return Devices(names=tuple(f"/{node.relative_to(root)}" for node in present), groups=_groups(present))
 
 

@@ -30,6 +30,7 @@ from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import json_if_readable, write_file
 from primus.programs import captured, finally_run, received_signals, stop_all, tracked
+from primus.refusals import refusal
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
 from primus.sandbox.docker import load_image, need_docker
 from primus.terminal import counted, say
@@ -130,8 +131,7 @@ class Podman(Engine):
         if platform.system() != "Linux":
             raise HostError(f"this is {platform.system()}, not Linux", hint="use --engine docker")
         if (lacking := _lacking()) and not programs.installable():
-            hint = f"as root: apt-get install {' '.join(lacking.values())}"
-            raise HostError(f"{' and '.join(lacking)} missing", hint=hint)
+            raise refusal("no_programs", programs=" and ".join(lacking), packages=" ".join(lacking.values()))
         if problem := programs.lacks_ids():
             raise HostError(problem[0], hint=problem[1])
 
@@ -183,9 +183,8 @@ class Podman(Engine):
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
             reasons.append(_error(attempt))
-        hint = "in a container: start it with --privileged; else use --engine docker"
         # A copy needs no mount, so that the reason is podman's.
-        raise HostError(f"podman cannot run a container here: {reasons[-len(modes)]}", hint=hint)
+        raise refusal("no_container", reason=reasons[-len(modes)])
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6
@@ -224,8 +223,7 @@ class Podman(Engine):
         if os.geteuid() == 0:
             return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
         if command.memory_bytes and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            hint = "run as root, or leave the limit out"
-            raise HostError("control groups of version 1 let only root set a limit", hint=hint)
+            raise refusal("no_limit")
         return [*options, "--group-add=keep-groups"] if command.devices.names else options
 
 
@@ -348,8 +346,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("w")
     except OSError as error:
-        hint = "the folder must be yours and on a writable file system"
-        raise HostError(f"podman cannot keep its files in {folder}: {error.strerror}", hint=hint) from error
+        raise refusal("podman_folder", folder=folder, error=error.strerror) from error
     with file:
         lock(file.fileno(), f"another command that prepares {folder}", folder / "lock")
         yield

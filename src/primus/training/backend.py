@@ -15,9 +15,9 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.files import read_sealed, sha256_of, write_sealed
 from primus.recipes.recipe import MOCK, Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import HUB, config_of
+from primus.refusals import refusal
 from primus.terminal import counted
 from primus.training import tokens
 from primus.training.corpus import Corpus, corpus_of, files_of, held_out_corpus_of

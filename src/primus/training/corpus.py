@@ -26,8 +26,8 @@ from typing import IO, Any
 from primus.errors import InputError, PrimusError, nearest
 from primus.files import below, refuse_pointer, refuse_special
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.weights import HUB, downloaded
+from primus.refusals import refusal
 from primus.schema import distinct_keys
 from primus.yamlfile import read_values
 

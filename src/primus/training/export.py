@@ -13,7 +13,7 @@ from primus.errors import InputError
 from primus.files import json_if_readable
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.recipe import MOCK
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.training import identity
 from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import models

@@ -14,10 +14,10 @@ from typing import Any
 from primus.errors import InputError, nearest
 from primus.files import read_bytes, sha256_of, write_file
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import model_rules
 from primus.recipes.tensors import header, tensor_files
+from primus.refusals import refusal
 from primus.training.job import step_of, steps
 from primus.yamlfile import flat
 

@@ -13,8 +13,8 @@ from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import gpu_bytes, largest_batch, predict
+from primus.refusals import refusal
 from primus.training.logs import Meter
 
 _SHOW = "--dry-run shows the job"

@@ -12,8 +12,8 @@ from typing import Any
 
 from primus.errors import InputError, PrimusError
 from primus.recipes.choose import CPU
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
+from primus.refusals import refusal
 from primus.system import fabric
 from primus.system.host import Host
 from primus.training import identity

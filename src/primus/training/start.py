@@ -16,7 +16,7 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError, PrimusError
 from primus.files import json_if_readable, write_file
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
 from primus.training.job import Job

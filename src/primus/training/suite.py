@@ -14,9 +14,9 @@ from typing import Any
 
 from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.refusals import refusal
 from primus.training import checks, metrics, outcome, proof, reference
 from primus.training.checks import Verdict
 from primus.training.job import Job

@@ -26,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 import primus
 from primus.errors import InputError
 from primus.files import json_if_readable, write_file
-from primus.recipes.refusals import refusal
 from primus.recipes.weights import HUB
+from primus.refusals import refusal
 from primus.terminal import counted
 from primus.training import corpus as corpora
 from primus.training.corpus import Corpus, Document, Files, Layout, first_line

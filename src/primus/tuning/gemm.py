@@ -21,7 +21,7 @@ from typing import Any
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.waits import holders
 
 _RECORDED = ("Gemm", "ScaledGemm")

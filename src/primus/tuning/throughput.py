@@ -21,10 +21,10 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.load import beside, is_path
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
+from primus.refusals import refusal
 from primus.training import failure, launch
 from primus.training.logs import read_run
 from primus.training.outcome import RunResult, read_result

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.programs import install
+from primus.refusals import refusal
 from primus.versions.lock import SUITES, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
@@ -40,8 +41,7 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
     ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones.
     """
     if shutil.which("apt-get") is None:
-        message = "apt-get is missing; it is needed to resolve Debian packages"
-        raise HostError(message, hint="run it on Debian or Ubuntu")
+        raise refusal("no_apt")
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
@@ -73,10 +73,8 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         if done.returncode != 0:
             text = done.stdout + done.stderr
             failed = [uri for uri in mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
-            raise HostError(
-                f"the {maker.title()} archive at {[*failed, *mirrors][0]} does not answer: {_reason(text)}",
-                hint=f"check apt-get update on this host, or set PRIMUS_{maker.upper()}_MIRROR to a mirror it reaches",
-            )
+            words = {"maker": maker.title(), "variable": f"PRIMUS_{maker.upper()}_MIRROR", "reason": _reason(text)}
+            raise refusal("silent_archive", uri=[*failed, *mirrors][0], **words)
         yield apt
 
 
@@ -104,8 +102,7 @@ def debian_stanzas(
     if maker == "debian":
         mirrors = mirrors or default().split()
     if not mirrors:
-        hint = f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its keyring)"
-        raise HostError(f"apt on this host names no source of {maker.title()} {suite}", hint=hint)
+        raise refusal("no_archive", maker=maker.title(), suite=suite, variable=variable)
     keyring = environment.get(f"{variable}_KEYRING") or _KEYRING.format(maker)
     result: list[Stanza] = []
     for uri in mirrors:
@@ -257,10 +254,7 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
         # Whether a file that is not there any more matters is the caller's to judge.
         fault = re.search(r"^E: Failed to fetch (?!.*( 40[34] |not found)).*", done.stdout + done.stderr, re.M)
         if fault:
-            raise HostError(
-                f"the archive of {' and '.join(suites)} does not send its packages: {_reason(fault[0])}",
-                hint="check the network, and run it again",
-            )
+            raise refusal("no_packages_sent", suites=" and ".join(suites), reason=_reason(fault[0]))
 
 
 def preferences(suite: str, packages: Sequence[str]) -> str:
@@ -282,10 +276,8 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
     """Raise InputError if the suite's Python differs from the base's stated version."""
     provided = [upstream(v) for name, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", name)]
     if provided and base.python not in provided:
-        raise InputError(
-            f"base {base_name} states Python {base.python}, but {_titled(base.suite)} has {' and '.join(provided)}",
-            hint=f"write python: {provided[0]} in versions.yaml",
-        )
+        there = {"suite": _titled(base.suite), "provided": " and ".join(provided), "first": provided[0]}
+        raise refusal("other_python", base=base_name, python=base.python, **there)
 
 
 def _closure(apt: Apt, base: BaseRequest, packages: Sequence[str]) -> str:

@@ -19,8 +19,9 @@ from typing import BinaryIO
 import requests
 from urllib3.exceptions import HTTPError
 
-from primus.errors import HostError, InputError
+from primus.errors import HostError, PrimusError
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.terminal import counted, some
 from primus.versions.debs import download_debs
 from primus.versions.filecache import FileCache
@@ -49,8 +50,7 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
     if offline:
         names = some([f"{file.name} {file.version}" for file in missing], 5)
         amount = f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'}"
-        message = f"--offline allows no download, and {amount} not here: {names}"
-        raise HostError(message, hint="run it once without --offline")
+        raise refusal("offline", amount=amount, names=names)
     began, size = time.monotonic(), sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
     try:
@@ -61,21 +61,14 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
             work.run(work.jobs({file: files[file] for file in missing}), missing)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HostError(
-                f"the disk is full at {cache.root}: the missing files take {size / 1e6:,.1f} MB",
-                hint="free some space and run it again; what has been fetched is kept",
-            ) from None
+            raise refusal("no_room_for_files", folder=cache.root, size=size / 1e6) from None
         if error.errno in (errno.EACCES, errno.EROFS):
             raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
         raise
     if work.gone:
         gone = {f"{file.name} {file.version}": file.name for file in sorted(work.gone, key=lambda file: file.name)}
         options = " ".join(f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5])
-        raise HostError(
-            f"no source that pip and apt are configured for offers: {some([*gone], 5)}",
-            hint="configure them as where it was locked (pip config list); if the files were removed there, use an "
-            f"archive that keeps them, or lock their successors (primus lock {options})",
-        )
+        raise refusal("not_offered", files=some([*gone], 5), options=options)
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
     progress.finish("fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s")
 
@@ -110,8 +103,7 @@ class _Fetch:
                     else:
                         raise KeyError(f"an image of base {file.base}")
             except KeyError as error:
-                message = f"the lock names {error.args[0]}, but versions.yaml does not"
-                raise InputError(message, hint="run `primus lock` again") from None
+                raise refusal("only_in_lock", what=error.args[0]) from None
         for suites, group in archives.items():
             source = f"the archive of {' and '.join(suites)}"
             jobs.insert(0, partial(self._copy, group, source, partial(download_debs, group, suites)))
@@ -216,8 +208,5 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
     return True
 
 
-def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
-    return HostError(
-        f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
-        hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
-    )
+def _refusal(file: LockedFile, offer: str, source: str) -> PrimusError:
+    return refusal("other_bytes", file=file, source=bare_url(source), offer=offer)

@@ -25,6 +25,7 @@ from urllib3.util import Retry
 from uv import find_uv_bin
 
 from primus.errors import HostError
+from primus.refusals import refusal
 from primus.versions.traffic import LOG, bare_url, cause
 from primus.waits import answer_of
 
@@ -238,11 +239,8 @@ class Indexes:
                     digest.update(block)
                     size += len(block)
         except (OSError, urllib3.exceptions.HTTPError) as error:
-            raise HostError(
-                f"the index lists {about}, but the file at {bare_url(url)} is not there: {cause(error)}",
-                hint="try again later, or pin another version",
-                about=about.partition(" ")[0],
-            ) from None
+            names = {"file": about, "address": bare_url(url), "error": cause(error)}
+            raise refusal("listed_only", None, about.partition(" ")[0], **names) from None
         return size, digest.hexdigest()
 
     @contextmanager

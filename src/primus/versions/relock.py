@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from primus.errors import InputError
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.terminal import counted
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, Shared, drift
@@ -109,10 +109,7 @@ def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedF
         if same is None:
             result.append(file)
         elif same.sha256 != file.sha256:
-            raise InputError(
-                f"{extra} needs {file.name} {file.version}, and base {base} has {same.version}",
-                hint=f"name the suite of {file.name} under `packages` of the base",
-            )
+            raise refusal("extra_needs", extra=extra, file=file, base=base, version=same.version)
     return result
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
+from primus.refusals import refusal
 from primus.versions.lock import ARCHITECTURE, Commit, LockedFile
 from primus.versions.traffic import bare_url, run_tool
 
@@ -48,9 +49,7 @@ def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
         except HostError as error:
             if "no image found" not in error.message:
                 raise
-            raise InputError(
-                f"{image} has no image for linux/{ARCHITECTURE}", hint=f"choose another for base {base}", about=image
-            ) from None
+            raise refusal("no_platform", None, image, image=image, architecture=ARCHITECTURE, base=base) from None
         layers = _layers(base, image, json.loads((folder / "manifest.json").read_bytes()))
         return layers, _dpkg_status(image, layers, folder)
 
@@ -59,8 +58,7 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
     name = image.partition("@")[0]
     layers = manifest.get("layers", ())
     if not layers:
-        hint = f"name the digest of an OCI or Docker schema 2 image for base {base}"
-        raise InputError(f"{image} is not an image with layers", hint=hint, about=name)
+        raise refusal("no_layers", None, name, image=image, base=base)
     types = (str(layer.get("mediaType")) for layer in layers)
     if other := next((kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None):
         raise InputError(f"{image} has a layer of type {other}", hint="only gzip layers are supported", about=name)
@@ -96,8 +94,8 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
                         status = file.read().decode("utf-8", "replace")
         # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended headers raise.
         except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
-            message = f"layer sha256:{layer.sha256} of {image} is not a gzip-compressed tar archive: {error}"
-            raise InputError(message, hint="choose another image", about=image.partition("@")[0]) from None
+            names = {"sha256": layer.sha256, "image": image, "error": error}
+            raise refusal("damaged_layer", None, image.partition("@")[0], **names) from None
     return status
 
 
@@ -180,10 +178,8 @@ def _check_out(source: Path, url: str, commit: str) -> None:
     except HostError as error:
         if not any(words in error.message for words in _UNKNOWN):
             raise
-        hint = "correct `commit` in versions.yaml; the server must send single commits (git 2.26 or newer does)"
-        raise InputError(
-            f"{bare_url(url)} sends no commit {commit}", hint=hint, about=Path(url).name.removesuffix(".git")
-        ) from None
+        name = Path(url).name.removesuffix(".git")
+        raise refusal("no_commit", None, name, address=bare_url(url), commit=commit) from None
     git("checkout", "--quiet", "--detach", commit)
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
@@ -201,8 +197,6 @@ def _git(source: Path, url: str, template: Path, *words: str, timeout: float | N
         reason = (re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M) or ["git failed"])[0]
     except subprocess.TimeoutExpired:
         reason = f"no answer in {timeout:.0f} s"
-    raise HostError(
-        f"the repository {bare_url(url)} does not answer: {reason.replace(url, bare_url(url))}",
-        hint="check the address and the network, or give git a login for it",
-        about=Path(url).name.removesuffix(".git"),
-    )
+    address = bare_url(url)
+    about = Path(url).name.removesuffix(".git")
+    raise refusal("silent_repository", None, about, address=address, reason=reason.replace(url, address))

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from primus.errors import HostError
+from primus.refusals import refusal
 from primus.waits import answer_of
 
 T = TypeVar("T")
@@ -29,8 +29,7 @@ def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -
         outcome = f"exit code {done.returncode}: {text}" if done.returncode else "done"
         return done
     except FileNotFoundError:
-        message = f"{words[0]} is missing; it is needed to reach registries and repositories"
-        raise HostError(message, hint=f"apt-get install {words[0]}") from None
+        raise refusal("no_tool", tool=words[0]) from None
     finally:
         tool = re.split("[ /]", words[0])[-1]
         LOG.info("%s %s %s, %.1f s: %s", tool, method, bare_url(url), time.monotonic() - began, outcome)

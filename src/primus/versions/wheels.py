@@ -24,6 +24,7 @@ from packaging.version import Version
 from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
+from primus.refusals import refusal
 from primus.versions.indexes import Indexes, Offer, offers_in
 from primus.versions.lock import MACHINE, SUITES, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
@@ -39,10 +40,7 @@ def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFil
     files = _locked(request, pins, keep=keep)
     for file in files:
         if file.version != (pinned := request.wheels.get(file.name) or file.version):
-            raise InputError(
-                f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
-                hint=f"pin {file.version} if that is the intended version",
-            )
+            raise refusal("other_version", name=file.name, pinned=pinned, version=file.version)
     return files
 
 
@@ -218,11 +216,9 @@ def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> Lo
         files = [(i, o) for i, v, o in _available(name, request, indexes, "wheel") if v == Version(version)]
         places = [(index, offer) for index, offer in files if index or offer.file == wheel.file]
         if not places:
-            raise InputError(
-                f"{name} {version} is pinned to channel {request.channel}, but none of its indexes has {wheel.file}",
-                hint="its indexes: " + ", ".join(f"{n} ({bare_url(url)})" for n, url in indexes.own.items()),
-                about=name,
-            )
+            own = ", ".join(f"{n} ({bare_url(url)})" for n, url in indexes.own.items())
+            words = {"version": version, "channel": request.channel, "file": wheel.file, "indexes": own}
+            raise refusal("not_in_channel", None, name, name=name, **words)
         if (index := places[0][0]) is not None:
             wheel = _best(package, [offer for place, offer in places if place == index], request)
     return _measured("wheel", name, version, wheel, index, indexes)
@@ -233,10 +229,7 @@ def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request)
     if package["name"] in request.pure:
         wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
         if not wheels:
-            raise InputError(
-                f"{package['name']} {package['version']} has no wheel for every platform",
-                hint="leave out `pure`, or pin a version with one",
-            )
+            raise refusal("no_pure_wheel", package=package)
     return min(wheels, key=lambda wheel: min(tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3]))
 
 

@@ -22,7 +22,7 @@ from primus.oci.tar import Entry
 from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.sandbox.container import LayerRef
-from tables import table_of
+from tables import table_of, text_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 # Put together here, so that no scanner takes this file for a leak.
@@ -37,24 +37,13 @@ def traces(path: str, data: bytes | str) -> list[tuple[str, str]]:
 # Versions
 
 
-STATUS = """\
-Package: libc6
-Status: install ok installed
-Version: 2.36-9+deb12u13
-
-Package: gone
-Status: deinstall ok config-files
-Version: 1.0
-"""
-
-
 def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
     metadata = "Metadata-Version: 2.1\nName: Foo_Bar\nVersion: 1.2\n\nName: other\nVersion: 9\n"
     files = [
         member(f"{SITE}/Foo_Bar-1.2.dist-info/METADATA", metadata),
         member(f"{SITE}/setuptools/_vendor/zipp-1.dist-info/METADATA", "Name: zipp\nVersion: 1\n"),
         member("usr/lib/python3/dist-packages/six-1.dist-info/METADATA", "Name: six\nVersion: 1\n"),
-        member("var/lib/dpkg/status", STATUS),
+        member("var/lib/dpkg/status", text_of("dpkg_status")),
         member("opt/rocm/include/rccl/rccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 30\n#define NCCL_PATCH 4\n"),
         member("opt/rocm/include/rccl.h", "#include <rccl/rccl.h>\n"),
     ]

@@ -129,12 +129,21 @@ def test_amd_products_are_told_by_device_id_and_size(
 
 
 def test_a_mixed_machine_has_no_one_generation(tmp_path: Path) -> None:
-    node(tmp_path, 1, version=90402, device=0x74A1, simds=1216)
-    node(tmp_path, 2, version=90402, device=0x74A5, simds=1216)
-    assert detect.detect(tmp_path).generation == ""
+    assert detect.detect(tmp_path).sentence().startswith("none found")
+    node(tmp_path, 0, version=0, device=0, simds=0)  # a CPU
+    for number, device in enumerate((0x74A1, 0x74A5, 0x74A1), 1):
+        node(tmp_path, number, version=90402, device=device, simds=1216)
+    found = detect.detect(tmp_path)
+    assert (found.generation, len(found.names)) == ("", 3)
+    assert found.sentence() == "2 × AMD Instinct MI300X (gfx942), 1 × AMD Instinct MI325X (gfx942)"
 
 
 def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert detect.detect(tmp_path).names == ("unknown NVIDIA GPU",)
+
     def models(*names: str) -> str:
         for bus, name in enumerate(names):
             folder = tmp_path / f"proc/driver/nvidia/gpus/0000:{bus}9:00.0"

@@ -9,7 +9,7 @@ from primus.errors import InputError
 from primus.plan.project import choose
 from primus.plan.target import Target
 from primus.versions.lock import Lock, dumps
-from project_kit import Kit
+from project_kit import Kit, copied
 from tables import table_of
 
 TARGET = Target(
@@ -39,31 +39,7 @@ def test_asked_for_goes_first() -> None:
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
-    kit = Kit(tmp_path / "project")
-    kit.write(
-        "versions.yaml",
-        """\
-release: v26.11
-created: 2026-11-20
-bases: {}
-components:
-  part:
-    name: Part
-    pins:
-      - {path: part, to: /opt/part, channel: local}
-""",
-    )
-    kit.write("part/file", "x")
-    kit.write(
-        "images/demo.yaml",
-        """\
-description: Two channels
-channels: [amd, debian]
-previews: {debian: it lacks a GPU build}
-components: [part]
-""",
-    )
-    return kit
+    return copied(tmp_path / "project", "channels")
 
 
 def test_preview_is_named_labelled_and_told(kit: Kit) -> None:

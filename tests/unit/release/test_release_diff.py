@@ -1,5 +1,6 @@
 """Comparing releases: golden text, laws of the comparison, names that mean several, and the present pins."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from primus.plan.resolve import resolve
 from primus.release.diff import component_order, diff
 from primus.release.history import Release, load_history, pin_names, pins, select
 from primus.release.sides import Side, one_of
-from project_kit import Kit, make_project
+from project_kit import Kit, copied, make_project
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 HISTORY = load_history()
@@ -54,33 +55,8 @@ def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.Captu
 @pytest.fixture
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     kit = make_project(tmp_path / "project")
-    kit.write(
-        "versions.yaml",
-        """\
-release: v26.11
-created: 2026-11-20
-bases:
-  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3.11-minimal]}
-components:
-  alpha: {name: Alpha, pins: [{path: parts/alpha, to: /opt/alpha, channel: local}]}
-  beta: {name: Beta, pins: [{path: parts/beta, to: /opt/beta, channel: local}]}
-  recipes: {name: Recipes, pins: [{path: recipes, to: /opt/primus/recipes, channel: local}]}
-  flash-attention: {name: Flash Attention, pins: [{wheel: flash-attn, version: 2.8.1, channel: pypi}]}
-  pytorch:
-    name: PyTorch
-    pins:
-      - {wheel: torch, version: 2.13.0+cpu, channel: pypi, targets: [cpu]}
-      - {wheel: torch, version: 2.14.0, channel: pypi}
-""",
-    )
-    for name in ("demo", "other"):
-        (kit.root / f"images/{name}.yaml").unlink()
-    for name in ("cpu", "mi300x"):
-        kit.write(
-            f"images/{name}.yaml",
-            "description: D\nbase: bookworm\nchannels: [pypi]\ncomponents: [alpha, pytorch, flash-attention]\n"
-            + ("gpu: mi300x\n" if name == "mi300x" else ""),
-        )
+    shutil.rmtree(kit.root / "images")
+    copied(kit.root, "packages")
     monkeypatch.chdir(kit.root)
     return kit
 

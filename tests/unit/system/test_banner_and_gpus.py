@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from primus.gpus import detect
-from primus.gpus.table import load_table
 from primus.plan.skeleton import own_command
 from primus.schema import build
 from primus.system import banner
@@ -17,45 +15,6 @@ from primus.yamlfile import read
 from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
-GFX942 = " or ".join(row.title.rpartition(" ")[2] for row in load_table().generations if row.arch == "gfx942")
-
-
-def kfd(root: Path, *versions: int) -> None:
-    for number, version in enumerate((0, *versions)):
-        folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
-        folder.mkdir(parents=True)
-        simds = 0 if number == 0 else 1216
-        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\ngfx_target_version {version}\n")
-    (root / "dev").mkdir()
-    (root / "dev/kfd").touch()
-
-
-@pytest.mark.parametrize(
-    ("versions", "sentence"),
-    [
-        ((), "none found"),
-        ((90402,) * 8, f"8 × AMD Instinct {GFX942} (gfx942)"),
-        ((120501,), "1 × unknown AMD GPU (gfx1251)"),
-    ],
-)
-def test_amd_gpus_are_named_by_their_arch(versions: tuple[int, ...], sentence: str, tmp_path: Path) -> None:
-    kfd(tmp_path, *versions)
-    gpus = detect.detect(tmp_path)
-    assert sentence in gpus.sentence()
-    assert len(gpus.names) == len(versions)
-
-
-def test_nvidia_gpus(tmp_path: Path) -> None:
-    folder = tmp_path / "proc/driver/nvidia/gpus/0000:19:00.0"
-    folder.mkdir(parents=True)
-    (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/nvidia0").touch()
-    (tmp_path / "dev/nvidia-uvm").touch()
-    assert detect.detect(tmp_path).sentence() == "1 × NVIDIA H200"
-    (folder / "information").unlink()
-    folder.rmdir()
-    assert detect.detect(tmp_path).names == ("unknown NVIDIA GPU",)
 
 
 def test_when_to_greet() -> None:

@@ -7,33 +7,9 @@ from primus.errors import HostError, InputError
 from primus.versions import debs
 from primus.versions.debs import check_python, parse_sources, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
+from tables import text_of
 
-HOST = """\
-# a comment
-Types: deb
-URIs: http://mirror.example/debian
-Suites: bookworm bookworm-updates
-Components: main contrib
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-
-Types: deb
-URIs: http://mirror.example/debian-security
-Suites: bookworm-security
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-
-Types: deb
-URIs: http://vendor.example/apt
-Suites: bookworm
-Components: main
-Signed-By: /usr/share/keyrings/vendor.gpg
-
-Enabled: no
-Types: deb
-URIs: http://off.example/debian
-Suites: bookworm
-Components: main
-"""
+HOST = text_of("debian.sources")
 
 
 def debian_stanzas(

@@ -28,7 +28,7 @@ from primus.plan.layers import plan_image, plan_images
 from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.release import policy
 from primus.release.documents import bill, checkout, cyclonedx, licences, listing
 from primus.release.policy import audit as look_up, load_accepted, openvex

@@ -21,7 +21,7 @@ from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
+from primus.refusals import refusal
 from primus.training import machine
 
 

@@ -13,9 +13,9 @@ from primus.compat.commands import Request, requested
 from primus.compat.translate import read_experiment, recipe_text
 from primus.errors import InputError
 from primus.gpus.detect import detect
-from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.refusals import refusal
 from primus.report import sheets
 from primus.report.run import read
 from primus.training.job import Job

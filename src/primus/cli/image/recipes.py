@@ -25,12 +25,12 @@ from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.resolve import choices_among, resolve, runs_on
 from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES, Choices
 from primus.recipes.weights import HUB, another_model, folder_of, nearest_recipe, origin_of_sizes, other_family
+from primus.refusals import refusal
 from primus.system.host import Host
 from primus.terminal import Screen, Styled, counted
 from primus.training import machine

@@ -18,9 +18,9 @@ from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import another_model
+from primus.refusals import refusal
 from primus.report import html, sheets
 from primus.report.run import Run, read_all
 from primus.system.host import lost_warning

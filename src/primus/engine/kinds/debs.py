@@ -35,6 +35,7 @@ from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
 from primus.plan.skeleton import TRIM, VARIANT
 from primus.programs import lacks_ids, need, tracked
+from primus.refusals import refusal
 from primus.versions.lock import LockedFile
 
 _NARROW = "narrow the base's pattern under `kernels`"
@@ -114,10 +115,7 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     unused = {name for name in TRIM["merged"] if not any(e.path.startswith(f"usr/{name}/") for e in entries)}
     entries = [entry for entry in entries if entry.path.removeprefix("usr/") not in unused]
     if kernels and (packages := unlisted(entries, kernels)):
-        raise CheckFailed(
-            f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
-            hint="name it under `kernels` of the base, too",
-        )
+        raise refusal("unlisted_kernels", packages=" and ".join(packages))
     return entries
 
 

@@ -32,6 +32,7 @@ from primus.oci.tar import Entry, chunks_of, part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.skeleton import BYTECODE, ORDER, Prefix
+from primus.refusals import refusal
 from primus.sandbox.engines import choose
 from primus.schema import read_json
 from primus.versions.lock import normalised
@@ -259,7 +260,4 @@ def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> It
         with archive.open(info) as file:
             yield from chunks_of(file)
     except _FAULTS as error:
-        raise InputError(
-            f"the wheel {wheel} cannot be used: {info.filename} in it is damaged: {error}",
-            hint="pin another wheel",
-        ) from None
+        raise refusal("damaged_wheel", wheel=wheel, name=info.filename, error=error) from None

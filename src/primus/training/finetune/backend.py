@@ -14,9 +14,9 @@ from primus.files import read_bytes
 from primus.recipes import tensors
 from primus.recipes.architecture import Architecture, architecture, shapes
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.setting import bounded
 from primus.recipes.weights import FILES, HUB, config_of, downloaded, model_of
+from primus.refusals import refusal
 from primus.training.launch import clean
 from primus.turbo.optimizations import importable
 

@@ -15,8 +15,8 @@ from primus.recipes import tensors
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
-from primus.recipes.refusals import refusal
 from primus.recipes.setting import bounded
+from primus.refusals import refusal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstra
 
 ARCHS = {"mi300x": "gfx942", "mi355x": "gfx950"}
 # common.h of Primus Turbo names the status of hipBLASLt, which takes 870 MB; RMSNorm calls nothing of it.
-STATUS = """\
-#pragma once
-enum hipblasStatus_t {
-    HIPBLAS_STATUS_SUCCESS, HIPBLAS_STATUS_NOT_INITIALIZED, HIPBLAS_STATUS_ALLOC_FAILED, HIPBLAS_STATUS_INVALID_VALUE,
-    HIPBLAS_STATUS_MAPPING_ERROR, HIPBLAS_STATUS_EXECUTION_FAILED, HIPBLAS_STATUS_INTERNAL_ERROR,
-    HIPBLAS_STATUS_NOT_SUPPORTED, HIPBLAS_STATUS_ARCH_MISMATCH, HIPBLAS_STATUS_INVALID_ENUM, HIPBLAS_STATUS_UNKNOWN,
-    HIPBLAS_STATUS_HANDLE_IS_NULLPTR
-};
-"""
+STATUS = text_of("hipblas_status.h")
 SETUP = """\
 import glob, os, subprocess
 from setuptools import setup
@@ -51,14 +43,7 @@ class Binary(Distribution):
 setup(name="turbo-norm", version="1.0", packages=["turbo_norm"], cmdclass={"build_py": Kernels}, distclass=Binary)
 """
 VERSIONS = text_of("versions/hipcc.yaml")
-TARGET = """\
-description: Kernels built with hipcc
-base: sid
-channels: [pypi]
-gpu: NAME
-components: [turbo-norm]
-command: [sh]
-"""
+TARGET = text_of("images/hipcc.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -17,40 +17,15 @@ from test_ordinary_user import NEEDS_USERS, a_user, as_user
 from host_tools import needs
 from primus.files import read_sealed
 from project_kit import Kit, lock
+from tables import text_of
 
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
 # Root's builds take the layer of this base from the store of the cpu image.
 BASE = {**yaml.safe_load((REPOSITORY / "versions.yaml").read_text())["bases"]["bookworm"], "extras": {}}
-VERSIONS = f"""\
-release: v26.11
-created: 2026-11-20
-bases: {json.dumps({"bookworm": BASE})}
-components:
-  pyyaml:
-    name: PyYAML
-    pins:
-      - {{wheel: pyyaml, version: 6.0.3, channel: pypi}}
-  psutil:
-    name: psutil
-    pins:
-      - sdist: psutil
-        version: 6.1.1
-        channel: pypi
-        build:
-          # GCC is 80 times as large.
-          debs: [tcc, libc6-dev, libpython3.11-dev]
-          wheels: [pip==26.3, setuptools==81.0.0]
-          environment: {{CC: tcc, LDSHARED: tcc -shared, LDFLAGS: "-Wl,-rpath=/by/the/pin"}}
-"""
-TARGET = """\
-description: A package with a C extension, built from source
-base: bookworm
-channels: [pypi]
-components: [psutil]
-command: [sh]
-"""
+VERSIONS = text_of("versions/native_build.yaml").replace("BASES", json.dumps({"bookworm": BASE}))
+TARGET = text_of("images/native.yaml")
 LOCK = "images/locks/pypi/native.json"
 SMALL = TARGET.replace("psutil", "pyyaml")
 

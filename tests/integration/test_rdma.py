@@ -8,17 +8,11 @@ import yaml
 
 from host_tools import needs
 from project_kit import SOURCE, Kit, lock
+from tables import text_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("mmdebstrap")]
 
-TARGET = """\
-description: A base with RDMA user space
-channels: [pypi]
-base: bookworm
-components: []
-extras: {pypi: [rdma]}
-command: [sh]
-"""
+TARGET = text_of("images/extra.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,7 @@ from tables import text_of
 ROOT = Path(__file__).parents[2]
 PARTS = ("src", "images", "recipes", "docs", "versions.yaml", "README.md", "CHANGELOG.md", "benchmarks", "noxfile.py")
 
-ARCH = """\
-  - arch: gfx1251
-    vendor: amd
-    fp8: e4m3fn
-    fp8_source: a page
-    mx: [mxfp8]
-    mx_source: a page
-    others: []
-"""
+ARCH = text_of("gpu_arch.yaml")
 ROW = text_of("gpu_row.yaml")
 
 Primus = Callable[..., subprocess.CompletedProcess[str]]

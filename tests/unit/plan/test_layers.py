@@ -13,14 +13,7 @@ from project_kit import Kit, plan_over
 from tables import table_of, text_of
 
 VERSIONS = text_of("versions/layers.yaml")
-TARGET = """\
-description: A base with an extra
-channels: [pypi]
-base: small
-components: []
-extras: {pypi: [rdma]}
-command: [sh]
-"""
+TARGET = text_of("images/extra.yaml").replace("bookworm", "small")
 
 
 @pytest.fixture

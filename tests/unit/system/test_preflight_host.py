@@ -16,9 +16,10 @@ from primus.system.banner import lacking
 from primus.system.fabric import variables
 from primus.system.host import Host
 from primus.system.preflight import CHECKS, preflight
-from tables import table_of
+from tables import table_of, text_of
 
 GIB = 2**30
+FILES = yaml.safe_load(text_of("sound_machine.yaml"))
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
@@ -41,53 +42,27 @@ class Machine:
             for link in range(gpus - 1):
                 self.write(f"{node}/io_links/{link}/properties", "type 11\nweight 15\n")
             card = f"sys/class/drm/renderD{128 + number}/device"
-            for name, text in {
-                "vendor": "0x1002", "ras/umc_err_count": "ue: 0\nce: 0", "current_link_speed": "32.0 GT/s PCIe",
-                "max_link_speed": "32.0 GT/s PCIe", "current_link_width": "16", "max_link_width": "16",
-                "power_dpm_force_performance_level": "auto", "current_compute_partition": "SPX",
-                "mem_info_vram_used": "1000", "mem_info_vram_total": str(192 * GIB),
-            }.items():  # fmt: skip
-                self.write(f"{card}/{name}", text)
-            self.write(f"sys/bus/pci/devices/{number}/vendor", "0x1002")
-            self.write(f"sys/bus/pci/devices/{number}/class", "0x120000")
-            self.write(f"sys/bus/pci/devices/{number}/driver", "")
+            self.write_all(card, FILES["card"])
+            self.write_all(f"sys/bus/pci/devices/{number}", FILES["gpu"])
             self.write(f"dev/dri/renderD{128 + number}", "")
-        for name, text in {
-            "dev/kfd": "", "sys/module/amdgpu/version": "6.16.6", "opt/rocm/.info/version": "7.1.0-1",
-            "proc/sys/kernel/numa_balancing": "0", "proc/cmdline": "quiet iommu=pt", "sys/class/iommu/ivhd0": "",
-            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
-            "proc/self/limits": "Max open files 1048576 1048576 files\nMax locked memory unlimited unlimited bytes\n"
-            "Max processes unlimited unlimited processes\n",
-            "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/pids.max": "max",
-            "sys/class/net/eth0/operstate": "up", "sys/class/net/eth1/operstate": "up",
-            "sys/class/net/docker0/operstate": "up", "sys/class/net/lo/operstate": "unknown",
-            "proc/net/route": "Iface Destination Gateway Flags\neth1 00000000 1 3 0 0 0 00000000\n",
-        }.items():  # fmt: skip
-            self.write(name, text)
+        self.write_all("", FILES["host"])
         (root / "dev/shm").mkdir(parents=True)
-        for name in (
-            f"{LIBRARIES}/libibverbs.so.1", f"{LIBRARIES}/libibverbs/libmlx5-rdmav34.so",
-            "etc/libibverbs.d/mlx5.driver",
-        ):  # fmt: skip
-            self.write(name, "")
         for number in range(2):
             device = f"sys/class/infiniband/mlx5_{number}"
             self.write(f"{device}/fw_ver", "28.39")
             self.write(f"{device}/board_id", "MT_1")
             self.write(f"dev/infiniband/uverbs{number}", "")
-            for name, text in {
-                "state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet",
-                "gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001", "gid_attrs/types/0": "IB/RoCE v1",
-                "gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001", "gid_attrs/types/3": "RoCE v2",
-            }.items():  # fmt: skip
-                self.write(f"{device}/ports/1/{name}", text)
+            self.write_all(f"{device}/ports/1", FILES["port"])
             self.bind(number, "mlx5_core")
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+    def write_all(self, folder: str, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            self.write(f"{folder}/{name}".lstrip("/"), text)
 
     def bind(self, number: int, driver: str) -> None:
         """Show a kernel driver of an RDMA device, as sysfs does."""

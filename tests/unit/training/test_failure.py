@@ -103,21 +103,7 @@ def test_a_rank_notes_why_it_ends(tmp_path: Path, statement: str, wanted: str | 
 
 # Hung jobs
 
-WAITING = """Fatal Python error: Aborted
-
-Current thread 0x00007f0000000001 (most recent call first):
-  File "/opt/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
-  File "/opt/primus/training/loop/train.py", line 90 in _step
-"""
-BUSY = """Fatal Python error: Aborted
-
-Thread 0x00007f0000000002 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 300 in wait
-
-Current thread 0x00007f0000000001 (most recent call first):
-  File "/opt/data.py", line 12 in read
-  File "/opt/primus/training/loop/train.py", line 80 in run
-"""
+STACKS = table_of("failure.stacks_of_a_hung_job")
 
 
 def stacks(output: Path, **texts: str) -> None:
@@ -128,12 +114,12 @@ def stacks(output: Path, **texts: str) -> None:
 
 
 def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
-    stacks(tmp_path, rank0=WAITING, rank1=BUSY, rank2=WAITING, rank3="")
+    stacks(tmp_path, rank0=STACKS["waiting"], rank1=STACKS["busy"], rank2=STACKS["waiting"], rank3="")
     assert failure.name_hung(tmp_path, 60, {3: "sh -c 'sleep 9'"}) == [1]
     found = failure.cause(tmp_path, 1)
     assert str(found) == "rank 1: hung: no progress for 60 s; it is in read (data.py:12)"
     assert list(failure.stacks(tmp_path)) == [0, 1, 2]
-    stacks(tmp_path, rank1=WAITING)
+    stacks(tmp_path, rank1=STACKS["waiting"])
     assert failure.name_hung(tmp_path, 60, {0: "a", 1: "b"}) == []
     (tmp_path / "cache" / "failures" / "1.json").unlink()
     assert failure.name_hung(tmp_path, 60, {0: "a", 3: "sh -c 'sleep 9'"}) == [3]

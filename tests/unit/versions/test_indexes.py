@@ -15,6 +15,7 @@ from primus.versions.indexes import Indexes, Offer, _files, offers_in, parse_con
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
 from primus.versions.wheels import NoSolutionError, _best, _tags, failure
+from tables import table_of
 
 LISTING = (
     "global.index-url='http://global/simple'\nglobal.extra-index-url='\\nhttp://a/simple\\nhttp://b/simple'\n"
@@ -147,40 +148,24 @@ def test_the_best_wheel_is_the_most_specific_one() -> None:
     assert _best(package, wheels, _request(pure=("a",))).file == names[0]
 
 
-CONNECT = """\
-error: Failed to fetch: http://127.0.0.1:9/simple/torch/
-  cause: error sending request for url (http://127.0.0.1:9/simple/torch/)
-  cause: client error (Connect)
-  cause: tcp connect error
-  cause: Connection refused (os error 111)
-"""
-CONFLICT = """\
-error: No solution found when resolving dependencies
-  cause: Because all versions of clash depend on small==1.0 and you require clash==1.0, we can conclude that you
-         require small==1.0.
-         And because you require small==1.1, we can conclude that your requirements are unsatisfiable.
-"""
-NO_VERSION = """\
-error: No solution found when resolving dependencies
-  cause: Because there is no version of small==1.2 and you require small==1.2, we can conclude that your
-         requirements are unsatisfiable.
-"""
+FAILURES = table_of("indexes.what_uv_writes")
 
 
 def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
-    error = failure(CONNECT, Indexes(urls=()))
+    error = failure(FAILURES["connect"], Indexes(urls=()))
     assert isinstance(error, HostError)
     assert error.about == "torch"
     assert error.message == (
         "the Python index at http://127.0.0.1:9/simple/torch/ does not answer: Connection refused (os error 111)"
     )
-    error = failure(CONNECT, Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"}))
+    error = failure(FAILURES["connect"], Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"}))
     assert str(error).startswith("the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused")
     assert "use another channel (--channel)" in str(error.hint)
 
 
 def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:
-    conflict, absent = (failure(text, Indexes(urls=("http://h/simple",))) for text in (CONFLICT, NO_VERSION))
+    indexes = Indexes(urls=("http://h/simple",))
+    conflict, absent = (failure(FAILURES[name], indexes) for name in ("conflict", "no_version"))
     assert isinstance(conflict, NoSolutionError)
     assert isinstance(absent, NoSolutionError)
     start = "the pins do not fit the Python indexes of this host (http://h/simple): all versions of"

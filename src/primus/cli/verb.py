@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.yamlfile import read_values
 
 
@@ -45,28 +45,65 @@ def run(verb: str, options: argparse.Namespace) -> int:
     return code
 
 
-def parser_of(name: str, prog: str = "") -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser of words whose faults are InputErrors, whereas argparse prints the usage before a fault, and exits.
+
+    ``rest`` names what the words after ``--`` are stored as; if it is empty, they are arguments as any.
+    """
+
+    rest = ""
+
+    def parse_args(self, words: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Parse the words of a command. Raises InputError."""
+        # argparse would look for its own options after --, leaves a second positional argument empty if options stand
+        # between it and the first, and refuses key=value after an option unless they are intermixed, which ignores --.
+        cut = words.index("--") if "--" in words else len(words)
+        if self.rest:
+            options = super().parse_args(words[:cut])
+            setattr(options, self.rest, words[cut + 1 :])
+            return options
+        if not self._takes_settings():
+            return super().parse_args(words)
+        return self.parse_intermixed_args([*words[:cut], *(re.sub("^-", "./-", word) for word in words[cut + 1 :])])
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError, with what to write instead of an option that is not one."""
+        from primus.recipes.resolve import is_setting
+
+        hint = f"`{' '.join(self.prog.split()[:2])} --help` lists the options"
+        match = re.match(r"unrecognized arguments: ((?:--)?([^\s=]+))(?:[\s=]+(\S+))?", message)
+        if match and self._takes_settings() and is_setting(key := match[2].replace("-", "_")):
+            hint = f"{match[2]} is a setting: write {key}={match[3] or 'VALUE'}"
+        elif match and self._takes_settings() and (other := TEXTS["other options"].get(match[2].replace("_", "-"))):
+            hint = f"write {other}"
+        elif match and self.rest and not match[1].startswith("-"):
+            hint = f"write the {self.rest} after --: -- {match[1]} …"
+        elif match:
+            message += nearest(match[1], self._option_string_actions)
+        raise InputError(message, hint=hint)
+
+    def _takes_settings(self) -> bool:
+        return any(action.dest == "overrides" for action in self._actions)
+
+
+def parser_of(name: str, prog: str = "") -> Parser:
     """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the verb)."""
     verb = VERBS[name]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog or f"primus {name}",
         usage=verb.usage,
         description="\n\n".join(filter(None, [inspect.getdoc(_named(f"cli.{verb.call}")), verb.more])),
         epilog=f"example: {verb.example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.rest = verb.rest
     _add(parser, verb.options)
-    if verb.rest:
-        parser.parse_args = partial(_parse_before_rest, parser.parse_args, verb.rest)  # type: ignore[method-assign, assignment]
-    elif any(action.dest == "overrides" for action in parser._actions):
-        parser.parse_args = partial(_parse_overrides, parser)  # type: ignore[method-assign, assignment]
-        parser.error = partial(_refuse, parser.error)  # type: ignore[method-assign]
     return parser
 
 
-def parser_of_shared(name: str, prog: str | None = None) -> argparse.ArgumentParser:
+def parser_of_shared(name: str, prog: str | None = None) -> Parser:
     """Return a parser of the options that several verbs share under ``name``, without their abbreviations."""
-    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     _add(parser, _DATA["shared"][name])
     return parser
 
@@ -108,36 +145,6 @@ def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
     name, *words = complete.split() if isinstance(complete, str) else [complete]
     values = _named(name)
     return [value for value in (values(*words) if callable(values) else values) if value.startswith(prefix)]
-
-
-def _parse_before_rest(parse: Callable[..., argparse.Namespace], rest: str, words: list[str]) -> argparse.Namespace:
-    """Parse the words before ``--``, and store those after it as ``rest``: they are not options of the verb.
-
-    argparse would look for its own options there, and leaves a second positional argument empty if options stand
-    between it and the first.
-    """
-    cut = words.index("--") if "--" in words else len(words)
-    options = parse(words[:cut])
-    setattr(options, rest, words[cut + 1 :])
-    return options
-
-
-def _parse_overrides(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    # Without intermixed parsing, argparse refuses key=value after an option; with it, argparse ignores ``--``.
-    cut = words.index("--") if "--" in words else len(words)
-    rest = [f"./{word}" if word.startswith("-") else word for word in words[cut + 1 :]]
-    return parser.parse_intermixed_args([*words[:cut], *rest])
-
-
-def _refuse(refuse: Callable[[str], NoReturn], message: str) -> NoReturn:
-    from primus.recipes.resolve import is_setting
-
-    match = re.match(r"unrecognized arguments: --([^\s=]+)(?:[\s=]+(\S+))?", message)
-    if match and is_setting(key := match[1].replace("-", "_")):
-        message += f"\n  → {match[1]} is a setting: write {key}={match[2] or 'VALUE'}"
-    elif match and (other := TEXTS["other options"].get(match[1].replace("_", "-"))):
-        message += f"\n  → write {other}"
-    refuse(message)
 
 
 def refuse_others(options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]) -> None:

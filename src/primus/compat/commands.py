@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
+from primus.cli.verb import Parser
 from primus.compat.translate import is_experiment, listed, options, read_experiment, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.table import load_table, words_for
@@ -165,7 +166,7 @@ def _pretrain(
 
 
 def _report(words: Sequence[str]) -> Request:
-    parser = argparse.ArgumentParser(prog="pytorch_benchmark_report.sh", allow_abbrev=False)
+    parser = Parser(prog="pytorch_benchmark_report.sh", allow_abbrev=False)
     for letter in ("-t", "-m"):
         parser.add_argument(letter, required=True)
     parser.add_argument("-p", default="bf16")
@@ -187,7 +188,7 @@ def _report(words: Sequence[str]) -> Request:
 
 
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    parser = argparse.ArgumentParser(prog="train_fsdp.py", allow_abbrev=False)
+    parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
     parser.add_argument("config")
     parser.add_argument("family")
     parser.add_argument("--batch_size", type=_positive)

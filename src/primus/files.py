@@ -10,6 +10,7 @@ be created again.
 import hashlib
 import json
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -100,6 +101,22 @@ def text_if_readable(path: Path, last: int | None = None) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def user_name(uid: int) -> str:
+    """Return the name of the user, or the number if this machine has no name for it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def ownership(path: Path) -> str:
+    """Return the sentence that names the owner of ``path``, or of the folder that hides it, and the user of this
+    process.
+    """
+    seen = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    return f"{seen} belongs to {user_name(seen.lstat().st_uid)}, and you are {user_name(os.geteuid())}"
 
 
 def json_if_readable(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Those that are tracked end with this process, whether it ends by itself, by Ctrl
 import contextlib
 import os
 import platform
-import pwd
 import re
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from primus.errors import HostError
-from primus.files import text_if_readable
+from primus.files import text_if_readable, user_name
 from primus.terminal import say
 from primus.waits import answer_of
 
@@ -81,12 +80,8 @@ def lacks_ids() -> tuple[str, str] | None:
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         return f"{' and '.join(absent)} {verb} not installed", "as root: apt-get install uidmap"
-    uid = os.geteuid()
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
-    entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{uid}):")
+    user = user_name(os.geteuid())
+    entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{os.geteuid()}):")
     files = ("/etc/subuid", "/etc/subgid")
     if lacking := [path for path in files if not entry.search(text_if_readable(Path(path)))]:
         remedy = f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"

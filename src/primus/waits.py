@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from primus.errors import HostError
-from primus.files import text_if_readable
+from primus.files import ownership, text_if_readable
 
 _PATIENCE_S = 2.0
 # Threads that wait for the same thing print one line, and another one after a minute.
@@ -118,9 +118,10 @@ class InUse:
         Raises HostError if this user may not read the folder, which would otherwise look empty.
         """
         if self._where.exists() and not os.access(self._where / ".", os.R_OK | os.X_OK):
-            reason = f"you may not read {self._what}" if self._where.is_dir() else "this is not a folder"
+            if not self._where.is_dir():
+                raise HostError("this is not a folder", where=str(self._where), hint="choose another one with --store")
             hint = "run this as its owner, or choose another one with --store or --project"
-            raise HostError(reason, where=str(self._where), hint=hint)
+            raise HostError(f"you may not read {self._what}: {ownership(self._where)}", hint=hint)
         if self._held is None:
             # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
             # built in.

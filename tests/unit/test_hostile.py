@@ -82,7 +82,7 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("number", "hint"), [(errno.EACCES, "check its owner and permissions"), (errno.EROFS, "choose a folder on a file")]
+    ("number", "hint"), [(errno.EACCES, "/srv belongs to root, and you"), (errno.EROFS, "choose a folder on a file")]
 )
 def test_a_file_that_cannot_be_used_comes_with_advice(
     number: int, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

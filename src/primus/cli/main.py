@@ -20,6 +20,7 @@ from pathlib import Path
 from primus import __version__
 from primus.cli.verb import TEXTS, VERBS, Verb, parser_of, run
 from primus.errors import HostError, InputError, PrimusError, nearest
+from primus.files import ownership
 from primus.terminal import Screen
 
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
@@ -124,7 +125,9 @@ def _failed(name: str, error: OSError) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141  # what a shell reports for a process ended by SIGPIPE
     code = errno.errorcode.get(error.errno or 0, "")
-    reason, advice = TEXTS["reasons"].get(code), TEXTS["errors"].get(code)
+    reason, advice = TEXTS["reasons"].get(code), TEXTS["errors"].get(code, "")
+    if error.filename and "{ownership}" in advice:
+        advice = advice.format(ownership=ownership(Path(os.fsdecode(error.filename))))
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
     hint = f"\n  → {advice}" if advice and (where or reason) else ""
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")

@@ -122,7 +122,7 @@ def _add(parser: "argparse._ActionsContainer", options: Sequence[Any]) -> None:
 
 def _add_option(parser: "argparse._ActionsContainer", names: Sequence[str], settings: dict[str, Any]) -> None:
     complete = settings.pop("complete", None)
-    limits = {key: settings.pop(key) for key in ("least", "suffix") if key in settings}
+    limits = {key: settings.pop(key) for key in ("least", "most", "suffix") if key in settings}
     if "type" in settings:
         settings["type"] = partial(_TYPES[settings["type"]], **limits)
     if "choices" in settings:
@@ -178,19 +178,20 @@ def _command(text: str) -> list[str]:
     return words
 
 
-def _number(text: str, *, what: str, pattern: str, least: float = -math.inf, below: float = math.inf) -> float:
-    """Parse a number that is at least ``least``, below ``below``, and ``what``. An ``int`` has no point."""
+def _number(text: str, *, what: str, pattern: str, least: float = -math.inf, most: float = math.inf) -> float:
+    """Parse a number from ``least`` to ``most`` that is ``what``. An ``int`` has no point."""
     # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; the patterns do not.
-    if not re.fullmatch(pattern, text) or not least <= float(text) < below:
-        raise argparse.ArgumentTypeError(f"must be {what.format(least=least)}, not {text[:40]!r}")
+    if not re.fullmatch(pattern, text) or not least <= float(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be {what.format(least=least, most=most)}, not {text[:40]!r}")
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    if not 0 < seconds <= 366 * 86400:
+        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, up to 366d, not {text[:40]!r}")
+    return seconds
 
 
 def _text(text: str) -> str:

@@ -126,6 +126,8 @@ class Store:
         """Whether the blob exists with its full size (its bytes are not read)."""
         try:
             status = self.blob_path(blob.digest).stat()
+        except PermissionError:
+            raise  # what another user built is not absent
         except OSError:
             return False
         return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
@@ -210,7 +212,9 @@ class Store:
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
         """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""
-        data = files.read_sealed(self._record(room, name))
+        path = self._record(room, name)
+        if (data := files.read_sealed(path)) is None and path.exists() and not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return data if isinstance(data, dict) else None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
@@ -339,4 +343,6 @@ def storage_error(error: OSError, path: Path) -> PrimusError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return HostError(f"{error.filename} is not a folder", hint="remove it, or choose another with --store")
     refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    return refusal("store_refused" if refused else "store_failed", path=path, error=error.strerror or error)
+    denied = error.errno in (errno.EACCES, errno.EPERM)
+    reason = files.ownership(Path(error.filename or path)) if denied else error.strerror or error
+    return refusal("store_refused" if refused else "store_failed", path=path, error=reason)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from primus.oci.store import Blob, Store
-from primus.plan.action import Action, ImagePlan, tree_record
+from primus.plan.action import Action, ImagePlan, stored, tree_record
 from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
 _REASONS = 2  # The number of reasons listed beside a layer; `primus explain` lists all.
@@ -93,6 +93,13 @@ def _values(
         else:
             sides = [None if value is None else str(value) for value in (before, after)]
             yield Change(action=action, input=f"{part}{separator}{key}", old=sides[0], new=sides[1])
+
+
+def lost(store: Store, plan: ImagePlan) -> list[Change]:
+    """Return what of the plan the store no longer has: its layers, or else the image."""
+    layers = [action.name for action in plan.layers if store.layer(action.key) is None]
+    names = layers or ([] if stored(store, plan) else ["image"])
+    return [Change(action=name, input=plan.ref, old="in the store", new=None) for name in names]
 
 
 def explain_text(plan: ImagePlan, changed: Sequence[Change], store: Store, screen: Screen = PLAIN) -> str:

@@ -17,6 +17,7 @@ PROXY_PRECISION = "fp32"
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 MULTI = "multi"
+_MOST_NODES = 65_536
 # What a case can depend on besides the choices.
 LENGTH = "seq_len"
 
@@ -54,8 +55,8 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
         nodes = Setting(value=choices.nodes, origin=f"--nodes {choices.nodes}")
     elif proxy.value is not True:
         nodes = settings.get("default.nodes", nodes)
-    if not isinstance(nodes.value, int) or nodes.value < 1:
-        raise InputError("nodes must be at least 1", where=nodes.origin)
+    if not isinstance(nodes.value, int) or not 1 <= nodes.value <= _MOST_NODES:
+        raise InputError(f"nodes must be at least 1 and at most {_MOST_NODES:,}", where=nodes.origin)
     return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
 
 

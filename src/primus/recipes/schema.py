@@ -15,8 +15,10 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.setting import WORDS, Setting, Value, outside
-from primus.yamlfile import LARGEST, Scalar, read_values
+from primus.yamlfile import Scalar, read_values
 
+# A larger whole number in a recipe is a typing error.
+_LARGEST = 10**12
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
@@ -107,8 +109,8 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
         return f"must be {named}, not {_short(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be finite, not {value}"
-    if isinstance(value, int) and abs(value) > LARGEST:
-        return f"must fit into 64 bits, not {value}"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"must be within ±{_LARGEST:,}, not {_short(value)}"
     if isinstance(value, str) and any(ord(character) < 32 or ord(character) == 127 for character in value):
         return f"must not contain control characters, as {_short(value)} does"
     return None

@@ -11,7 +11,7 @@ from primus.cli.verb import answer, note
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import Built, ImagePlan, finished
-from primus.plan.explain import changes, explain_text, outline, outline_text
+from primus.plan.explain import changes, explain_text, lost, outline, outline_text
 from primus.plan.layers import plan_images
 from primus.plan.project import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
@@ -33,9 +33,10 @@ def plan(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> int:
     """Show the inputs that changed since the last build, old → new, with their lines."""
     plans, workspace = _planned(args)
-    changed = {plan.resolved.name: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
+    store = workspace.store
+    changed = {p.resolved.name: changes(store.record("targets", p.state), p) or lost(store, p) for p in plans}
     document = {target: [change._asdict() for change in rows] for target, rows in changed.items()}
-    texts = (explain_text(p, changed[p.resolved.name], workspace.store, Screen.of()) for p in plans)
+    texts = (explain_text(p, changed[p.resolved.name], store, Screen.of()) for p in plans)
     return answer(args, document, texts, passed=not any(changed.values()))
 
 

@@ -1,6 +1,7 @@
 """The verb that runs a recipe on several machines."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -79,6 +80,8 @@ def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
         yield f"--gpu {gpu}, and by its name the image is for {named}"
     if args.image and args.container == "none":
         yield f"without a container, the nodes run their own primus, not {args.image}: --container names one"
+    if unset := [word for word in args.environment if "=" not in word and word not in os.environ]:
+        yield f"--env {unset[0]}: it is not set here, so the ranks have it only where a node sets it"
 
 
 def _gpu_of_image(args: argparse.Namespace) -> str | None:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--user is empty")
     command = Command(
         argv=tuple(args.command),
-        env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),
+        env=dict(map(_variable, args.env)),
         mounts=tuple(_mount(item) for item in args.volume),
         devices=gpus(args.gpus) + listed(args.device),
         memory_bytes=_bytes("--memory", args.memory),
@@ -68,6 +68,8 @@ def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key or "\0" in item:
         raise InputError(f"-e {item!r} is not a variable", hint="-e KEY=VALUE, or -e KEY to copy your own value")
+    if not equals and key not in os.environ:
+        raise InputError(f"-e {key}: your environment has no such variable", hint=f"-e {key}=VALUE, or leave it out")
     return key, value if equals else os.environ[key]
 
 
@@ -84,8 +86,8 @@ def _bytes(option: str, text: str | None) -> int | None:
         return None
     match = _SIZE.fullmatch(text.strip())
     amount = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if not 1 << 20 <= amount < 1 << 60:
-        raise InputError(f"{option} {text[:40]!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
+    if not 1 << 20 <= amount <= 1 << 50:
+        raise InputError(f"{option} {text[:40]!r} is not a size from 1m to 1024t", hint=f"{option} 512m, {option} 2g")
     return amount
 
 

@@ -30,7 +30,10 @@ _STATES = {
 
 @contextlib.contextmanager
 def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> Iterator[None]:
-    """Print ``reason()`` to standard error if ``progress()`` stays the same for 2 s, and each new reason after it."""
+    """Print ``reason()`` to standard error if ``progress()`` stays the same for 2 s, and each new reason after it.
+
+    An empty reason means that nothing is awaited.
+    """
     ended = threading.Event()
 
     def watch() -> None:
@@ -38,7 +41,7 @@ def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> I
         while not ended.wait(_PATIENCE_S):
             amount, text = progress(), reason()
             with _PRINTING:
-                new = text != last and time.monotonic() - _PRINTED.get(text, -_AGAIN_S) >= _AGAIN_S
+                new = text not in ("", last) and time.monotonic() - _PRINTED.get(text, -_AGAIN_S) >= _AGAIN_S
                 if amount == before and new and not ended.is_set():
                     print(f"… {text}", file=sys.stderr, flush=True)
                     last, _PRINTED[text] = text, time.monotonic()

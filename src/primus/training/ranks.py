@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError, PrimusError
+from primus.files import text_if_readable
 from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.refusals import refusal
@@ -25,6 +26,7 @@ from primus.yamlfile import read_values
 
 # How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
 _MEETING_SECONDS = 600
+_ESTABLISHED = "01"
 _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 
 
@@ -106,14 +108,37 @@ def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
     return job.output / f"node-{node}" if node else job.output
 
 
-def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
-    nodes = job.recipe.get("nodes", int)
-    first = node_rank(job, variables) == 0
+def awaited(job: Job, variables: Mapping[str, str]) -> str:
+    """Return whom this node waits for before it starts its ranks; empty if for nobody."""
+    folder = folder_of_node(job, variables) / "cache" / "torchrun"
+    # torchrun creates the folder before the nodes meet, and one inside it afterwards.
+    if not folder.is_dir() or any(folder.iterdir()):
+        return ""
+    nodes, (address, port) = job.recipe.get("nodes", int), _place(job, variables)
+    # Address and port in hexadecimal, of this side and the other one, and the state of each connection.
+    tables = [text_if_readable(Path("/proc/net") / name).splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row for table in tables for line in table if (row := line.split()[1:4])[2] == _ESTABLISHED]
+    here, there = (sum(row[side].endswith(f":{int(port):04X}") for row in rows) for side in (0, 1))
+    if node_rank(job, variables) == 0:
+        who = "" if here >= nodes else f"other nodes: {here} of {nodes} are connected to {address}:{port}"
+    else:
+        who = f"other nodes of {nodes}" if there else f"node 0 of {nodes}, which opens {address}:{port}"
+    return who and f"waiting for {who} (the job ends after {_MEETING_SECONDS} s)"
+
+
+def _place(job: Job, variables: Mapping[str, str]) -> tuple[str, str]:
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
     if not address:
         raise _not_set(job, "MASTER_ADDR")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
+    return address, port
+
+
+def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
+    nodes = job.recipe.get("nodes", int)
+    first = node_rank(job, variables) == 0
+    address, port = _place(job, variables)
     local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
     return [
         "--nnodes", str(nodes), "--rdzv-backend", "c10d",

@@ -24,6 +24,7 @@ from primus.training.logs import METRICS, Clock, read_run
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
+from primus.waits import explained
 
 # The least silence that counts as a hang before the first step.
 STARTING_SECONDS = 1800.0
@@ -123,7 +124,7 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         stalls.append(failure.end_ranks(launcher, job.output, patient()))
 
     several = job.recipe.get("nodes", int) > 1
-    with contextlib.closing(clock):
+    with contextlib.closing(clock), explained(lambda: ranks.awaited(job, os.environ)):
         ended = launch.run(
             argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patient, on_silence=silent,
             hopeless=lambda: several and failure.known(job.output),

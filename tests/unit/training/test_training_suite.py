@@ -1,7 +1,9 @@
 import json
 import math
 import os
+import socket
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -362,6 +364,21 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path, monkeypatch: pytest.Mo
     for port in ("abc", "0", "65536", " "):
         with pytest.raises(InputError, match="a port from 1 to 65535"):
             ranks.argv(job, "python", {"NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(("node", "clients", "sentence"), table_of("training_suite.whom_a_node_waits_for"))
+def test_a_node_says_whom_it_waits_for(node: str, clients: int, sentence: str, tmp_path: Path) -> None:
+    job = Job(name="x", recipe=resolve("llama3-proxy", (), Choices(nodes=2)), output=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        port = str(server.getsockname()[1])
+        variables = {"NODE_RANK": node, "MASTER_ADDR": "first", "MASTER_PORT": port}
+        for _ in range(clients):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+        assert ranks.awaited(job, variables) == ""
+        (torchrun := ranks.folder_of_node(job, variables) / "cache/torchrun").mkdir(parents=True)
+        assert ranks.awaited(job, variables).partition(" (")[0] == sentence.replace("PORT", port)
+        (torchrun / "attempt").mkdir()
+        assert ranks.awaited(job, variables) == ""
 
 
 def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_statement(tmp_path: Path) -> None:

@@ -55,8 +55,11 @@ class Engine:
         """Raise HostError, with the remedy, if this engine cannot run here."""
         raise NotImplementedError
 
-    def prepare_host(self) -> None:
-        """Install what this engine needs, if it is allowed to. Raises HostError if that fails."""
+    def prepare_host(self, cache: Path) -> None:
+        """Install what this engine needs, if it is allowed to, and try it. Raises HostError if that fails.
+
+        ``cache`` is the folder of unpacked layers.
+        """
 
     def _container(self, root: RootFs, name: str) -> AbstractContextManager[_Client]:
         """Give the engine what the container ``name`` of ``root`` needs, and remove both when the block ends."""
@@ -118,7 +121,7 @@ class Engine:
         message = _error(captured(again, _ENGINE, env=env))
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
             raise InputError(f"the image has no user {command.user!r}", hint="name one of its users, or a uid[:gid]")
-        raise HostError(f"{self.name} cannot run {root.name}: {message}")
+        raise refusal("no_crun" if "crun" in message else "not_run", engine=self.name, what=root.name, reason=message)
 
 
 class Podman(Engine):
@@ -135,29 +138,35 @@ class Podman(Engine):
         if problem := programs.lacks_ids():
             raise HostError(problem[0], hint=problem[1])
 
-    def prepare_host(self) -> None:
-        """Install podman, an init for containers, and runc if there is no OCI runtime."""
-        if lacking := _lacking():
-            programs.install(lacking)
+    def prepare_host(self, cache: Path) -> None:
+        """Install podman, an init for containers, and runc if there is no OCI runtime; then start a container."""
+        self._ready(cache)
 
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
-        folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
+        settings = self._ready(root.cache)
+        folder = Path(settings["folder"])
         # Top first: what an image contains twice counts where it is higher.
         layers = {folder / "layers" / layer_folder(layer.digest): layer for layer in reversed(root.layers)}
-        settings = _settings(folder)
-        if not (settings and all(path.exists() for path in layers)):
+        if not all(path.exists() for path in layers):
             with _locked(folder):
-                settings = _settings(folder) or self._probe(folder)
                 if absent := {path: layer for path, layer in layers.items() if not path.exists()}:
                     self._unpack(root, folder, absent)
         with _mounted(settings["file_system"], folder, [path.name for path in layers], name) as mounted:
             if mounted.returncode != 0:
-                raise HostError(f"podman cannot run {root.name}: {_error(mounted)}")
+                raise refusal("not_run", engine=self.name, what=root.name, reason=_error(mounted))
             yield _podman(folder), _client_environment(folder), ["--rootfs", f"{folder}/containers/{name}/root"]
 
+    def _ready(self, cache: Path) -> dict[str, Any]:
+        folder = cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
+        if settings := _settings(folder):
+            return settings
+        with _locked(folder):
+            return _settings(folder) or self._probe(folder)
+
     def _probe(self, folder: Path) -> dict[str, Any]:
-        self.prepare_host()
+        if lacking := _lacking():
+            programs.install(lacking)
         init = str(programs.find("catatonit"))
         # Only crun can do without control groups.
         modes = [(runtime, "enabled") for runtime in _runtimes()]
@@ -179,12 +188,13 @@ class Podman(Engine):
             if attempt.returncode == 0:
                 if file_system == "copy":
                     say(f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs")
-                settings = {"folder": str(folder), "runtime": runtime, "file_system": file_system}
+                settings = {"folder": str(folder), "runtimes": _runtimes(), "file_system": file_system}
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
             reasons.append(_error(attempt))
         # A copy needs no mount, so that the reason is podman's.
-        raise refusal("no_container", reason=reasons[-len(modes)])
+        name = "no_crun" if "crun" in (reason := reasons[-len(modes)]) else "no_container"
+        raise refusal(name, engine=self.name, what="a container here", reason=reason)
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6
@@ -286,8 +296,9 @@ def _runtimes() -> list[str]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     settings = json_if_readable(folder / "settings.json")
-    valid = settings.get("folder") == str(folder) and Path(settings["runtime"]).exists() and "file_system" in settings
-    return settings if valid else {}
+    # A runtime that is installed later may work better.
+    valid = settings.get("folder") == str(folder) and settings.get("runtimes") == _runtimes()
+    return settings if valid and "file_system" in settings else {}
 
 
 def _podman(folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ from primus.errors import HostError, InputError
 from primus.sandbox import docker, engines
 from primus.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus.sandbox.engines import Docker, Podman, choose
+from tables import table_of
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
@@ -80,7 +81,7 @@ def test_no_engine_is_one_sentence(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
+def test_what_podman_needs_is_named_unless_it_can_be_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "find", lambda _: None)
     monkeypatch.setattr(programs, "installable", lambda: False)
     with pytest.raises(HostError) as caught:
@@ -90,8 +91,18 @@ def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
     )
     installed: list[str] = []
     monkeypatch.setattr(programs, "install", lambda packages: installed.extend(packages.values()))
-    Podman().prepare_host()
+    with pytest.raises(FileNotFoundError):
+        Podman().prepare_host(tmp_path)
     assert installed == ["podman", "catatonit", "runc"]
+
+
+@pytest.mark.parametrize(("message", "hint"), table_of("engines.what_an_engine_refuses"))
+def test_the_remedy_of_a_refusal_follows_from_its_message(message, hint, tmp_path, monkeypatch):
+    refused = subprocess.CompletedProcess([], 1, "", message)
+    monkeypatch.setattr(engines, "captured", lambda *_, **__: refused)
+    with pytest.raises(HostError) as caught:
+        Docker()._raise_refusal(root_with(tmp_path), Command(), [], {}, "name", [])
+    assert hint in str(caught.value.hint)
 
 
 def test_a_silent_engine_costs_three_seconds(monkeypatch):

@@ -48,7 +48,7 @@ _DATA: Any = read_values(Path(__file__).with_name("wheels.yaml")).data
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check that the sandbox can compile the bytecode or build the wheel."""
-    choose(shop.engine).prepare_host()
+    choose(shop.engine).prepare_host(shop.workspace.unpacked)
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:

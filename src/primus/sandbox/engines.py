@@ -193,8 +193,8 @@ class Podman(Engine):
                 return settings
             reasons.append(_error(attempt))
         # A copy needs no mount, so that the reason is podman's.
-        name = "no_crun" if "crun" in (reason := reasons[-len(modes)]) else "no_container"
-        raise refusal(name, engine=self.name, what="a container here", reason=reason)
+        reason, what = reasons[-len(modes)], "a container here"
+        raise refusal("no_crun" if "crun" in reason else "no_container", engine=self.name, what=what, reason=reason)
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from primus import __version__
 from primus.cli.verb import TEXTS, VERBS, Verb, parser_of, run
-from primus.errors import HostError, InputError, PrimusError, nearest
+from primus.errors import HostError, PrimusError, nearest
 from primus.files import ownership
+from primus.refusals import refusal
 from primus.terminal import Screen
 
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
@@ -158,18 +159,14 @@ def _main(args: list[str]) -> int:
     verb, *words = args
     installed = installed_verbs()
     if verb not in installed and verb in VERBS:
-        raise InputError(
-            f"`{verb}` manages images from outside; this installation only has what ships inside an image",
-            hint="run it on the host, in a checkout of the project",
-        )
+        raise refusal("host_verb", verb=verb)
     if verb not in installed:
         near = TEXTS["other names"].get(verb)
         also = f"; did you mean {near!r}?" if near in installed else nearest(verb, installed)
-        raise InputError(f"no verb {verb!r}{also}", hint="primus --help lists the verbs")
+        raise refusal("no_verb", verb=verb, also=also)
     for number, word in enumerate([folder, *words]):
         if re.search("[\ud800-\udfff]", word):
-            what = f"argument {number}" if number else "the current folder"
-            raise InputError(f"{what} is not UTF-8 text: {word[:80]!a}", hint="write it in UTF-8, or rename the file")
+            raise refusal("not_utf8", what=f"argument {number}" if number else "the current folder", word=word[:80])
     return run(verb, parser_of(verb).parse_args(words))
 
 

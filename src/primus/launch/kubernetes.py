@@ -15,6 +15,7 @@ from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.programs import captured
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
+from primus.refusals import refusal
 from primus.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
@@ -148,18 +149,14 @@ def _refuse_unseen(recipe: Recipe) -> None:
         if path is None or str(recipe.settings[key].value).startswith("/"):
             continue
         if not path.resolve().is_relative_to(load.folder().resolve()):
-            raise InputError(
-                f"{key}: pods do not see {path}", where=recipe.settings[key].origin,
-                hint=f"name the absolute path that it has in the pods; --claim NAME is at {RUNS} there",
-            )  # fmt: skip
+            raise refusal("unseen_by_pods", recipe.settings[key].origin, key=key, path=path, runs=RUNS)
 
 
 def _kubectl(*words: str, stdin: str) -> None:
     try:
         ended = captured(["kubectl", "--request-timeout=20s", *words], f"kubectl {words[0]}", text=stdin)
     except FileNotFoundError:
-        hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
-        raise HostError("kubectl is not installed", hint=hint) from None
+        raise refusal("no_kubectl") from None
     if ended.returncode:
         sentence = " ".join(ended.stderr.split())[:400]
         # Any other error is the cluster's or the machine's.

@@ -29,6 +29,7 @@ from primus.oci.store import MANIFEST_TYPE, Blob, Layer, digest_of
 from primus.plan.action import Action, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
 from primus.release.statement import BUNDLE, Signer, Trust, check_key, payload, statement_about
 from primus.schema import build_typed
@@ -62,8 +63,7 @@ class Cache:
     def of_options(cls, args: Namespace) -> Self:
         """Return the cache of the options ``--cache…``. Raises InputError, and HostError without cosign."""
         if not (args.cache and args.cache_key):
-            why = "--cache and --cache-key belong together: where results are, and who must have signed them"
-            raise InputError(why, hint="--cache HOST/PATH --cache-key cosign.pub")
+            raise refusal("cache_alone")
         require_repository(args.cache, "--cache")
         trust = Trust(key=args.cache_key)
         check_key(args.cache_key, "--cache-key")

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Choices
+from primus.refusals import refusal
 
 
 class Cell(NamedTuple):
@@ -50,9 +50,5 @@ def cells_of(
             if precision is None or (precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend))
         ]
         if not of_recipe:
-            raise InputError(
-                f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
-                where=str(path),
-                hint="add a precision that it supports to `trained_in` of the target",
-            )
+            raise refusal("untrained", path, recipe=name, precisions=", ".join(precisions), gpu=gpu)
         yield from of_recipe

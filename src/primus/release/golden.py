@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from primus.errors import InputError
 from primus.files import write_file
 from primus.refusals import refusal
 from primus.schema import read_json
@@ -142,9 +141,8 @@ def check_locked(root: Path, release: str, files: Iterable[LockedFile]) -> None:
 
 def _refuse_others(old: Mapping[str, Any], versions: Mapping[str, str]) -> None:
     if changed := sorted(name for name in versions if old["versions"].get(name) != versions[name]):
-        why = f"the curves of other recipes were recorded with {changed[0]} {old['versions'].get(changed[0])}"
-        where = f"{FOLDER}/{old['release']}.json"
-        raise InputError(why, where=where, hint="record all of them anew: without --recipe")
+        version = old["versions"].get(changed[0])
+        raise refusal("recorded_otherwise", f"{FOLDER}/{old['release']}.json", package=changed[0], version=version)
 
 
 def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from primus.errors import HostError
 from primus.gpus.detect import detect
 from primus.gpus.table import Generation, by_product_name
 from primus.recipes.recipe import Recipe
+from primus.refusals import refusal
 from primus.sandbox.container import Devices, gpus
 from primus.training.checks import Verdict
 from primus.training.outcome import Outcome
@@ -48,11 +48,8 @@ def choose_gpus(count: str | None, target_gpu: Generation | None) -> Hardware:
         return Hardware(why="--gpus none" if target_gpu else "")
     devices = gpus(count)
     if not machine.generation:
-        raise HostError(
-            f"--gpus {count}: the record must name the GPU, but this machine's cannot be identified: "
-            f"{machine.sentence() if machine.names else 'its driver reports none'}",
-            hint="--gpus none validates on the CPU",
-        )
+        seen = machine.sentence() if machine.names else "its driver reports none"
+        raise refusal("unidentified_gpu", count=count, seen=seen)
     names = machine.names if count == "all" else machine.names[: int(count)]
     return Hardware(
         gpu=machine.generation, names=names, driver=machine.driver, firmware=machine.firmware, devices=devices
@@ -83,7 +80,4 @@ def cpu_model() -> str:
 def require_gpus(recipe: Recipe, hardware: Hardware) -> None:
     """Raise HostError if the recipe has more ranks than there are GPUs."""
     if hardware.gpu != NO_GPU and recipe.world_size > len(hardware.names):
-        raise HostError(
-            f"{recipe.name} trains on {recipe.world_size} GPUs, but its job gets {len(hardware.names)}",
-            hint="--gpus none validates on the CPU",
-        )
+        raise refusal("few_gpus_for_job", recipe=recipe.name, ranks=recipe.world_size, count=len(hardware.names))

@@ -15,6 +15,7 @@ from primus.oci.store import MANIFEST_TYPE, Store, digest_of
 from primus.plan.action import Composed, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus.release.registry import Document, Repository, plain_http
@@ -127,13 +128,7 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
         if there.digest(tag) is not None:
             break
     if (now := there.digest(tag)) not in (None, digest):
-        raise _lost(there, tag, str(now))
-
-
-def _lost(there: Repository, tag: str, winner: str) -> CheckFailed:
-    return CheckFailed(
-        f"another publish was first: {there.name}:{tag} is {winner}", hint="raise `release` in versions.yaml"
-    )
+        raise refusal("late_publish", name=there.name, tag=tag, winner=now)
 
 
 def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
@@ -146,8 +141,8 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
     before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
     if digest is None:
-        have = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
-        raise InputError(f"{there.name} has no {release}; its releases: {have}", hint="primus publish publishes one")
+        others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
+        raise refusal("not_published", name=there.name, release=release, others=others)
     if before != digest:  # a registry that forbids moving tags also refuses this one
         there.tag(tag, there.manifest(release) or b"")
     _check_tag(there, tag, there.digest(tag), digest)
@@ -156,9 +151,7 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
 
 def _check_tag(there: Repository, tag: str, now: str | None, digest: str) -> None:
     if now != digest:
-        raise HostError(
-            f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}", hint="run it again"
-        )
+        raise refusal("moved_back", name=there.name, tag=tag, now=now or "nothing", digest=digest)
 
 
 def finish(
@@ -180,7 +173,7 @@ def finish(
     if before != digest:
         there.tag(tag, manifest)
         if (now := there.digest(tag)) not in (None, digest):
-            raise _lost(there, tag, str(now))
+            raise refusal("late_publish", name=there.name, tag=tag, winner=now)
         _check_tag(there, tag, now, digest)
     return len(about) if signer else 0
 
@@ -189,10 +182,7 @@ def _free(there: Repository, tag: str, digest: str) -> str | None:
     """Return what the tag names; nothing but ``digest``, unless it is the tag of a preview."""
     before = there.digest(tag)
     if before not in (None, digest) and not tag.endswith("-preview"):
-        raise CheckFailed(
-            f"{there.name}:{tag} is already published as {before}; a release is never replaced",
-            hint="raise `release` in versions.yaml",
-        )
+        raise refusal("published_already", name=there.name, tag=tag, before=before)
     return before
 
 

@@ -28,9 +28,10 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
-from primus.errors import CheckFailed, HostError, InputError, did_you_mean
+from primus.errors import CheckFailed, HostError, InputError, PrimusError, did_you_mean
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
 from primus.programs import captured
+from primus.refusals import refusal
 from primus.schema import read_json
 from primus.versions.traffic import bare_url, within
 
@@ -95,8 +96,7 @@ def digest_tag(digest: str) -> str:
 def require_repository(name: str, option: str) -> None:
     """Raise InputError if the value of an option does not name a repository."""
     if not _NAME.fullmatch(name):
-        hint = "HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
-        raise InputError(f"{option} {name!r} is not a repository of a registry", hint=hint)
+        raise refusal("no_repository", option=option, name=name)
 
 
 def plain_http(repository: str) -> bool:
@@ -154,10 +154,7 @@ class Repository:
         """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
         url = self._upload()
         if self._authorization and not url.startswith(self._server):
-            raise HostError(
-                f"the registry of {self.name} directs uploads to {_host_of(url)}, which the login is not for",
-                hint="publish to a registry that takes uploads itself",
-            )
+            raise refusal("uploads_elsewhere", name=self.name, host=_host_of(url))
 
     def missing(self, kind: str, digests: Sequence[str]) -> list[str]:
         """Return those of the ``kind`` (``blobs`` or ``manifests``) that the repository lacks."""
@@ -266,8 +263,7 @@ class Repository:
             if number < _LISTINGS:
                 time.sleep(number * 0.5)
                 self._add(absent, about)
-        unlisted = f"{self.name} accepts documents for {about}, but does not list them"
-        raise HostError(unlisted, hint="run the command again")
+        raise refusal("unlisted", name=self.name, about=about)
 
     def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
@@ -356,10 +352,7 @@ class Repository:
             if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
                 answer = send()
         except (requests.ConnectionError, requests.Timeout, TimeoutError) as error:
-            raise HostError(
-                f"the registry of {self.name} does not answer: {type(error).__name__}",
-                hint="check name and network, and run the command again",
-            ) from None
+            raise refusal("silent_registry", name=self.name, error=type(error).__name__) from None
         except (requests.RequestException, ValueError) as error:  # ValueError: an address that is none
             raise self._odd(f"{type(error).__name__} for {bare_url(url)}") from None
         return answer
@@ -371,9 +364,8 @@ class Repository:
             full = re.search(r'"Err": ?28\b|no space left', answer.text)
             text = "its disk is full" if full else " ".join(answer.text.split())[:200]
             reason = "; ".join(filter(None, (f"status {answer.status_code}", text)))
-            hint = "check its name, and that it accepts OCI images and lets this tag move"
-            hint = "run the command again later; what was sent is kept" if answer.status_code in _PASSING else hint
-            raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)
+            values = {"name": self.name, "path": bare_url(path), "reason": reason}
+            raise refusal("busy_registry" if answer.status_code in _PASSING else "refused_by_registry", **values)
         return answer
 
     def _signed(self, request: PreparedRequest) -> PreparedRequest:
@@ -421,11 +413,8 @@ class Repository:
             raise self._odd(f"{what} is not a JSON object")
         return content
 
-    def _odd(self, what: str) -> HostError:
-        return HostError(
-            f"{self.name} does not answer like a registry: {what}",
-            hint="check its name; a login page or a proxy may answer instead of the registry",
-        )
+    def _odd(self, what: str) -> PrimusError:
+        return refusal("odd_registry", name=self.name, what=what)
 
 
 def _read(answer: Response, **_: object) -> None:

@@ -19,6 +19,7 @@ from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.refusals import refusal
 from primus.release import golden
 from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
@@ -75,13 +76,12 @@ def side(word: str, project: Project | None, target: str = "") -> Side:
     if (revision := _of_revision(project.root, plain, target)) is not None:
         return revision
     images = sorted(project.workspace.store.images())
-    published = newest_first(load_history().releases)
-    raise InputError(
-        f"no release, image or git revision is called {word!r}: versions.yaml pins {names[0]}, the store has "
-        f"{', '.join(images) or 'no image'}, and {published[-1].name} to {published[0].name} were published",
-        hint=did_you_mean(word, dict.fromkeys([*names, *images, *(r.name for r in published)]), most=3)
-        or "primus releases lists the published ones, and git log the revisions",
-    )
+    published = [release.name for release in newest_first(load_history().releases)]
+    near = did_you_mean(word, dict.fromkeys([*names, *images, *published]), most=3)
+    raise refusal(
+        "unknown_side", word=word, pinned=names[0], images=", ".join(images) or "no image", first=published[-1],
+        last=published[0], hint=near or "primus releases lists the published ones, and git log the revisions",
+    )  # fmt: skip
 
 
 def one_of(releases: Sequence[Release], word: str) -> Release:
@@ -93,9 +93,8 @@ def one_of(releases: Sequence[Release], word: str) -> Release:
     distinct = [release for release in releases if release.same_as not in references]
     if len(distinct) == 1:
         return distinct[0]
-    names = ", ".join(release.reference for release in distinct)
-    hint = f"name one, for example {distinct[-1].reference}"
-    raise InputError(f"{word} stands for {len(distinct)} images: {names}", hint=hint)
+    names = [release.reference for release in distinct]
+    raise refusal("several_images", word=word, count=len(names), names=", ".join(names), example=names[-1])
 
 
 def files(side: Side, other: Side, store: Store) -> Part:

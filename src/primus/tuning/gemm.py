@@ -151,8 +151,7 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
     )  # fmt: skip
     if ended.returncode or not result.is_file():
         lines = [line[:300] for line in ended.stderr.splitlines() if line.strip()] or ["it wrote no result"]
-        message = f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: {lines[-1]}"
-        raise CheckFailed(message, hint="finished parts are kept; run it again to continue")
+        raise refusal("unmeasured_gemms", count=len(shapes), gpu=gpu, reason=lines[-1])
     result.replace(done)
     return done
 

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.load import beside, is_path
 from primus.recipes.recipe import Recipe
@@ -243,10 +243,7 @@ class Search:
             for point, rates in zip((self._start, winner), self.finals, strict=True):
                 result = self._result(point, number)
                 if result.reason or result.tokens_per_second is None:
-                    raise CheckFailed(
-                        f"{point.title} ran once and then failed: {result.reason}",
-                        hint=f"the log is in {self._folder}; delete that folder to search again",
-                    )
+                    raise refusal("failed_again", title=point.title, reason=result.reason, folder=self._folder)
                 rates.append(result.tokens_per_second)
         before, after = map(statistics.median, self.finals)
         return after / before - 1, max((max(rates) - min(rates)) / statistics.median(rates) for rates in self.finals)

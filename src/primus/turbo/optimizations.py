@@ -20,6 +20,7 @@ from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import arguments
 from primus.recipes.choose import CPU
 from primus.recipes.setting import Setting
+from primus.refusals import refusal
 from primus.yamlfile import read_values, spell
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
     names, catalogue = [str(word).strip() for word in words], optimizations()
     for name in names:
         if name not in catalogue:
-            hint = "primus show RECIPE lists them; auto, require and off cannot be combined"
-            message = f"there is no optimization {name!r}{nearest(name, catalogue)}"
-            raise InputError(message, where=setting.origin, hint=hint)
+            raise refusal("no_optimization", setting.origin, name=name, nearest=nearest(name, catalogue))
     return tuple(name for name in catalogue if name in names)
 
 

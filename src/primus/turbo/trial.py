@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from primus.errors import CheckFailed, HostError
 from primus.files import read_sealed, write_sealed
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.refusals import refusal
 from primus.turbo import optimizations as catalogue
 from primus.turbo.optimizations import AUTO, Shapes, compatible, missing_packages
 
@@ -54,10 +54,7 @@ def decide(
     absent = {name: ", ".join(lacking) for name in names if (lacking := missing_packages((name,)))}
     if absent and strict:
         name, packages = next(iter(absent.items()))
-        raise HostError(
-            f"{name} needs {packages}, which {sys.executable} cannot import",
-            hint="run this inside a primus image, or leave the optimization out",
-        )
+        raise refusal("no_package_of_optimization", name=name, packages=packages, python=sys.executable)
     off = {name: f"{packages} not installed" for name, packages in absent.items()}
     present = [name for name in names if name not in absent]
     gpus = detect()
@@ -75,7 +72,7 @@ def decide(
         tested |= {*todo}
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
-        raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")
+        raise refusal("failed_self_test", name=name, reason=reason)
     off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
     passed = [name for name in present if name not in faults]
     used = compatible(passed)

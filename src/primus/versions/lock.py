@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from primus.errors import InputError
 from primus.files import path_fault, read_bytes
+from primus.refusals import refusal
 from primus.schema import build, described, parse_json
 from primus.yamlfile import read_values
 
@@ -222,8 +223,7 @@ def loads(text: str | bytes, name: str) -> Lock:
         return lock
     except InputError as error:
         # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
-        hint = "restore it from version control, or delete it and run `primus lock`"
-        raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
+        raise refusal("damaged_lock", error.where, error=error.message) from None
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:

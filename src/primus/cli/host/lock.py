@@ -22,6 +22,7 @@ from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus.progress import choose_progress
+from primus.refusals import refusal
 from primus.release.bump import Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import PLAIN, Screen, counted
@@ -127,8 +128,7 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
             moves = row.moves or moves
         if version and not any(row.compatible for row in rows):
             targets = ", ".join(target for row in rows for target in row.targets)
-            hint = "primus outdated shows what fits; a pin keeps its local build (+cpu), and fits what it `follows`"
-            raise InputError(f"no index offers {name} {version} for {targets}", hint=hint)
+            raise refusal("no_index_offers", name=name, version=version, targets=targets)
     return moves
 
 
@@ -154,9 +154,7 @@ def _message(components: Mapping[str, Component], moves: Mapping[Place, str], re
 
 def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
     if message and (edited := set(texts) & set(checkout(root)[1])):
-        raise InputError(
-            f"{', '.join(sorted(edited))} was changed and not committed", hint="commit it first, or --write"
-        )
+        raise refusal("uncommitted", files=", ".join(sorted(edited)))
     for name, text in texts.items():
         write_file(root / name, text)
     if message:

@@ -19,6 +19,7 @@ from primus.files import write_file
 from primus.gates.rules.coherence import rocm_version
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
+from primus.refusals import refusal
 from primus.release.bump import trial
 from primus.release.diff import diff as compare, diff_page, notes, release_list, release_page
 from primus.release.documents import git
@@ -208,9 +209,7 @@ def triage(args: argparse.Namespace) -> int:
         word = {None: "cannot be judged", True: "bad", False: "good"}[verdict]
         print(f"answer {len(answers)} (bound {least:.0f}): {len(point)} of {len(names)} moved: {word}", file=sys.stderr)
     if all(row["bad"] is None for row in answers):
-        raise CheckFailed(
-            "no point can be judged: none can be locked and built, or ORACLE judges none", hint="the reasons are above"
-        )
+        raise refusal("no_point_judged")
     return _report(args, search, names, answers, least)
 
 

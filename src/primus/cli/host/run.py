@@ -19,6 +19,7 @@ from primus.oci.store import digest_of
 from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
+from primus.refusals import refusal
 from primus.release import golden
 from primus.release.cells import Cell, cell_of, cells_of
 from primus.release.hardware import NO_GPU, choose_gpus, cpu_model
@@ -159,9 +160,7 @@ def _cells(
 ) -> tuple[tuple[Cell, str], ...]:
     target = resolved.target
     if not target.recipes and not recipe:
-        raise InputError(
-            f"target {resolved.name} names no recipe", where=resolved.place(), hint="primus validate --recipe NAME"
-        )
+        raise refusal("no_recipe_of_target", resolved.place(), target=resolved.name)
     names = (recipe,) if recipe else target.recipes
     device = CPU if gpu == NO_GPU else gpu
     # The folder from which the image's recipes layer is made; this code may be installed elsewhere.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from primus.cli.image.recipes import resolved
 from primus.cli.verb import answer, note, refuse_others
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
@@ -24,6 +24,7 @@ from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, gpu_bytes
+from primus.refusals import refusal
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
@@ -132,10 +133,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         winner = search(points, rows.measure)
         if winner is None:
             # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
-            raise CheckFailed(
-                f"the recipe's own settings failed: {rows.rows[0][1].reason}",
-                hint=f"the log is in {folder}; start from settings that train, such as a smaller micro batch",
-            )
+            raise refusal("start_failed", reason=rows.rows[0][1].reason, folder=folder)
         evidence = None if winner is points[0] else rows.pairs(winner)
     # A gain within the spread does not count.
     better = evidence is not None and evidence[0] > evidence[1]

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
-from primus.errors import CheckFailed
 from primus.gates.contents import PATTERNS
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.plan.resolve import ResolvedTarget
+from primus.refusals import refusal
 from primus.terminal import some
 from primus.versions.lock import name_of, normalised, upstream
 
@@ -78,11 +78,8 @@ def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
 def check_pins(resolved: ResolvedTarget) -> None:
     """Raise CheckFailed if the packages of a release contradict each other. Needs no built layer."""
     if not resolved.choice.preview and (errors := coherence(pinned_packages(resolved), resolved.arch).errors):
-        raise CheckFailed(
-            f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
-            where=errors[0].path or None,
-            hint="pin one ROCm version, and device packages of this target's GPU",
-        )
+        findings = "; ".join(finding.message for finding in errors[:5])
+        raise refusal("incoherent", errors[0].path or None, target=resolved.name, findings=findings)
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:

@@ -76,6 +76,8 @@ def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable
     for name, reader in readers.items():
         figures = tokens.figures_of(tokens.stored(cache, name), recipe.seq_len, reader.encoder)
         lines[name] = reader.sentence(figures, recipe.seq_len, "held out for evaluation: " if name == "eval" else "")
+    if "eval" in readers and (repeated := tokens.stored(cache, "eval").repeated(tokens.stored(cache))):
+        lines["eval"] += f"; {repeated:,} of them in the training text, too"
     return lines
 
 

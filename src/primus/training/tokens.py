@@ -354,6 +354,14 @@ class Tokens:
         """Return the place of a document in ``tokens`` and ``mask``."""
         return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
 
+    def repeated(self, others: "Tokens") -> int:
+        """Return how many documents are among those of ``others``, too."""
+        theirs = {hash(document) for document in others._documents()}
+        return sum(hash(document) in theirs for document in self._documents())
+
+    def _documents(self) -> Iterator[bytes]:
+        return (self.tokens[self.document(number)].tobytes() for number in range(len(self.ends)))
+
     def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on their own.
 

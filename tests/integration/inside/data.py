@@ -35,6 +35,14 @@ def check_a_pass_sees_every_sample_once() -> None:
     assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), "a sample depends on those before it"
 
 
+def check_held_out_documents_that_are_trained_are_counted() -> None:
+    trained, held_out = (
+        Tokens(tokens=np.asarray(tokens, np.uint32), ends=np.asarray(ends))
+        for tokens, ends in (([1, 2, 3, 1, 2], [2, 3, 5]), ([1, 2, 9, 1, 2, 3], [2, 3, 5, 6]))
+    )
+    assert held_out.repeated(trained) == 3, "documents 0, 2 and 3"
+
+
 def check_made_up_tokens_can_be_learned() -> None:
     batch = Mock(seed=1, seq_len=512, vocabulary=1024).batch(0, 8)
     assert batch["input_ids"].max() < 1024

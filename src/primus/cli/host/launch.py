@@ -77,7 +77,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
     if (named := _gpu_of_image(args)) and gpu != CPU and arch_of(generation(gpu)) != arch_of(generation(named)):
-        yield f"--gpu {gpu}, and by its name the image is for {named}"
+        yield f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image for {gpu}"
     if args.image and args.container == "none":
         yield f"without a container, the nodes run their own primus, not {args.image}: --container names one"
     if unset := [word for word in args.environment if "=" not in word and word not in os.environ]:

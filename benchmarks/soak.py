@@ -326,7 +326,8 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
     if "Traceback" in text:
         return f"a traceback: {text[-1500:]}"
     if end["code"] and not {"kill", "full_disk", "read_only", "network"} & {*faults}:
-        return f"it failed without a reason: {text[-300:]} {(end.get('out') or '')[-600:]}"
+        log = (job.output / "log.txt").read_text(errors="replace") if (job.output / "log.txt").exists() else ""
+        return f"it failed without a reason: {text[-600:]} {log[-1500:]}"
     logged = losses(job, end["code"])
     # A step that was not written exactly, as on a full disk, is in the log with 5 decimals.
     wrong = [step for step, loss in logged.items() if loss not in (expected[step], float(f"{expected[step]:.5f}"))]

@@ -354,7 +354,7 @@ class Tokens:
         """Return the place of a document in ``tokens`` and ``mask``."""
         return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
 
-    def repeated(self, others: "Tokens") -> int:
+    def repeated(self, others: Tokens) -> int:
         """Return how many documents are among those of ``others``, too."""
         theirs = {hash(document) for document in others._documents()}
         return sum(hash(document) in theirs for document in self._documents())

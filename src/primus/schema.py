@@ -1,7 +1,7 @@
 """Strict conversion of plain data, such as a JSON file's, to frozen dataclasses.
 
-Each file format is declared once, as a dataclass. Its fields are described by :func:`described`, or by ``fields.yaml``
-beside its module. An unknown key, a missing one or a value of another type is an InputError with its place.
+Each file format is declared once, as a dataclass, whose fields ``fields.yaml`` beside its module describes. An unknown
+key, a missing one or a value of another type is an InputError with its place.
 """
 
 import contextlib
@@ -38,16 +38,6 @@ class WrongValue(ValueError):
     def __init__(self, message: str, *key: str | int) -> None:
         super().__init__(message)
         self.key = key
-
-
-def described(doc: str, *, pattern: str | None = None, shape: str | None = None, least: int = 0, **options: Any) -> Any:
-    """Return a dataclass field with a description, and optionally a pattern for its text (or for its items).
-
-    A list must have at least ``least`` items, because a missing list may mean all, and an empty one would then mean
-    the opposite of what it shows.
-    """
-    metadata = {"doc": doc, "pattern": pattern, "shape": shape, "least": least}
-    return dataclasses.field(metadata=metadata, **options)
 
 
 def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -> T:
@@ -141,10 +131,14 @@ def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 @cache
 def notes_of(cls: type) -> dict[str, Mapping[str, Any]]:
-    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``, and a format's own."""
+    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``, and a format's own.
+
+    A list must have at least ``least`` items, because a missing list may mean all, and an empty one would then mean
+    the opposite of what it shows.
+    """
     rows = _notes_in(Path(inspect.getfile(cls)).with_name("fields.yaml")).get(cls.__name__, {})
     rows = {word: {"doc": row} if isinstance(row, str) else row for word, row in rows.items()}
-    return {word: rows.get(word, field.metadata) for word, field in fields_of(cls).items()}
+    return {word: rows.get(word, {}) for word in fields_of(cls)}
 
 
 @cache

@@ -1,6 +1,6 @@
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jsonschema
@@ -8,7 +8,7 @@ import pytest
 from docs.json_schema import json_schema
 
 from primus.errors import InputError
-from primus.schema import build, described, parse_json
+from primus.schema import build, parse_json
 from primus.yamlfile import Document, parse
 from tables import table_of
 
@@ -17,24 +17,24 @@ from tables import table_of
 class Inner:
     """An inner thing."""
 
-    size: int = described("How large.")
-    rate: float | None = described("How fast.", default=None)
-    mood: Literal["calm", "wild"] | None = described("How it feels.", default=None)
+    size: int
+    rate: float | None = None
+    mood: Literal["calm", "wild"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
     """An outer thing."""
 
-    name: str = described("Its name.", pattern=r"[a-z]+", shape="lower-case letters")
-    kind: Literal["cold", "warm"] = described("Its kind.", default="cold")
-    on: bool = described("Whether it is on.", default=False)
-    items: tuple[Inner, ...] = described("Inner things.", default=())
-    table: Mapping[str, Inner] = described("Named inner things.", default_factory=dict)
-    tags: tuple[str, ...] = described("Tags.", pattern=r"[a-z]+", shape="lower-case letters", default=())
-    for_: str = described("A Python keyword as a key.", default="all")
-    gaps: Mapping[str, str | None] = described("Values that may be unknown.", default_factory=dict)
-    other: Inner | None = described("Another inner thing.", default=None)
+    name: str
+    kind: Literal["cold", "warm"] = "cold"
+    on: bool = False
+    items: tuple[Inner, ...] = ()
+    table: Mapping[str, Inner] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    for_: str = "all"
+    gaps: Mapping[str, str | None] = field(default_factory=dict)
+    other: Inner | None = None
 
     def __post_init__(self) -> None:
         if self.name == "forbidden":

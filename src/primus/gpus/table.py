@@ -1,4 +1,4 @@
-"""The table of GPU generations: the format of ``generations.yaml``, and queries that never guess."""
+"""The table of GPU generations: the format of ``generations.yaml`` (see fields.yaml), and queries that never guess."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import InputError, PrimusError, did_you_mean
-from primus.schema import WrongValue, build, described
+from primus.schema import WrongValue, build
 from primus.yamlfile import read
 
 TABLE_FILE = Path(__file__).with_name("generations.yaml")
@@ -29,13 +29,13 @@ def plain_name(text: str) -> str:
 class Arch:
     """An architecture that compilers target. Several products can share it."""
 
-    arch: str = described("Name.", pattern=r"gfx[0-9a-f]+|sm_[0-9]+", shape="like gfx942 or sm_90")
-    vendor: Literal["amd", "nvidia"] = described("Vendor.")
-    fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format that its matrix units support.")
-    fp8_source: str = described("Source of the format.")
-    mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats that its matrix units support.")
-    mx_source: str = described("Source of the MX formats.")
-    others: tuple[str, ...] = described("Products of this architecture that are not in the table.")
+    arch: str
+    vendor: Literal["amd", "nvidia"]
+    fp8: Literal["e4m3fnuz", "e4m3fn"]
+    fp8_source: str
+    mx: tuple[MxDtype, ...]
+    mx_source: str
+    others: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if self.arch.startswith("gfx") != (self.vendor == "amd"):
@@ -51,64 +51,64 @@ class Arch:
 class Peak:
     """The dense peak of the matrix units, as published by the vendor."""
 
-    dtype: Dtype = described("Format of the factors.")
-    tflops: float | None = described("Dense TFLOP/s; null if no source states a figure.")
-    source: str = described("Source of the figure, or the reason why there is none.")
+    dtype: Dtype
+    tflops: float | None
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The memory of the GPU."""
 
-    gb: float = described("Capacity in GB, as sold.")
-    gib: float = described("Capacity in GiB that PyTorch reports.")
-    tb_s: float = described("Bandwidth in TB/s.")
+    gb: float
+    gib: float
+    tb_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """One product that recipes can be resolved for."""
 
-    name: str = described("Name of the target.", pattern=r"[a-z][a-z0-9]*", shape="like mi300x")
-    title: str = described("Display name.")
-    arch: str = described("Its architecture, one of ``archs``.")
-    names: tuple[str, ...] = described("Full names that tools print; case, blanks and trade marks are ignored.")
-    device_ids: tuple[str, ...] = described("Its PCI device ids.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1")
-    compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
-    memory: Memory = described("Its memory.")
-    source: str = described("Source of compute units and memory, and of the capacity that PyTorch reports.")
-    peaks: tuple[Peak, ...] = described("One peak for each dtype that its matrix units support.")
-    notes: tuple[str, ...] = described("Notes on the figures.", default=())
-    no_image: str | None = described("The reason why no image is built for it; null if one is.", default=None)
+    name: str
+    title: str
+    arch: str
+    names: tuple[str, ...]
+    device_ids: tuple[str, ...]
+    compute_units: int
+    memory: Memory
+    source: str
+    peaks: tuple[Peak, ...]
+    notes: tuple[str, ...] = ()
+    no_image: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
     """The value of a variable in one source."""
 
-    by: str = described("The source.")
-    value: str = described("The value there.")
+    by: str
+    value: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
     """One environment variable: its value, the GPUs that it is for, and the reason."""
 
-    name: str = described("Name of the variable.", pattern=r"[A-Z][A-Z0-9_]*", shape="like HSA_NO_SCRATCH_RECLAIM")
-    value: str | None = described("Its value in images; null if it is left unset on purpose.")
-    for_: tuple[str, ...] = described("Architectures or targets that it is for.")
-    why: str = described("The reason.")
-    stated: tuple[Statement, ...] = described("The value in each source.")
-    choice: str | None = described("The reason for this value, if a source has another.", default=None)
+    name: str
+    value: str | None
+    for_: tuple[str, ...]
+    why: str
+    stated: tuple[Statement, ...]
+    choice: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """All architectures, GPU generations and environment variables."""
 
-    archs: tuple[Arch, ...] = described("Architectures.")
-    generations: tuple[Generation, ...] = described("Products.")
-    environment: tuple[Variable, ...] = described("Environment variables.")
+    archs: tuple[Arch, ...]
+    generations: tuple[Generation, ...]
+    environment: tuple[Variable, ...]
 
     def __post_init__(self) -> None:
         _once("architecture", (a.arch for a in self.archs))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.gpus.table import load_table, words_for
-from primus.schema import WrongValue, build, described
+from primus.schema import WrongValue, build
 from primus.yamlfile import read
 
 FILE = Path(__file__).with_name("known-issues.yaml")
@@ -23,7 +23,7 @@ class Issue:
     """One known issue; the file explains its fields."""
 
     component: str
-    versions: str = described("", pattern=rf"\*|{_BOUND}(,{_BOUND})*", shape="like >=10.0.0,<10.1, or *")
+    versions: str
     with_: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     symptom: str

@@ -17,7 +17,7 @@ from primus.files import json_if_readable, text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
-from primus.schema import build, described, parse_json
+from primus.schema import build, parse_json
 from primus.system.host import Finding, Host, Level, finding, name_here
 from primus.terminal import counted
 from primus.training import launch
@@ -42,7 +42,7 @@ class Measurement:
 
     what: str
     unit: str
-    figures: tuple[float, ...] = described("one for each GPU", least=1)
+    figures: tuple[float, ...]
     least: float | None
     most: float | None
     source: str

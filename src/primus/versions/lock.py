@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from primus.errors import InputError
 from primus.files import path_fault, read_bytes
 from primus.refusals import refusal
-from primus.schema import build, described, parse_json
+from primus.schema import build, parse_json
 from primus.yamlfile import read_values
 
 SUITES: Mapping[str, Mapping[str, Any]] = read_values(Path(__file__).with_name("suites.yaml")).data
@@ -35,11 +35,11 @@ class LockedFile:
     """
 
     kind: Kind
-    name: str = described("", pattern=r"[^\s/\x00-\x1f\x7f]+", shape="a package name")
-    version: str = described("", pattern=r"[^\s/\x00-\x1f\x7f]*", shape="a version")
-    file: str = described("", pattern=r"[^/\x00-\x1f\x7f]+", shape="a file name")
+    name: str
+    version: str
+    file: str
     size: int
-    sha256: str = described("", pattern=r"[0-9a-f]{64}", shape="64 hexadecimal digits")
+    sha256: str
     base: str | None = None
     index: str | None = None
 

@@ -1,6 +1,5 @@
 """Progress of long work: bars with speed and remaining time on a terminal, lines in a log or pipe."""
 
-import os
 import re
 import sys
 import threading
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from primus.files import text_if_readable
 from primus.terminal import Screen
 
 
@@ -110,13 +110,7 @@ class _State(bars.ProgressColumn):
 
 def last_line(log: Path | None) -> str:
     """Return the last non-empty line of a tool's log, without escape sequences, cut to 100 characters."""
-    try:
-        with (log or Path(os.devnull)).open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
-            text = stream.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text)
+    text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text_if_readable(log, 4096) if log else "")
     lines = ("".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text))
     line = next(filter(None, reversed([*lines])), "")
     return line if len(line) <= 100 else line[:99] + "…"

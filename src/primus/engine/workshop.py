@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
+from primus.files import text_if_readable
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci.layer import unpacked, write_layer
 from primus.oci.store import Layer, Store, canonical_json, manifest_of
@@ -32,7 +33,7 @@ from primus.yamlfile import read_values
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
 # at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
 _LAYER, _BASE_SCRATCH = 0.8, 5
-_NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
+_NO_SPACE = ("No space left on device", "Disk quota exceeded", "You don't have enough free space in")
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = read_values(Path(__file__).with_name("environment.yaml")).data
 # The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
 _PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
@@ -230,7 +231,7 @@ def require_space(needs: Iterable[tuple[Path, int]]) -> None:
 def disk_is_full(log: Path, *places: Path) -> PrimusError | None:
     """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk."""
     full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
-    if full is None and not any(words in _end(log, 200_000) for words in _NO_SPACE):
+    if full is None and not any(words in text_if_readable(log, 200_000) for words in _NO_SPACE):
         return None
     return refusal("full_disk_of_tool", place=full or places[0], log=log)
 
@@ -262,17 +263,10 @@ def run_isolated(
         return engine.run(root, command, stdin=nothing, stdout=out, stderr=out)
 
 
-def log_tail(log: Path, lines: int = 30) -> str:
-    """Return the last ``lines`` lines of a log and a line with its path, for a message after a failure."""
-    tail = _end(log, 400 * lines).decode("utf-8", "replace").splitlines()[-lines:]
+def log_tail(log: Path) -> str:
+    """Return the last 30 lines of a log and a line with its path, for a message after a failure."""
+    tail = text_if_readable(log, 12_000).splitlines()[-30:]
     return "\n".join([*tail, f"full log: {log}"])
-
-
-def _end(log: Path, size: int) -> bytes:
-    # A compiler's log can have gigabytes.
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-        return file.read()
 
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:

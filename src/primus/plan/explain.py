@@ -5,7 +5,6 @@ build, old → new, with their lines.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from primus.oci.store import Blob, Store
@@ -114,7 +113,7 @@ def explain_text(plan: ImagePlan, changed: Sequence[Change], store: Store, scree
     return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])
 
 
-def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob] = MappingProxyType({})) -> list[dict[str, Any]]:
+def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob]) -> list[dict[str, Any]]:
     """Return one row per layer: name, kind, key, ``build``, ``download`` or ``reuse``, and the known bytes.
 
     ``bytes`` is the compressed size of a layer in the store or of its blob in ``cached`` (by the action's key), else

@@ -81,7 +81,7 @@ class Project:
     @cached_property
     def versions_document(self) -> Document:
         """The parsed text of versions.yaml, with places."""
-        return self._document(self.root / "versions.yaml")
+        return read(self.root / "versions.yaml", "versions.yaml")
 
     def target_names(self) -> list[str]:
         """The names of the targets, one file each in images/."""
@@ -99,7 +99,7 @@ class Project:
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
                 raise refusal("name_of_target", f"images/{path.name}", name=name)
-            document = self._document(path)
+            document = read(path, f"images/{path.name}")
             target = build(Target, document)
             self._targets[name] = (replace(target, recipes=tuple(self._recipes(target, document))), document)
         return self._targets[name]
@@ -122,9 +122,6 @@ class Project:
     def lock(self, path: Path) -> Lock | None:
         """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))
-
-    def _document(self, path: Path) -> Document:
-        return read(path, str(path.relative_to(self.root)))
 
 
 def _names(folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import requests
 from urllib3.exceptions import HTTPError
 
-from primus.errors import HostError, PrimusError
+from primus.errors import HostError
 from primus.progress import Progress
 from primus.refusals import refusal
 from primus.terminal import counted, some
@@ -140,7 +140,7 @@ class _Fetch:
                 self.gone.append(file)
                 continue
             if not self._cache.put(path, file.sha256):
-                raise _refusal(file, "other bytes", source)
+                raise refusal("other_bytes", file=file, source=bare_url(source), offer="other bytes")
             path.unlink()
 
     def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ class _Fetch:
                     sha256 = self._cache.commit(part, file.sha256)
                     if sha256 == file.sha256:
                         return True
-        raise _refusal(file, f"sha256 {sha256}", offer.url)
+        raise refusal("other_bytes", file=file, source=bare_url(offer.url), offer=f"sha256 {sha256}")
 
 
 def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
@@ -206,7 +206,3 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
                 raise HostError(f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint) from None
         time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
     return True
-
-
-def _refusal(file: LockedFile, offer: str, source: str) -> PrimusError:
-    return refusal("other_bytes", file=file, source=bare_url(source), offer=offer)

@@ -5,10 +5,12 @@ Blocks have two streams (MM-DiT, arXiv:2403.03206) and then one, all modulated b
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 from typing_extensions import override
 
 from primus.training.reference.model import Transformer, Weights
@@ -20,6 +22,8 @@ _WAVES = 256
 _PERIOD = 10_000.0
 # The model's times range from 0 to this value.
 _TIMES = 1000.0
+# GELU's approximation (arXiv:1606.08415, section 2).
+_GELU = partial(gelu, approximate="tanh")
 # Cosine and sine of the angles by which heads are rotated.
 Turn = tuple[Tensor, Tensor]
 
@@ -89,7 +93,7 @@ class Diffusion(Transformer):
         total = torch.zeros(())
         for name, value in parts:
             hidden = self._linear(weights, f"time_text_embed.{name}_embedder.linear_1", value)
-            embedded = self._linear(weights, f"time_text_embed.{name}_embedder.linear_2", self.between(_silu(hidden)))
+            embedded = self._linear(weights, f"time_text_embed.{name}_embedder.linear_2", self.between(silu(hidden)))
             total = self.between(total + embedded)
         return total
 
@@ -113,14 +117,14 @@ class Diffusion(Transformer):
             moved = gate * self._linear(weights, f"{block}attn.{out}", mixture)
             states = self.between(before + self.between(moved))
             hidden = self._linear(weights, f"{block}ff{which}.net.0.proj", self._normed(states, shift, scale))
-            fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_gelu(hidden)))
+            fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_GELU(hidden)))
             outputs.append(self.between(states + self.between(gate_fed * fed)))
         return torch.cat((outputs[1], outputs[0]), 1)
 
     def _single(self, weights: Weights, block: str, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
-        fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
+        fed = self.between(_GELU(self._linear(weights, f"{block}proj_mlp", normed)))
         names = [f"{block}attn.to_{kind}" for kind in "qkv"]
         query, key, value = self._heads(weights, names, f"{block}attn.norm_", normed)
         both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
@@ -141,7 +145,7 @@ class Diffusion(Transformer):
         return self.attended(query, key, value, torch.zeros((), dtype=torch.bool), query.shape[-1] ** -0.5)
 
     def _modulation(self, weights: Weights, name: str, condition: Tensor, parts: int) -> list[Tensor]:
-        return list(self._linear(weights, name, self.between(_silu(condition))).unsqueeze(1).chunk(parts, -1))
+        return list(self._linear(weights, name, self.between(silu(condition))).unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         even = self.between(_Even.apply(states, _EPS + self.constants.norm_eps, self.keeping))
@@ -187,15 +191,6 @@ class _Even(torch.autograd.Function):
         even = (states - mean) * scale
         along = even * (gradient * even).mean(-1, keepdim=True)
         return scale * (gradient - gradient.mean(-1, keepdim=True) - along), None, None
-
-
-def _silu(states: Tensor) -> Tensor:
-    return states * states.sigmoid()
-
-
-def _gelu(states: Tensor) -> Tensor:
-    """Return GELU's approximation (arXiv:1606.08415, section 2)."""
-    return states * (2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)).sigmoid()
 
 
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

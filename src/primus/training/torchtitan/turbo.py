@@ -198,7 +198,6 @@ def _fuse_steps(optimizers: Iterable[Any]) -> None:
 
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
     """Return a torchtitan train spec whose model has the requested layers."""
-
     fused = "linear-cross-entropy" in names
 
     def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:

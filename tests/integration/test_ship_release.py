@@ -83,6 +83,7 @@ def test_every_kind_of_side_is_compared_with_every_other(kit: Kit, repository: s
         assert changed["layers"].keys() == {"alpha"}
     if (old, new) == ("v26.11", "versions.yaml"):
         assert "- The pins of commit" in kit.primus("releases", old).out, "the past release is not forgotten"
+        assert re.search(r"primus:v26\.11 \(commit [0-9a-f]{12}\)  2026-11-20", kit.primus("releases").out)
     if (old, new) == ("v26.11-demo", "v26.12-demo"):
         assert changed["files"]["opt/alpha/new.txt"] == "added"
 

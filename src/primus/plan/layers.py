@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import zstandard
 
@@ -26,7 +25,7 @@ _OWN_LAYER = 8_000_000
 
 
 def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
-    """Return the plan of one image; ``stats`` hashes local files. InputError if the lock lacks a file that it needs."""
+    """Return the plan of one image, whose lock is not stale; ``stats`` hashes local files."""
     planner, constraints = _Planner(resolved, stats), skeleton.constraints(resolved)
     return ImagePlan(
         resolved=resolved,
@@ -88,7 +87,7 @@ class _Planner:
     def root_called(self, root: str) -> tuple[Action, ...]:
         """Return the layers of the base, or of the ``root`` of a build, which is the base with more packages."""
         where = self.resolved.base_place(self.base_name)
-        files = self.locked("layer", root) if self.base.image else ()
+        files = self.lock.of("layer", root) if self.base.image else ()
         digests = [(file, Input(name=file.name, value=f"sha256:{file.sha256}", where=where)) for file in files]
         layers = tuple(Action(name=f"base {f.name}", kind="image", inputs=(i,), files=(f,)) for f, i in digests)
         if layers and not self.base.packages and root == self.base_name:
@@ -96,7 +95,7 @@ class _Planner:
         return (*layers, self.packages(root, where))
 
     def packages(self, root: str, where: str) -> Action:
-        debs, base = self.locked("deb", root), self.base
+        debs, base = self.lock.of("deb", root), self.base
         inputs = [Input(name="suite", value=base.suite, where=where)]
         if not base.image:
             # Not part of the spec, which also affects builds in this root: both ways give the same packages.
@@ -109,19 +108,6 @@ class _Planner:
     ) -> Action:
         spec = {"suite": self.base.suite, "trim": list(chain(*skeleton.TRIM.values())), **spec}
         return Action(name=name, kind="debs", inputs=(self.tool, *inputs, *_locked(debs, where)), spec=spec, files=debs)
-
-    def locked(self, kind: Literal["layer", "deb"], root: str) -> tuple[LockedFile, ...]:
-        files = self.lock.of(kind, root)
-        if not files:
-            sentence = f"the lock of {self.resolved.name} has no {'packages' if kind == 'deb' else 'layers'} for {root}"
-            raise InputError(sentence, hint=self.resolved.lock_command)
-        return files
-
-    def pinned(self, pin: Pin, where: str, file: LockedFile | None) -> LockedFile:
-        if file is None or file.version != pin.version or (pin.commit or "") not in file.file:
-            sentence = f"{pin.text} is pinned, but the lock of {self.resolved.name} has {file.file if file else 'none'}"
-            raise InputError(sentence, where=where, hint=self.resolved.lock_command)
-        return file
 
     def extra(self, extra: str) -> Action:
         base = self.base_name
@@ -156,8 +142,8 @@ class _Planner:
             elif not self.base_name:
                 raise refusal("package_without_base", where, component=component, target=resolved.name)
             elif pin.wheel is not None:
-                wheel = self.pinned(pin, where, wheels.pop(normalised(pin.wheel), None))
-                layers[component] = self.wheels(component, (wheel,), where, without=pin.without)
+                file = (wheels.pop(normalised(pin.wheel)),)
+                layers[component] = self.wheels(component, file, where, without=pin.without)
             else:
                 layers[component] = self.wheels(component, (), where, built=self.build(pin, where, layers))
         closure = self.closure("python", wheels.values()) if self.base_name else []
@@ -221,8 +207,7 @@ class _Planner:
 
     def build(self, pin: Pin, where: str, components: Mapping[str, Action]) -> Action:
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
-        sources = self.lock.of("git" if pin.git else "sdist")
-        source = self.pinned(pin, where, next((file for file in sources if file.name == package), None))
+        source = next(f for f in self.lock.of("git" if pin.git else "sdist") if f.name == package)
         root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
         system = self.root_called(root) if build.debs else self.root
         if lacking := [name for name in build.built if name not in components]:

@@ -27,7 +27,8 @@ from primus.versions.lock import Lock, load as load_lock
 from primus.waits import InUse
 from primus.yamlfile import Document, read
 
-_TARGET = re.compile(r"[a-z0-9][a-z0-9._-]*")
+# With the release, `-preview` and a publisher's mark, it is a tag, whose rule is in primus.release.registry.
+_TARGET = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # Pure Python packages come from PyPI in every channel, and every channel uses local folders.
 SOURCES: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -227,13 +227,13 @@ def lock_target(
 
 
 def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
-    """Return the target, without a lock if it needs none. Raises InputError for a missing or stale lock.
+    """Return the target if it needs no lock, or has one. Raises InputError for a missing or stale lock.
 
     Only ``primus lock`` writes a lock, so that its changes are seen and committed.
     """
     stale = resolved.stale
     if not resolved.request.asks:
-        return replace(resolved, lock=None)
+        return resolved
     if resolved.lock is not None and not stale:
         if refused := next((issue for issue in resolved.known_issues if issue.severity == "refuse"), None):
             where = resolved.pin_of(refused.component)[1] or None

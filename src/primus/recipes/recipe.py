@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from primus.errors import InputError
 from primus.files import below
@@ -167,3 +167,18 @@ class Recipe:
 def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
     """Return the digest of a recipe with these resolved values and digests of assets, as a record has them."""
     return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()
+
+
+def misstated(about: Mapping[str, Any]) -> str:
+    """Return what a record says wrongly of its recipe, whose name and choices are among the settings that it hashes.
+
+    Empty if nothing is wrong. Raises what damaged JSON raises.
+    """
+    settings, number = about["settings"], about["sha256"]
+    if "assets" in about and number != digest_of_recipe(settings, about["assets"]):
+        return f"its settings are not those of recipe {number[:12]}"
+    # A recipe given by path is called by it.
+    for key in ("name", "backend", "mode", "precision", "gpu"):
+        if about[key] != settings[key] and not (key == "name" and "/" in about[key]):
+            return f"it is of another recipe: its {key} is {settings[key]}, and it says {about[key]}"
+    return ""

@@ -143,9 +143,11 @@ def _heading(text: str, screen: Screen) -> list[str]:
 
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
-    """Return a table with one row per release, newest first."""
-    rows = [row(release) for release in newest_first(releases)]
-    return "\n".join(filter(None, [*screen.table(rows, head=HEAD), legend(rows)]))
+    """Return a table with one row per release, newest first; with what only ours state if there are any."""
+    more = ("supported until", "drivers") if any(release.origin for release in releases) else ()
+    every = ((release, release_facts(release)) for release in newest_first(releases))
+    rows = [(*row(release), *(facts[name] or NONE for name in more)) for release, facts in every]
+    return "\n".join(filter(None, [*screen.table(rows, head=(*HEAD, *more)), legend(rows)]))
 
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
@@ -218,7 +220,7 @@ def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
 
 def row(release: Release) -> tuple[str, ...]:
     """Return the row of a release below :data:`HEAD`."""
-    pins = " (versions.yaml)" if release.origin else ""
+    pins = f" ({release.origin.removeprefix('pins of ')})" if release.origin else ""
     versions = (release.components.get(name) or NONE for name in ("rocm", "pytorch"))
     gpus, size = (release_facts(release)[name] or NONE for name in ("GPUs", "size"))
     return (release.reference + pins, release.date or NONE, *versions, gpus, size)

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from debian.debian_support import NativeVersion
 from packaging.version import Version
 
-from primus.errors import CheckFailed, InputError
+from primus.errors import CheckFailed, InputError, did_you_mean
+from primus.gates.rules import gates
 from primus.refusals import refusal
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
 from primus.release.registry import Document
@@ -51,9 +52,16 @@ class Policy:
 
 def load(path: Path) -> Policy:
     """Read a policy. Paths in it are relative to it. Raises InputError."""
-    policy = build(Policy, read(path))
-    if others := [n for n in policy.refused_licences if n[:11] != "LicenseRef-" and n not in licence_names().values()]:
-        raise InputError(f"SPDX's list has no licence {others[0]!r}, such as GPL-3.0-only", where=str(path))
+    policy = build(Policy, document := read(path))
+    licences = [*licence_names().values(), *(n for n in policy.refused_licences if n.startswith("LicenseRef-"))]
+    for key, sentence, names in (
+        ("forgiven", f"there is no gate {{!r}}, only {', '.join(gates())}", gates()),
+        ("refused_licences", "SPDX's list has no licence {!r}, such as GPL-3.0-only", licences),
+    ):
+        for index, name in enumerate(getattr(policy, key)):
+            if name not in names:
+                hint = did_you_mean(name, names) or None
+                raise InputError(sentence.format(name), where=document.where((key, index)), hint=hint)
     osv, accepted = (value and str(path.parent / value) for value in (policy.osv, policy.accepted))
     return replace(policy, osv=osv, accepted=accepted)
 

@@ -15,10 +15,11 @@ from primus.oci.store import MANIFEST_TYPE, Store, digest_of
 from primus.plan.action import Composed, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
+from primus.recipes.recipe import misstated
 from primus.refusals import refusal
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus.release.registry import Document, Repository, plain_http
+from primus.release.registry import Document, Repository, plain_http, require_tag
 from primus.release.statement import RELEASE_TAG, Signer, bundles, statements, write_request
 from primus.schema import read_json
 from primus.versions.remotes import skopeo
@@ -139,6 +140,9 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
     """
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
+    require_tag(tag, "TAG")
+    if not release.startswith("sha256:"):
+        require_tag(release, "RELEASE")
     before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
     if digest is None:
         others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
@@ -210,8 +214,11 @@ def _records(folder: Path) -> list[dict[str, Any]]:
             if not all(isinstance(value, str | bool) for value in needed):
                 raise TypeError
             _ = {v["name"]: v["passed"] for v in record["verdicts"]}, {j["name"]: j["ran"] for j in record["jobs"]}
+            fault = misstated(record["recipe"])
         except (OSError, KeyError, TypeError):
             raise InputError("not a validation record", where=str(path), hint="remove it") from None
+        if fault:
+            raise InputError(f"not a validation record: {fault}", where=str(path), hint="remove it, and validate again")
         records.append(record)
     return records
 

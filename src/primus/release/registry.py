@@ -37,7 +37,10 @@ from primus.versions.traffic import bare_url, within
 
 EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
+# https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#pulling-manifests
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_REFERENCE = re.compile(r"(?P<name>[^@]+?)(?::(?P<tag>[^:/@]*))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?")
 _NAME = re.compile(rf"(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+")
 # Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its bytes may take.
 _TIMEOUT = (5.0, 60.0)
@@ -95,8 +98,29 @@ def digest_tag(digest: str) -> str:
 
 def require_repository(name: str, option: str) -> None:
     """Raise InputError if the value of an option does not name a repository."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or len(name) > 255:
         raise refusal("no_repository", option=option, name=name)
+
+
+def require_tag(tag: str, option: str) -> None:
+    """Raise InputError if the value of an option cannot be a tag."""
+    if not _TAG.fullmatch(tag):
+        raise refusal("no_tag", option=option, tag=tag)
+
+
+def reference(text: str, option: str) -> tuple[str, str, str]:
+    """Return repository, tag and digest, one of them empty or neither, of the image that the value of an option names.
+
+    Raises InputError for what cannot be an image's name.
+    """
+    match = _REFERENCE.fullmatch(text)
+    name, tag, digest = (match[part] or "" for part in ("name", "tag", "digest")) if match else ("", "", "")
+    if not (tag or digest):
+        raise refusal("no_image", option=option, text=text)
+    require_repository(name, option)
+    if tag:
+        require_tag(tag, option)
+    return name, tag, digest
 
 
 def plain_http(repository: str) -> bool:

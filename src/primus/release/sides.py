@@ -6,7 +6,7 @@ import json
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from primus.refusals import refusal
 from primus.release import golden
 from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
-from primus.release.registry import Repository, plain_http
+from primus.release.registry import Repository, plain_http, reference
 from primus.sandbox.container import LayerRef
 from primus.terminal import bytes_text
 from primus.versions.lock import Lock, LockedFile, loads
@@ -31,7 +31,7 @@ from primus.versions.remotes import skopeo
 from primus.yamlfile import flat, parse, read
 
 Part = Mapping[str, str]
-_REGISTRY = re.compile(r"(?P<name>(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+)[:@](?P<tag>.+)")
+_REGISTRY = re.compile(r"(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+[:@].+")
 _PINS = "io.primus.pins."
 _RECIPES = "opt/primus/recipes"
 # What a comparison needs of a revision, and not the rest of the repository.
@@ -60,8 +60,9 @@ def side(word: str, project: Project | None, target: str = "") -> Side:
     bare = word.removeprefix(f"{IMAGE}:")
     if project is not None and bare in project.workspace.store.images():
         return _of_store(project, bare)
-    if match := _REGISTRY.fullmatch(word):
-        return _of_registry(match["name"], match["tag"])
+    if _REGISTRY.fullmatch(word):
+        name, tag, digest = reference(word, "the image")
+        return _of_registry(name, digest or tag)
     try:
         releases = select(load_history(), word)
     except InputError:
@@ -156,6 +157,21 @@ def commit_of(root: Path, word: str) -> str:
     return git(root, "rev-parse", f"{last}^" if ended else "HEAD").decode().strip()
 
 
+def past_releases(project: Project) -> Iterator[Release]:
+    """Yield the releases before that of versions.yaml, each as of its last commit, from the history of that file."""
+    words = ("log", "--format=", "-p", "-U0", "-G", "^release: ", "--", "versions.yaml")
+    changed = re.findall(r"^-release: (v[0-9]+(?:\.[0-9]+)+)\s*$", git(project.root, *words).decode(), re.M)
+    for name in dict.fromkeys(changed):
+        if name != project.versions.release:
+            try:
+                old = _of_revision(project.root, name, "")
+            except InputError as error:  # of another version of primus
+                unread = f"pins of {error.where}, which cannot be read"
+                yield Release(image=IMAGE, tag=name, components={}, origin=unread)
+            else:
+                yield from (old.release,) if old else ()
+
+
 def extract(root: Path, commit: str, folder: Path, only: tuple[str, ...] = ("",)) -> None:
     """Write the files of a commit whose paths begin with one of ``only`` to ``folder``."""
     with tarfile.open(fileobj=io.BytesIO(git(root, "archive", commit))) as archive:
@@ -228,8 +244,8 @@ def _of_registry(name: str, tag: str) -> Side:
             elif document.media_type == VALIDATION:
                 records += [record] if golden.curves_of([record := json.loads(document.data)], "") else []
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{document.name} of {name}@{digest} was not written by primus: {type(error).__name__} {error}"
-            raise InputError(what, hint="publish the image again") from None
+            what, reason = f"{document.name} of {name}@{digest}", f"{type(error).__name__} {error}"
+            raise refusal("foreign_document", name=what, error=reason) from None
     curves = {"release": found.release.reference, "curves": golden.curves_of(records, "")} if records else {}
     return Side(release=found.release, parts={**found.parts, **parts}, curves=curves)
 

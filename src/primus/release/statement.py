@@ -18,7 +18,7 @@ from primus.files import write_file
 from primus.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus.programs import captured
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
-from primus.release.registry import Document, Repository
+from primus.release.registry import Document, Repository, reference
 from primus.schema import read_json
 
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -208,7 +208,8 @@ def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any
         try:
             ref, subject, about = content["ref"], content["subject"], content["statements"]
             names = {(s["name"], f"sha256:{s['digest']['sha256']}") for each in about for s in each["subject"]}
-            if subject["mediaType"] != MANIFEST_TYPE or names != {(ref.rpartition(":")[2], subject["digest"])}:
+            _, tag, _ = reference(ref, f"{path}:")
+            if subject["mediaType"] != MANIFEST_TYPE or names != {(tag, subject["digest"])}:
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise InputError("not a request of `primus publish --sign-later`", where=str(path)) from None

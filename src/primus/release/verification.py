@@ -15,24 +15,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import CheckFailed, HostError
 from primus.gates.contents import Stated, stated_in, states_versions
 from primus.gates.rules.versions import versions_inside
 from primus.gpus.detect import detect
 from primus.oci.layer import walk
 from primus.oci.store import canonical_json, digest_of
-from primus.recipes.recipe import digest_of_recipe
+from primus.recipes.recipe import misstated
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus.release.registry import Document, Repository, require_repository
+from primus.release.registry import Document, Repository, reference
 from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, Trust, payload, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted
 from primus.training.suite import FORMAT, digest_of_suite
 
-_REFERENCE = re.compile(
-    r"(?P<name>[^@]+?)(?::(?P<tag>[A-Za-z0-9_][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
-)
 # What is in a damaged document can be anything.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -58,25 +55,22 @@ class Verified:
 
 
 def verify_image(
-    reference: str,
+    name: str,
     trust: Trust,
     *,
     policy: Policy | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verified:
-    """Verify the image that ``reference`` names, and with a ``policy``, whether it has what that needs.
+    """Verify the image that ``name`` names, and with a ``policy``, whether it has what that needs.
 
-    Raises InputError for a reference to nothing, HostError if the registry or cosign cannot be used.
+    Raises InputError for a name of nothing, HostError if the registry or cosign cannot be used.
     """
-    match = _REFERENCE.fullmatch(reference)
-    if match is None or not (match["tag"] or match["digest"]):
-        raise InputError(f"{reference!r} names no image", hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…")
-    require_repository(match["name"], "--image")
-    there, result = Repository(match["name"]), Verified()
-    manifest = there.manifest(match["digest"] or match["tag"])
+    repository, tag, digest = reference(name, "--image")
+    there, result = Repository(repository), Verified()
+    manifest = there.manifest(digest or tag)
     if manifest is None:
-        raise there.lacks(match["digest"] or match["tag"])
-    result.digest = match["digest"] or digest_of(manifest)
+        raise there.lacks(digest or tag)
+    result.digest = digest or digest_of(manifest)
     if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")
         return result
@@ -84,7 +78,7 @@ def verify_image(
     signed = _signed(documents, trust, result)
     if signed:
         names = {str(s["subject"][0].get("name")) for s in signed}
-        result.tag, tag = min(names), match["tag"]
+        result.tag = min(names)
         if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
             result.faults.append(f"tag: {tag} names the image that was signed as {', '.join(sorted(names))}")
     try:
@@ -294,8 +288,8 @@ def _record(content: Any, document: Document, image: _Seen) -> Iterator[str]:
         yield f"{document.name}: it is about another image"
     if content["passed"] != (bool(verdicts) and all(v["passed"] for v in verdicts) and all(j["ran"] for j in jobs)):
         yield f"{document.name}: its verdict is not that of its checks"
-    if "assets" in recipe and recipe["sha256"] != digest_of_recipe(recipe["settings"], recipe["assets"]):
-        yield f"{document.name}: its settings are not those of recipe {recipe['sha256'][:12]}"
+    if fault := misstated(recipe):
+        yield f"{document.name}: {fault}"
     names, settings = [job["name"] for job in jobs], recipe["settings"]
     checks = {key.partition(".")[2]: settings[key] for key in settings if key.startswith("validation.")}
     if content["suite"]["sha256"] != digest_of_suite(content["suite"]["format"], names, checks):

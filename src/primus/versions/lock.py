@@ -5,7 +5,7 @@ There is one committed file per target and channel, with one entry per line, so 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,7 @@ class Lock:
 
 
 class Drift(NamedTuple):
-    """One pin on which versions.yaml and the lock differ; None means absent."""
+    """One pin on which versions.yaml and the lock differ; None means absent. ``locked`` is its file if that differs."""
 
     pin: str
     locked: str | None
@@ -189,12 +189,31 @@ def upstream(version: str) -> str:
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
-    """Return where the lock does not match the request; empty if it is up to date."""
+    """Return where the lock, its pins or the files of pinned packages, does not match the request; empty if it does."""
     pins = request.flat()
-    names = sorted({*pins, *lock.pins})
-    return tuple(
-        Drift(pin=n, locked=lock.pins.get(n), wanted=pins.get(n)) for n in names if lock.pins.get(n) != pins.get(n)
-    )
+    locked = {**lock.pins, **{pin: file for pin, file in _misfits(lock, request) if lock.pins.get(pin) == pins[pin]}}
+    names = sorted({*pins, *locked})
+    return tuple(Drift(pin=n, locked=locked.get(n), wanted=pins.get(n)) for n in names if locked.get(n) != pins.get(n))
+
+
+def _misfits(lock: Lock, request: Request) -> Iterator[tuple[str, str]]:
+    """Yield each pin of a Python package or base that no file fulfills, as after a merge, and what the lock has."""
+    files = {(f.kind, f.base, f.name): f for f in lock.files}
+    asked: list[tuple[str, tuple[Kind, str | None, str], str]] = [
+        *((f"wheel {n}", ("wheel", None, n), v) for n, v in request.wheels.items() if n not in request.provided),
+        *((f"sdist {n}", ("sdist", None, n), v) for n, v in request.sdists.items()),
+        *((f"git {n}", ("git", None, n), f"{c.version} {n}-{c.commit}.tar") for n, c in request.gits.items()),
+    ]
+    for root, wheels in request.builds.items():
+        words = (wheel.partition("==") for wheel in wheels)
+        asked += [(f"build {root} wheels", ("wheel", root, normalised(n)), v) for n, _, v in words]
+    for root, base in request.bases.items():
+        if not base.over and not lock.of("layer" if base.image else "deb", root):
+            yield f"base {root} packages", f"no file of {root}"
+    for pin, key, text in asked:
+        file = files.get(key)
+        if file is None or text not in ("", file.version, f"{file.version} {file.file}"):
+            yield pin, file.file if file else f"no file of {key[2]}"
 
 
 def dumps(lock: Lock) -> str:

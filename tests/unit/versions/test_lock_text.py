@@ -66,20 +66,29 @@ def request(**changes: object) -> Request:
     return Request(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def lock_of(version: str = "2.13.0+cpu") -> Lock:
+    file = LockedFile(kind="wheel", name="torch", version=version, file="torch.whl", size=1, sha256="0" * 64)
+    files = (dataclasses.replace(file, kind="deb", name="a", base="bookworm"), file)
+    return Lock(target="cpu", channel="pypi", pins=request().flat(), files=files)
+
+
 def test_drift_names_what_differs() -> None:
-    lock = Lock(target="cpu", channel="pypi", pins=request().flat(), files=())
+    lock = lock_of()
     assert drift(lock, request()) == ()
     (changed,) = drift(lock, request(wheels={"torch": "2.14.0+cpu"}))
     assert str(changed) == "wheel torch: locked 2.13.0+cpu, wanted 2.14.0+cpu"
     gone, new = drift(lock, request(wheels={"triton": "3.9.0"}))
     assert str(gone) == "wheel torch: locked 2.13.0+cpu, wanted nothing"
     assert str(new) == "wheel triton: locked nothing, wanted 3.9.0"
+    (other,) = drift(lock_of("2.12"), request())
+    assert str(other) == "wheel torch: locked torch.whl, wanted 2.13.0+cpu"
+    texts = [str(drift) for drift in drift(dataclasses.replace(lock, files=()), request())]
+    assert [text.partition(", ")[0][-19:] for text in texts] == ["no file of bookworm", "ed no file of torch"]
 
 
 def test_package_order_is_no_drift() -> None:
     base = BaseRequest(suite="bookworm", python="3.11.2", packages=("a", "b"))
-    lock = Lock(target="cpu", channel="pypi", pins=request().flat(), files=())
-    assert drift(lock, request(bases={"bookworm": base})) == ()
+    assert drift(lock_of(), request(bases={"bookworm": base})) == ()
 
 
 def test_python_packages_of_the_base_are_what_pip_calls_them() -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ def _with_build(request: Request, *wheels: str) -> Request:
 
 def test_a_build_is_resolved_anew_with_what_it_copies_from() -> None:
     lock = _lock(_with_build(_request(), "torch", "ninja==1"))
+    wheels = (_file("wheel", name, base="x build") for name in ("torch", "ninja"))
+    lock = replace(lock, files=(*lock.files, *wheels))
     assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock) == set()
     assert relock.stale(_with_build(_request(), "torch", "ninja==2"), lock) == {"build x build"}
     both = {"wheels", "build x build"}

@@ -24,7 +24,7 @@ from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, examine
 from primus.oci.store import Store
 from primus.plan.action import Composed
-from primus.plan.layers import plan_image, plan_images
+from primus.plan.layers import plan_images
 from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
@@ -48,7 +48,7 @@ def check(args: argparse.Namespace) -> int:
     """Run every gate on a built image, using the contents of its layers."""
     targets, workspace = resolved_targets(args)
     with choose_progress(args.json) as progress:
-        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+        plans = plan_images(targets, workspace.stats)
         outcomes = [judge(examine(plan, workspace, progress)) for plan in plans]
     passed = all(outcome.passed for outcome in outcomes)
     document = {"images": [outcome.as_json() for outcome in outcomes], "passed": passed}
@@ -210,7 +210,7 @@ def publish(args: argparse.Namespace) -> int:
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     done: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
-        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+        plans = plan_images(targets, workspace.stats)
         every = [
             prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
             for plan in plans
@@ -309,7 +309,7 @@ def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined
     """Resolve the requested target, and examine the layers of its image. Raises InputError if it is not built."""
     resolved, workspace = resolved_target(args)
     with choose_progress(args.json) as progress:
-        return resolved, examine(plan_image(resolved, workspace.stats), workspace, progress)
+        return resolved, examine(plan_images([resolved], workspace.stats)[0], workspace, progress)
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:

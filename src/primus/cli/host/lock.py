@@ -15,6 +15,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from packaging.version import Version
+
 from primus import __version__
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.verb import answer, note
@@ -25,8 +27,9 @@ from primus.progress import choose_progress
 from primus.refusals import refusal
 from primus.release.bump import Outlooks, Place, edit, trial
 from primus.release.documents import checkout
+from primus.schema import notes_of
 from primus.terminal import PLAIN, Screen, counted
-from primus.versions.components import Component
+from primus.versions.components import Component, Versions
 from primus.versions.lock import Drift, Lock, Shared, dumps
 from primus.versions.traffic import LOG
 
@@ -76,7 +79,11 @@ def outdated(args: argparse.Namespace) -> int:
 def bump(args: argparse.Namespace) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together."""
     args.target = []
-    project, moves = open_project(args), _moves(args)
+    project, rule = open_project(args), notes_of(Versions)["release"]["pattern"]
+    name, current = args.release, project.versions.release
+    if name and not (re.fullmatch(rule, name) and Version(name) > Version(current)):
+        raise refusal("no_later_release", name=name, current=current)
+    moves = _moves(args)
     path = project.root / "versions.yaml"
     old = path.read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
@@ -179,6 +186,7 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
     if stale:
         note(args, "  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})))
+    note(args, "not compared, because no source was asked: dependencies, and whether all files are still offered there")
     return answer(args, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
 
 

@@ -26,7 +26,7 @@ from primus.release.documents import git
 from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
 from primus.release.mad import mad_files
 from primus.release.registry import require_repository
-from primus.release.sides import commit_of, extract, files, side, target_of
+from primus.release.sides import commit_of, extract, files, past_releases, side, target_of
 from primus.release.triage import Hypothesis, Point, Search, bound
 from primus.system.issues import issues
 from primus.terminal import Screen, counted
@@ -47,13 +47,14 @@ def names() -> list[str]:
 
 
 def releases(args: argparse.Namespace) -> int:
-    """List the published images, or show one: versions, sizes, digests, notes."""
+    """List the releases of this project and the published images, or show one: versions, sizes, digests, notes."""
     history, project = load_history(), _project(args)
     if args.name is not None:
         shown = _choices(args.name, project)
         text = "\n\n".join(release_page(release, Screen.of()) for release in shown)
     else:
-        shown = (*([_pinned(project, project.versions.release)] if project else []), *history.releases)
+        ours = (_pinned(project, project.versions.release), *past_releases(project)) if project else ()
+        shown = (*ours, *history.releases)
         text = release_list(shown, Screen.of())
     return answer(args, {"releases": [asdict(release) for release in shown]}, [text])
 

@@ -7,7 +7,8 @@ a wrong one.
 import inspect
 from typing import Any
 
-from primus.errors import HostError
+from primus.errors import PrimusError
+from primus.refusals import refusal
 
 
 def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -> Any:
@@ -32,8 +33,5 @@ def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -
     return original
 
 
-def _changed(place: str, difference: str) -> HostError:
-    return HostError(
-        f"{place} {difference}, which is not what primus replaces",
-        hint=f"use the version of {place.partition('.')[0]} that versions.yaml pins",
-    )
+def _changed(place: str, difference: str) -> PrimusError:
+    return refusal("other_library", place=place, difference=difference, library=place.partition(".")[0])

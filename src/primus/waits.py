@@ -15,6 +15,7 @@ from pathlib import Path
 
 from primus.errors import HostError
 from primus.files import ownership, text_if_readable
+from primus.refusals import refusal
 
 _PATIENCE_S = 2.0
 # Threads that wait for the same thing print one line, and another one after a minute.
@@ -139,11 +140,8 @@ class InUse:
             try:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise HostError(
-                    f"another command uses {self._what}: {holders(self._held, self._path)}",
-                    where=str(self._where),
-                    hint="run this again when it has ended",
-                ) from None
+                users = holders(self._held, self._path)
+                raise refusal("in_use", self._where, what=self._what, users=users) from None
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from primus.errors import HostError, InputError
 from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.programs import captured
+from primus.refusals import refusal
 from primus.yamlfile import read_values
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
@@ -152,6 +153,5 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     # A site's plugin may print lines of its own before the number.
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():
-        reason = " ".join(done.stderr.split())[:400] or "it gave no reason"
-        raise HostError(f"sbatch refused the job: {reason}", hint="--dry-run prints the script")
+        raise refusal("no_batch_job", reason=" ".join(done.stderr.split())[:400] or "it gave no reason")
     return (done.returncode if wait else 0), number

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import zstandard
 
-from primus.errors import InputError
 from primus.gpucode import FORMAT
 from primus.oci.layer import assembler
 from primus.oci.store import key_of
@@ -42,19 +42,13 @@ def plan_images(targets: Sequence[ResolvedTarget], stats: StatIndex) -> list[Ima
 
 class _Planner:
     def __init__(self, resolved: ResolvedTarget, stats: StatIndex) -> None:
-        self.resolved, self.stats = resolved, stats
+        self.resolved, self.stats, self.lock = resolved, stats, cast(Lock, resolved.lock)
         self.tool = Input(name="assembler", value=assembler())
         self.base_name, self.root = resolved.choice.base or "", tuple[Action, ...]()
         if self.base_name:
             self.base = resolved.versions.bases[self.base_name]
             self.prefix = skeleton.Prefix(python=".".join(self.base.python.split(".")[:2]))
             self.root = self.root_called(self.base_name)
-
-    @property
-    def lock(self) -> Lock:
-        if self.resolved.lock is None:
-            raise InputError(f"{self.resolved.name} has no lock yet", hint=self.resolved.lock_command)
-        return self.resolved.lock
 
     def layers(self, constraints: str) -> list[Action]:
         resolved, layers = self.resolved, list(self.root)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from debian.debian_support import NativeVersion
 from packaging.version import Version
 
-from primus.errors import CheckFailed, InputError, did_you_mean
+from primus.errors import CheckFailed, InputError, nearest
 from primus.gates.rules import gates
 from primus.refusals import refusal
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
@@ -54,14 +54,11 @@ def load(path: Path) -> Policy:
     """Read a policy. Paths in it are relative to it. Raises InputError."""
     policy = build(Policy, document := read(path))
     licences = [*licence_names().values(), *(n for n in policy.refused_licences if n.startswith("LicenseRef-"))]
-    for key, sentence, names in (
-        ("forgiven", f"there is no gate {{!r}}, only {', '.join(gates())}", gates()),
-        ("refused_licences", "SPDX's list has no licence {!r}, such as GPL-3.0-only", licences),
-    ):
+    for key, names in (("forgiven", [*gates()]), ("refused_licences", licences)):
         for index, name in enumerate(getattr(policy, key)):
             if name not in names:
-                hint = did_you_mean(name, names) or None
-                raise InputError(sentence.format(name), where=document.where((key, index)), hint=hint)
+                words = {"name": name, "nearest": nearest(name, names)}
+                raise refusal("no_gate" if key == "forgiven" else "no_licence", document.where((key, index)), **words)
     osv, accepted = (value and str(path.parent / value) for value in (policy.osv, policy.accepted))
     return replace(policy, osv=osv, accepted=accepted)
 
@@ -133,29 +130,17 @@ def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[st
     if evidence.gpu and not preview:
         records, where = [record for record in records if record["gpu"] == evidence.gpu], f" on {evidence.gpu}"
         if not records:
-            return [
-                f"nothing was trained in this image on {evidence.gpu}, and a run on a CPU does not count for the GPU "
-                f"(run primus validate {evidence.target} on a machine with that GPU)"
-            ]
+            return [refusal("nothing_trained", gpu=evidence.gpu, target=evidence.target).message]
     trained = {record["recipe"]["name"] for record in records}
     reasons = []
     if lacking := [name for name in evidence.recipes if name not in trained]:
-        minutes = len(lacking) * _SECONDS_OF_RUN / 60
-        reasons.append(
-            f"{some(lacking, 3)} did not pass a validation in this image{where} "
-            f"(primus validate {evidence.target} --suite quick: at least {max(1, round(minutes))} min)"
-        )
+        words = {"recipes": some(lacking, 3), "minutes": max(1, round(len(lacking) * _SECONDS_OF_RUN / 60))}
+        reasons.append(refusal("not_passed", where=where, target=evidence.target, **words).message)
     if not any({job["name"] for job in record["jobs"] if job["ran"]} >= {*policy.runs} for record in records):
-        reasons.append(
-            f"no validation in this image{where} repeated a run, resumed it and split its batch "
-            f"(primus validate {evidence.target})"
-        )
+        reasons.append(refusal("runs_lacking", where=where, target=evidence.target).message)
     loaded = {name for record in records for name in record["facts"].get("loaded", ())}
     if not preview and (idle := [name for name, package in evidence.components.items() if package not in loaded]):
-        reasons.append(
-            f"no validation{where} loaded {some(idle, 3)} (give it a recipe, remove it from the image, or say in "
-            "versions.yaml what it is a tool for)"
-        )
+        reasons.append(refusal("not_loaded", where=where, components=some(idle, 3)).message)
     return [*reasons, *(reason for record in records for reason in unmet(record, policy))]
 
 
@@ -170,9 +155,7 @@ def unmet(record: Mapping[str, Any], policy: Policy) -> list[str]:
         if not rates:
             return [*reasons, f"the validation of {record['recipe']['name']} says nothing about its suite's own faults"]
         if rates["named"] < policy.found * rates["faults"]:
-            reasons.append(
-                f"the suite finds {rates['named']} of {rates['faults']} faults, less than {policy.found:.1%}"
-            )
+            reasons.append(refusal("few_found", rates=rates, least=policy.found).message)
         if rates["refused"] > policy.alarms * rates["healthy"]:
             share = f"{rates['refused']} of {rates['healthy']}"
             reasons.append(f"the suite refuses {share} healthy runs, more than {policy.alarms:.1%}")

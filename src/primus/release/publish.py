@@ -140,9 +140,8 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
     """
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
-    require_tag(tag, "TAG")
-    if not release.startswith("sha256:"):
-        require_tag(release, "RELEASE")
+    for option, word in (("TAG", tag), ("RELEASE", release.removeprefix("sha256:"))):
+        require_tag(word, option)
     before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
     if digest is None:
         others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"

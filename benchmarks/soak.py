@@ -179,10 +179,10 @@ def full_disk(attempt: Attempt) -> bool:
     disk = attempt.job.output.parent
     filler = disk / "filler"
     attempt.undo.append(filler.unlink)
-    with filler.open("wb") as file, suppress(OSError):
+    # Without a buffer, which would fail again when the file is closed.
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
-            file.flush()
     return True
 
 

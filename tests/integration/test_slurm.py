@@ -241,10 +241,9 @@ def disk_full(case: Case) -> None:
         # The last checkpoint is still to come.
         case.start(steps=(1, STEPS - 4))
         filler = case.runs / "filler"
-        with filler.open("wb") as file, suppress(OSError):
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(1 << 22))
-                file.flush()
         case.ends("FAILED")
         case.named("No space left on device")
         filler.unlink()

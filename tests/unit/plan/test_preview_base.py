@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_files import bundle, compressed, elf, pages
-from primus.engine.kinds.debs import kernel_files, unlisted
+from primus.engine.kinds.debs import kernel_files, unlisted, without_empty_merged
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.contents import code_in
 from primus.gpucode import FORMAT
@@ -48,6 +48,13 @@ FILES = {
     LIBRARY + "a_fallback.dat": b"for all",
     "usr/lib/x86_64-linux-gnu/librocblas.so.5": b"host",
 }
+
+
+def test_an_empty_folder_of_a_merged_usr_is_left_out_with_its_link() -> None:
+    links = [Entry(path=name, kind="symlink", link=f"usr/{name}") for name in ("lib", "libx32")]
+    folders = [Entry(path=path, kind="dir") for path in ("usr/lib", "usr/libx32", "usr/src")]
+    kept = without_empty_merged([*links, *folders, Entry(path="usr/lib/file")])
+    assert [entry.path for entry in kept] == ["lib", "usr/lib", "usr/src", "usr/lib/file"]
 
 
 def test_a_layer_holds_the_kernel_files_of_one_gpu(tmp_path: Path) -> None:

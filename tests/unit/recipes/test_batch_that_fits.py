@@ -47,3 +47,12 @@ def test_fine_tuning_recomputes_only_what_does_not_fit_otherwise() -> None:
     for ranks, values in ((2, ("none", 3)), (1, ("full", 1))):
         recipe = resolve("qwen3-8b", [f"ranks={ranks}"], Choices(gpu="h200", backend="finetune", mode="full"))
         assert (recipe.settings["finetune.training.recompute"].value, recipe.local_batch) == values
+
+
+def test_of_several_lists_the_first_combination_that_fits_is_taken() -> None:
+    chosen = []
+    for gib in (139, 90, 70, 50, 40):
+        choices = Choices(gpu="h200", backend="finetune", mode="full")
+        recipe = resolve("llama3.1-8b", ["ranks=4"], choices, memory=gib * 2**30)
+        chosen.append((recipe.settings["finetune.training.recompute"].value, recipe.local_batch))
+    assert chosen == [("none", 4), ("none", 2), ("none", 1), ("full", 4), ("full", 1)]

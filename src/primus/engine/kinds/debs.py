@@ -111,12 +111,16 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
         raise full
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    entries = list(tar_entries(tar, TRIM["left_out"]))
-    unused = {name for name in TRIM["merged"] if not any(e.path.startswith(f"usr/{name}/") for e in entries)}
-    entries = [entry for entry in entries if entry.path.removeprefix("usr/") not in unused]
+    entries = without_empty_merged(list(tar_entries(tar, TRIM["left_out"])))
     if kernels and (packages := unlisted(entries, kernels)):
         raise refusal("unlisted_kernels", packages=" and ".join(packages))
     return entries
+
+
+def without_empty_merged(entries: Sequence[Entry]) -> list[Entry]:
+    """Leave out folders of a merged /usr that are empty, with their links: not every mmdebstrap creates them."""
+    empty = {name for name in TRIM["merged"] if not any(entry.path.startswith(f"usr/{name}/") for entry in entries)}
+    return [entry for entry in entries if entry.path.removeprefix("usr/") not in empty]
 
 
 def _own_processes() -> list[str]:

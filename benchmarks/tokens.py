@@ -37,10 +37,10 @@ def written(folder: Path, megabytes: int) -> Path:
 
 def primus(corpus: str, tokenizer: str, folder: str) -> float:
     """Write the files that ranks map. Returns the seconds."""
-    from primus.training import tokens
+    from primus.training import encoder, tokens
     from primus.training.corpus import Corpus
 
-    tokens.without_torch()
+    encoder.without_torch()
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
@@ -51,9 +51,9 @@ def primus(corpus: str, tokenizer: str, folder: str) -> float:
 
 def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
     """Write Arrow files, by a fast tokenizer on batches of 1,000 documents. Returns the seconds."""
-    from primus.training import tokens
+    from primus.training import encoder
 
-    tokens.without_torch()
+    encoder.without_torch()
     import datasets
     import transformers
 

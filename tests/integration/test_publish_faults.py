@@ -32,8 +32,9 @@ from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.release.artifact import EMPTY, Document, artifact, digest_tag
 from primus.release.publish import Ready, publish
-from primus.release.registry import EMPTY, Document, Repository, artifact, digest_tag
+from primus.release.registry import Repository
 from primus.release.statement import BUNDLE, Signer, Trust, payload
 from primus.release.verification import verify_image
 from project_kit import SOURCE, Kit, Result, make_project

@@ -22,10 +22,11 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
 from primus.release import publish as publishing
+from primus.release.artifact import Document
 from primus.release.documents import GATES
 from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
-from primus.release.registry import Document, Repository
+from primus.release.registry import Repository
 from primus.versions.lock import Lock, dumps
 from project_kit import SOURCE, Kit, make_project
 

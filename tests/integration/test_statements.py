@@ -27,10 +27,11 @@ from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.release.artifact import Document, artifact, digest_tag
 from primus.release.documents import VALIDATION, documents
 from primus.release.policy import Policy
 from primus.release.publish import Ready, publish
-from primus.release.registry import Document, Repository, artifact, digest_tag
+from primus.release.registry import Repository
 from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, Trust, statements
 from primus.release.verification import Verified, verified_text, verify_image
 from primus.training import suite

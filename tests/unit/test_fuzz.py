@@ -34,7 +34,8 @@ from primus.recipes.load import parse
 from primus.recipes.resolve import vocabulary
 from primus.recipes.tensors import header
 from primus.recipes.weights import config_of
-from primus.release.registry import Document, Repository, artifact
+from primus.release.artifact import Document, artifact
+from primus.release.registry import Repository
 from primus.report.run import read_all
 from primus.system import nodes
 from primus.training import identity

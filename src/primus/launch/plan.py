@@ -13,6 +13,7 @@ from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import gpu_bytes, predict
 from primus.recipes.setting import CHOICES
+from primus.refusals import refusal
 from primus.yamlfile import read_values
 
 # Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer tokens.
@@ -73,9 +74,7 @@ class Plan:
         steps, every, key = self.recipe.steps, self.checkpoint_interval, self.recipe.knows.key("checkpoint")
         sentences = []
         if every >= steps:
-            sentences.append(
-                f"a checkpoint is due every {every} steps, and the job ends at step {steps}: {key} or --steps"
-            )
+            sentences.append(refusal("late_checkpoint", every=every, steps=steps, key=key).message)
         if limit is None or self.step_seconds is None:
             return sentences
         needed = self.step_seconds * steps

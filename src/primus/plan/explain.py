@@ -124,7 +124,9 @@ def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob]) -> list[d
         layer = store.layer(action.key)
         blob = layer.blob if layer else cached.get(action.key)
         row = {
-            **{name: getattr(action, name) for name in ("name", "kind", "key")},
+            "name": action.name,
+            "kind": action.kind,
+            "key": action.key,
             "do": "reuse" if layer else "download" if blob else "build",
             "bytes": blob.size if blob else _source_bytes(action),
             "digest": blob.digest if blob else None,

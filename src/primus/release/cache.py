@@ -30,7 +30,8 @@ from primus.plan.action import Action, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.refusals import refusal
-from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
+from primus.release.artifact import Document as Attached, artifact_of
+from primus.release.registry import Repository, require_repository
 from primus.release.statement import BUNDLE, Signer, Trust, check_key, payload, statement_about
 from primus.schema import build_typed
 from primus.terminal import bytes_text, counted

@@ -25,7 +25,7 @@ from primus.gates.check import Outcome
 from primus.gates.examined import LayerFacts
 from primus.oci.store import canonical_json, digest_of
 from primus.plan.action import Composed
-from primus.release.registry import Document
+from primus.release.artifact import Document
 from primus.terminal import Screen
 from primus.versions.lock import LockedFile
 from primus.yamlfile import filled, read_values

@@ -21,8 +21,8 @@ from packaging.version import Version
 from primus.errors import CheckFailed, InputError, nearest
 from primus.gates.rules import gates
 from primus.refusals import refusal
+from primus.release.artifact import Document
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
-from primus.release.registry import Document
 from primus.schema import build
 from primus.terminal import counted, some
 from primus.versions.lock import normalised

@@ -17,9 +17,10 @@ from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.recipes.recipe import misstated
 from primus.refusals import refusal
+from primus.release.artifact import Document
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus.release.registry import Document, Repository, plain_http, require_tag
+from primus.release.registry import Repository, plain_http, require_tag
 from primus.release.statement import RELEASE_TAG, Signer, bundles, statements, write_request
 from primus.schema import read_json
 from primus.versions.remotes import skopeo

@@ -15,7 +15,6 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from threading import Lock
@@ -29,13 +28,13 @@ from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError, PrimusError, did_you_mean
-from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
+from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
 from primus.programs import captured
 from primus.refusals import refusal
+from primus.release.artifact import EMPTY, Document, artifact, digest_tag, listed
 from primus.schema import read_json
 from primus.versions.traffic import bare_url, within
 
-EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
 # https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#pulling-manifests
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
@@ -58,42 +57,6 @@ _MOST_PAGES = 1000
 _AT_ONCE = 10
 # Docker's name of a user who logs in with an identity token.
 _TOKEN = "<token>"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A file to attach to an image."""
-
-    media_type: str
-    name: str
-    data: bytes
-
-
-def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
-    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
-    layer = Blob.of(document.data, document.media_type).descriptor
-    layer["annotations"] = {"org.opencontainers.image.title": document.name}
-    about = {key: subject[key] for key in ("mediaType", "digest", "size")}
-    return artifact_of(document.media_type, layer, subject=about)
-
-
-def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes:
-    """Return the manifest of an artifact with one layer, which a descriptor names. Its config is :data:`EMPTY`."""
-    config = Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor
-    content = {"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "artifactType": kind, "config": config}
-    return canonical_json({**content, "layers": [layer], **more})
-
-
-def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
-    """Return the index of referrers with the artifact added, without duplicates."""
-    entry = {**Blob.of(manifest, MANIFEST_TYPE).descriptor, "artifactType": json.loads(manifest)["artifactType"]}
-    others = [other for other in (index or {}).get("manifests", ()) if other["digest"] != entry["digest"]]
-    return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*others, entry]}
-
-
-def digest_tag(digest: str) -> str:
-    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers API."""
-    return digest.replace(":", "-")
 
 
 def require_repository(name: str, option: str) -> None:

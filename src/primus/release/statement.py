@@ -17,8 +17,9 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus.programs import captured
+from primus.release.artifact import Document
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
-from primus.release.registry import Document, Repository, reference
+from primus.release.registry import Repository, reference
 from primus.schema import read_json
 
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"

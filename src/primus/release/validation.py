@@ -23,6 +23,7 @@ from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget
 from primus.programs import stop_all
 from primus.progress import choose_progress
+from primus.refusals import refusal
 from primus.release import golden
 from primus.release.cells import Cell
 from primus.release.hardware import NO_GPU, Hardware, ran_on, require_gpus
@@ -202,9 +203,7 @@ def _evidence(
         verdicts.append(ran_on(hardware.gpu, outcomes))
     elif resolved.arch:
         why = f" ({hardware.why})" if hardware.why else ""
-        not_run.append(
-            f"the GPU part ({resolved.arch}): the jobs ran on the CPU{why}, which does not count as a pass for the GPU"
-        )
+        not_run.append(refusal("no_gpu_part", arch=resolved.arch, why=why).message)
     if unjudged := proof.unjudged(suite.recipe_of(jobs)):
         not_run.append(f"the comparison with the reference: {unjudged}")
     machine = {"gpus": list(hardware.names), "driver": hardware.driver, "firmware": hardware.firmware}

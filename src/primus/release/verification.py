@@ -22,9 +22,10 @@ from primus.gpus.detect import detect
 from primus.oci.layer import walk
 from primus.oci.store import canonical_json, digest_of
 from primus.recipes.recipe import misstated
+from primus.release.artifact import Document
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus.release.registry import Document, Repository, reference
+from primus.release.registry import Repository, reference
 from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, Trust, payload, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from primus.files import json_if_readable, text_if_readable
 from primus.gpus.detect import Found, detect
+from primus.refusals import refusal
 from primus.system.issues import STATUS, Issue, debs, issues
 from primus.yamlfile import read_values
 
@@ -128,8 +129,5 @@ def lost_warning(folder: Path) -> str:
         if point == Path("/") or kinds[point] in _OWN:
             # A mount on the folder in which jobs start would hide the image's files there.
             mounted = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
-            return (
-                f"{folder} is inside the container and is lost when the container is removed\n"
-                f'  → to keep it, start the container with -v "$PWD/{mounted.name}:{mounted}"'
-            )
+            return str(refusal("lost_folder", folder=folder, name=mounted.name, mounted=mounted))
     return ""

@@ -6,7 +6,7 @@ A corpus is a file, a folder of files of one form, or a data set on the hub:
 * Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
 * anything else is JSON: one object per line, or a list of objects.
 
-Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see :mod:`primus.training.tokens`.
+Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see :mod:`primus.training.encoder`.
 """
 
 import bz2

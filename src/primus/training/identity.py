@@ -58,7 +58,9 @@ def of(recipe: Recipe) -> dict[str, Any]:
     fields |= {
         "data.column": "",
         **{f"data.{key}": value for key, value in recipe.section("data").items()},
-        **{name: getattr(recipe, name) for name in ("seq_len", "global_batch", "seed")},
+        "seq_len": recipe.seq_len,
+        "global_batch": recipe.global_batch,
+        "seed": recipe.seed,
         **rules_of(recipe).layout(recipe),
     }
     # Checkpoints from before these settings have no such fields.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.files import text_if_readable
+from primus.refusals import refusal
 
 METRICS = "metrics.jsonl"
 # Holds the entries of several steps.
@@ -95,10 +96,7 @@ def read_steps(text: str) -> Series:
         if (step := step_in(line)) is None or (earlier := merged.setdefault(step.step, step)) is step:
             continue
         if not (_same(earlier.loss, step.loss) and _same(earlier.grad_norm, step.grad_norm)):
-            problems.append(
-                f"step {step.step} is logged twice: loss {earlier.loss} and {step.loss}, "
-                f"gradient norm {earlier.grad_norm} and {step.grad_norm}"
-            )
+            problems.append(refusal("logged_twice", earlier=earlier, step=step).message)
         merged[step.step] = replace(
             earlier,
             tokens_per_second=min(earlier.tokens_per_second, step.tokens_per_second),
@@ -127,10 +125,7 @@ def with_exact(series: Series, exact: Mapping[int, tuple[float, ...]]) -> Series
         loss, norm = exact[step.step]
         # The log has five decimals of the loss and four of the gradient norm.
         if not (_same(step.loss, loss, 1.1e-5) and _same(step.grad_norm, norm, 1.1e-4)):
-            problems.append(
-                f"step {step.step}: the log says loss {step.loss}, gradient norm {step.grad_norm}; "
-                f"the run's own figures are {loss}, {norm}"
-            )
+            problems.append(refusal("other_in_log", step=step, loss=loss, norm=norm).message)
         steps.append(replace(step, loss=loss, grad_norm=norm))
     complete = bool(steps) and all(step.step in exact for step in steps)
     return Series(steps=tuple(steps), problems=tuple(problems), exact=complete)
@@ -157,9 +152,7 @@ class Clock:
     gets all lines of a step, since every rank prints one, and the joules that were used since the step before.
     """
 
-    def __init__(
-        self, meter: Meter | None = None, on_step: Callable[[str, float | None], None] = lambda _lines, _joules: None
-    ) -> None:
+    def __init__(self, meter: Meter | None, on_step: Callable[[str, float | None], None]) -> None:
         self.arrivals: dict[int, float] = {}
         self._meter, self._on_step = meter, on_step
         self._joules: float | None = None

@@ -33,9 +33,9 @@ _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 def job_file(job: Job) -> str:
     """Return the text of ``job.json``, which the ranks read and which records the request."""
     recipe = job.recipe
-    of_recipe = ("backend", "mode", "precision", "gpu", "world_size", "accumulation", "data_parallel", "global_batch")
     content = {
-        **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined", "verify_steps")},
+        "name": job.name, "first_step": job.first_step, "last_step": job.last_step,
+        "examined": job.examined, "verify_steps": job.verify_steps,
         "output": str(job.output),
         "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,
@@ -46,7 +46,9 @@ def job_file(job: Job) -> str:
             "overrides": [*recipe.choices.words(), *recipe.overrides],
         },
         "identity": identity.of(recipe),
-        **{name: getattr(recipe, name) for name in of_recipe},
+        "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision, "gpu": recipe.gpu,
+        "world_size": recipe.world_size, "accumulation": recipe.accumulation, "data_parallel": recipe.data_parallel,
+        "global_batch": recipe.global_batch,
         "turbo": list(job.turbo),
         "model": asdict(recipe.architecture),
         "assets": {

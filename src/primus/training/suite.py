@@ -216,7 +216,11 @@ def record(
         "image": dict(image),
         "gpu": gpu,
         "recipe": {
-            **{name: getattr(recipe, name) for name in ("name", "backend", "mode", "precision", "gpu")},
+            "name": recipe.name,
+            "backend": recipe.backend,
+            "mode": recipe.mode,
+            "precision": recipe.precision,
+            "gpu": recipe.gpu,
             "description": recipe.find("description", ""),
             "sha256": recipe.digest,
             "ranks": recipe.world_size,

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from primus.errors import InputError
 from primus.training import tokens
 from primus.training.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus.training.encoder import Encoder
 from primus.training.reference.data import _tokenized as reference
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -323,7 +324,7 @@ def check_a_prompt_is_not_trained(_case: str, where: Path) -> None:
     document = document_of(row, layout_of(row, None, ""), "")
     for markers in (("", ""), ("{% generation %}", "{% endgeneration %}")):
         text = TEMPLATES["chatml"].replace("«", markers[0]).replace("»", markers[1])
-        encoder = tokens.Encoder(str(folder_of(where / f"of {len(markers[0])}", CONFIG | {"chat_template": text})))
+        encoder = Encoder(str(folder_of(where / f"of {len(markers[0])}", CONFIG | {"chat_template": text})))
         ids, mask = encoder.document(document, "")
         said = encoder.tokenizer.decode([number for number, part in zip(ids, mask, strict=True) if part])
         assert said == "Three.<|im_end|>\n", said
@@ -363,7 +364,7 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
 
 def check_no_torch(_case: str, where: Path) -> None:
     """The command that starts a run tokenizes, and must not wait for torch."""
-    code = "import sys; from primus.training.tokens import Encoder, without_torch; without_torch(); "
+    code = "import sys; from primus.training.encoder import Encoder, without_torch; without_torch(); "
     code += f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in sys.modules"
     subprocess.run(["env", sys.executable, "-c", code], check=True)
 

@@ -18,8 +18,9 @@ from primus.gates.contents import Kind, Stated
 from primus.gates.examined import LayerFacts
 from primus.oci.store import digest_of
 from primus.release import publish
+from primus.release.artifact import Document, artifact, listed
 from primus.release.documents import Licences, bill, cyclonedx, licences, listing, purl, statement
-from primus.release.registry import Document, artifact, listed, plain_http
+from primus.release.registry import plain_http
 from primus.versions.lock import Lock, LockedFile, load
 from tables import table_of, text_of
 

@@ -309,7 +309,7 @@ def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
     folders: list[Path | None] = []
     textual = SimpleNamespace(check_data=lambda _: None, tokenize=lambda _job, kept, _say: folders.append(kept))
     monkeypatch.setattr(train, "backend_of", lambda _: textual)
-    monkeypatch.setattr(train.tokens, "without_torch", lambda: None)
+    monkeypatch.setattr(train.encoder, "without_torch", lambda: None)
     monkeypatch.setattr(train.tokens, "stored", lambda _: SimpleNamespace(samples=lambda *_, **__: 9000))
     monkeypatch.setattr(train, "recipe_of", lambda options, **_: options.overrides)
     recipe = resolve("llama3.1-8b", ["epochs=2"], Choices(gpu="mi300x"))

@@ -227,9 +227,7 @@ def _report(args: argparse.Namespace, search: Search, names: list[str], answers:
     lines = [f"{spelt(verdict.hypothesis)} ({verdict.probability:.1%} after {counted(len(answers), 'answer')})"]
     lines += [f"  or: {spelt(rival)}" for rival in verdict.rivals[:9]]
     if verdict.fit < _UNLIKELY:
-        lines.append(
-            "the answers contradict this too often: more than two culprits, or a judge that is wrong more often"
-        )
+        lines.append(refusal("contradicted").message)
     document = {
         "culprits": [names[change] for change in verdict.hypothesis.changes],
         "together": verdict.hypothesis.together,

@@ -14,7 +14,7 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK
 from primus.terminal import Screen
-from primus.training import tokens
+from primus.training import encoder, tokens
 from primus.training.backend import backend_of
 from primus.training.corpus import corpus_of
 from primus.turbo.optimizations import importable
@@ -46,7 +46,7 @@ def data(options: argparse.Namespace) -> int:
     if (corpus := corpus_of(recipe)).name == MOCK or recipe.architecture.family == "flux":
         raise InputError("there is no text to report", hint="corpus=FILE names a file, a folder or hf:OWNER/NAME")
     backend_of(recipe).check_data(recipe)
-    tokens.without_torch()
+    encoder.without_torch()
     reader = tokens.Reader(corpus)
     with TemporaryDirectory() as folder:
         tokens.write(reader, Path(folder), progress=lambda line: print(f"primus: {line}", file=sys.stderr))

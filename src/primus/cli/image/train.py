@@ -25,7 +25,7 @@ from primus.report import html, sheets
 from primus.report.run import Run, read_all
 from primus.system.host import lost_warning
 from primus.terminal import Screen, Styled, counted
-from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start, tokens
+from primus.training import encoder, identity, launch, logs, machine, metrics, outcome, proof, ranks, start, tokens
 from primus.training.backend import backend_of
 from primus.training.job import Job, step_of, steps
 from primus.training.outcome import Outcome
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     start.check_backend(job)
     if not options.no_preflight:
         _preflight(job, options.burn_in)
-    tokens.without_torch()
+    encoder.without_torch()
     job = start.prepare(job, lambda line: note(options, f"primus: {line}"))
     if others := launch.dropped(os.environ):
         print(f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)", file=sys.stderr)
@@ -157,7 +157,7 @@ def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float |
 def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | None, cache: Path | None) -> Recipe:
     """Return ``recipe`` with the steps of its epochs: the corpus is tokenized, on a GPU into ``cache``, and counted."""
     backend_of(recipe).check_data(recipe)
-    tokens.without_torch()
+    encoder.without_torch()
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cache").mkdir()

@@ -19,9 +19,9 @@ from primus.recipes import family
 from primus.recipes.architecture import Architecture
 from primus.recipes.tensors import MXFP4
 from primus.training.corpus import TOKENIZER_FILES
+from primus.training.encoder import Encoder
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
-from primus.training.tokens import Encoder
 
 if TYPE_CHECKING:
     from primus.training.finetune.backend import LoraConfig

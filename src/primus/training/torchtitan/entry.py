@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from primus.recipes.architecture import Architecture, architecture
+from primus.refusals import refusal
 from primus.training import facts, gloo, identity, tokens, verify
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
@@ -86,10 +87,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             except (CheckpointException, Exception) as error:
                 why = f"the checkpoint cannot be read: {text_of(error)}"
                 if "Missing key in checkpoint state_dict" in str(error):
-                    why = (
-                        f"the checkpoint lacks a part of the run's state ({text_of(error)}). One that was "
-                        "saved with checkpoint.last_save_model_only=true has only weights. Resume from an earlier one"
-                    )
+                    why = refusal("partial_state", error=text_of(error)).message
                 raise SystemExit(f"{folder}: {why}") from error
             if loaded:
                 groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

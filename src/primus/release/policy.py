@@ -59,8 +59,11 @@ def load(path: Path) -> Policy:
             if name not in names:
                 words = {"name": name, "nearest": nearest(name, names)}
                 raise refusal("no_gate" if key == "forgiven" else "no_licence", document.where((key, index)), **words)
-    osv, accepted = (value and str(path.parent / value) for value in (policy.osv, policy.accepted))
-    return replace(policy, osv=osv, accepted=accepted)
+    places: dict[str, Any] = {k: str(path.parent / value) for k in ("osv", "accepted") if (value := getattr(policy, k))}
+    for key, place in places.items():
+        if not Path(place).exists():
+            raise refusal("no_policy_file", document.where((key,)), path=place)
+    return replace(policy, **places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,13 +136,17 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
 def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
     """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the new one.
 
-    Raises InputError for a tag of a release or its documents, which never moves, and for a release that was not
-    published: that a publisher announced it is not enough.
+    Raises InputError for a tag of a release or its documents, which never moves, for a release of another target, and
+    for one that was not published: that a publisher announced it is not enough.
     """
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
     for option, word in (("TAG", tag), ("RELEASE", release.removeprefix("sha256:"))):
         require_tag(word, option)
+    names = (tag, release.partition(_ANNOUNCED)[0])
+    targets = [name.removesuffix("-preview").partition("-")[2] for name in names]
+    if tag.startswith("latest-") and re.fullmatch(RELEASE_TAG, release) and targets[0] != targets[1]:
+        raise refusal("other_target", tag=tag, release=release)
     before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
     if digest is None:
         others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"

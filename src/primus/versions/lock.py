@@ -190,8 +190,9 @@ def upstream(version: str) -> str:
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
     """Return where the lock, its pins or the files of pinned packages, does not match the request; empty if it does."""
-    pins = request.flat()
-    locked = {**lock.pins, **{pin: file for pin, file in _misfits(lock, request) if lock.pins.get(pin) == pins[pin]}}
+    pins = {**request.flat(), "target": request.target, "channel": request.channel}
+    locked: dict[str, str] = {**lock.pins, "target": lock.target, "channel": lock.channel}
+    locked |= {pin: file for pin, file in _misfits(lock, request) if locked.get(pin) == pins[pin]}
     names = sorted({*pins, *locked})
     return tuple(Drift(pin=n, locked=locked.get(n), wanted=pins.get(n)) for n in names if locked.get(n) != pins.get(n))
 

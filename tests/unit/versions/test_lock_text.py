@@ -82,6 +82,8 @@ def test_drift_names_what_differs() -> None:
     assert str(new) == "wheel triton: locked nothing, wanted 3.9.0"
     (other,) = drift(lock_of("2.12"), request())
     assert str(other) == "wheel torch: locked torch.whl, wanted 2.13.0+cpu"
+    (copied,) = drift(dataclasses.replace(lock, target="h200"), request())
+    assert str(copied) == "target: locked h200, wanted cpu"
     texts = [str(drift) for drift in drift(dataclasses.replace(lock, files=()), request())]
     assert [text.partition(", ")[0][-19:] for text in texts] == ["no file of bookworm", "ed no file of torch"]
 

@@ -253,12 +253,12 @@ def sign(args: argparse.Namespace) -> int:
     """Sign the evidence of published images, attach it to them in the registry, and set their tags."""
     if (signer := _signer(args)) is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
-    done = []
+    done, lines = [], list[str]()
     for ref, subject, about in requests(args.folder):
         name, _, tag = ref.rpartition(":")
         there = Repository(name)
         done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
-    lines = (f"{row['ref']}: {row['signed']} statements signed\n{row['ref']}@{row['digest']}" for row in done)
+        lines += [f"{ref}: {done[-1]['signed']} statements signed", f"{name}@{subject['digest']}"]
     return answer(args, {"signed": done}, lines)
 
 

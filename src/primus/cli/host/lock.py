@@ -20,7 +20,7 @@ from packaging.version import Version
 from primus import __version__
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.verb import answer, note
-from primus.errors import HostError, InputError, PrimusError, did_you_mean
+from primus.errors import HostError, InputError, PrimusError, did_you_mean, nearest
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus.progress import choose_progress
@@ -51,7 +51,7 @@ def lock(args: argparse.Namespace) -> int:
     """
     targets = [resolved for resolved in _resolved(args) if resolved.request.asks]
     if args.check:
-        if args.report or args.dry_run:
+        if args.report or args.dry_run or args.refresh or args.refresh_package:
             raise InputError("--check contacts no source, so there is nothing to report or resolve")
         return _check(targets, args)
     with _reported(args.report) if args.report else nullcontext():
@@ -90,8 +90,10 @@ def bump(args: argparse.Namespace) -> int:
     if args.release:
         today = datetime.now(tz=UTC).date()
         values = {"release": args.release, "created": today, "supported_until": _six_months_after(today)}
+        if project.versions.supported_until is None:
+            new = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", new, count=1)
         for key, entry in values.items():
-            new = re.sub(rf"(?m)^{key}: .*$", f"{key}: {entry}", new, count=1)
+            new = re.sub(rf"(?m)^{key}:[^#\n]*?( +#.*)?$", rf"{key}: {entry}\1", new, count=1)
     locks: list[tuple[str, Lock, Lock]] = []
     shared: Shared = {}
     with trial(project.root, new) as tried, choose_progress(args.json) as progress:
@@ -104,7 +106,9 @@ def bump(args: argparse.Namespace) -> int:
     lines = list(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
     lines += [*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]
     document = {"moves": _named(moves), "locks": changes, "message": message if new != old else ""}
-    answer(args, document, lines if new != old else ["every pin is at the newest version that fits the others"])
+    pins = " and ".join(args.component) or "every pin"
+    same = f"nothing moves: {pins} is pinned, or at the newest version that fits the others"
+    answer(args, document, lines if new != old else [same])
     if new != old and (args.write or args.commit):
         texts = {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}}
         _save(project.root, texts, args.commit and message)
@@ -120,8 +124,10 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
     outlooks = Outlooks(_resolved(args))
     names = list(dict.fromkeys(name for name, _ in outlooks.uses))
     moves: Mapping[Place, str] = {}
-    for word in args.component or ([] if args.release else names):
-        name, _, version = word.partition("=")
+    words = [word.replace("==", "=").partition("=") for word in args.component or ([] if args.release else names)]
+    for name, equals, version in words:
+        if (equals and not version) or [other for other, *_ in words].count(name) > 1:
+            raise refusal("named_twice" if version or not equals else "no_version", name=name)
         places = [place for place in outlooks.uses if place[0] == name and (version or place not in moves)]
         if name not in names:
             hint = did_you_mean(name, names) or "primus outdated --json lists those that can be moved"
@@ -193,6 +199,9 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
 def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     outcome: list[dict[str, Any]] = []
     shared: Shared = {}
+    there = {file.name for resolved in targets if resolved.lock for file in resolved.lock.files}
+    if absent := next((name for name in args.refresh_package if name not in there), ""):
+        raise refusal("not_in_a_lock", name=absent, nearest=nearest(absent, there))
     with choose_progress(args.json) as progress:
         for resolved in targets:
             name = resolved.lock_name

@@ -49,7 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, repository: str) -> tuple[Ki
     gits.git(kit.root, "commit", "-q", "-m", "v26.11")
     old = ready(kit)
     publish(old, Project(kit.root).workspace.store, repository, Progress())
-    kit.edit("versions.yaml", "release: v26.11", "release: v26.12")
+    kit.edit("versions.yaml", "release: v26.11", "release: v26.12  # the next one")
     kit.write("parts/alpha/new.txt", "new")
     return kit, old, ready(kit)
 

@@ -148,20 +148,20 @@ def commit_of(root: Path, word: str) -> str:
     for revision in dict.fromkeys((word, name)):
         if commit := git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"):
             return commit.decode().strip()
-    line = f"release: {name}"
-    last = git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode().strip()
+    line = rf"""^release: ["']?{re.escape(name)}["']?( .*)?$"""
+    last = git(root, "log", "-1", "--format=%H", "-G", line, "--", "versions.yaml").decode().strip()
     if not last:
         return ""
     # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
-    ended = line not in git(root, "show", f"{last}:./versions.yaml").decode().splitlines()
+    ended = not re.search(line, git(root, "show", f"{last}:./versions.yaml").decode(), re.M)
     return git(root, "rev-parse", f"{last}^" if ended else "HEAD").decode().strip()
 
 
 def past_releases(project: Project) -> Iterator[Release]:
     """Yield the releases before that of versions.yaml, each as of its last commit, from the history of that file."""
     words = ("log", "--format=", "-p", "-U0", "-G", "^release: ", "--", "versions.yaml")
-    changed = re.findall(r"^-release: (v[0-9]+(?:\.[0-9]+)+)\s*$", git(project.root, *words).decode(), re.M)
-    for name in dict.fromkeys(changed):
+    names = re.findall(r"""^[+]release: ["']?(v[0-9]+(?:\.[0-9]+)+)""", git(project.root, *words).decode(), re.M)
+    for name in dict.fromkeys(names):
         if name != project.versions.release:
             try:
                 old = _of_revision(project.root, name, "")

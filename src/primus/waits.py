@@ -124,8 +124,7 @@ class InUse:
         if self._where.exists() and not os.access(self._where / ".", os.R_OK | os.X_OK):
             if not self._where.is_dir():
                 raise HostError("this is not a folder", where=str(self._where), hint="choose another one with --store")
-            hint = "run this as its owner, or choose another one with --store or --project"
-            raise HostError(f"you may not read {self._what}: {ownership(self._where)}", hint=hint)
+            raise refusal("not_readable", what=self._what, owner=ownership(self._where))
         if self._held is None:
             # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
             # built in.

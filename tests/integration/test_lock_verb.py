@@ -295,7 +295,7 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     assert refused.code == 2 and "do not fit" in refused.err and "needy" in refused.err
     assert "did you mean 'needy'" in kit.primus("bump", "neddy").err
     assert kit.primus("bump", "needy=7").code == 2
-    assert "nothing moves: tool==1.1 is pinned" in kit.primus("bump", "tool==1.1").out
+    assert "nothing moves: pins are as named" in kit.primus("bump", "tool==1.1").out
     server.faults.status["/simple/needy/"] = [500] * 9
     failed = kit.primus("outdated")
     assert failed.code == 3 and "does not answer" in failed.out and "needy: it is small" in failed.out

@@ -84,8 +84,7 @@ def requested(
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
-        hint = f"commands: {', '.join(scripts())}"
-        raise InputError(f"there is no command {name!r}" + nearest(name, scripts()), hint=hint)
+        raise refusal("no_command", name=name, nearest=nearest(name, scripts()), scripts=", ".join(scripts()))
     return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
 
 

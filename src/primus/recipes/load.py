@@ -61,8 +61,7 @@ def find(name: str, among: Path | None = None) -> Path:
     if name not in recipes:
         if not recipes:
             raise refusal("no_recipes", folder=among)
-        hint = f"recipes in {among}: {', '.join(recipes)}"
-        raise InputError(f"there is no recipe {name!r}" + nearest(name, recipes), hint=hint)
+        raise refusal("no_recipe", name=name, nearest=nearest(name, recipes), folder=among, recipes=", ".join(recipes))
     return path
 
 

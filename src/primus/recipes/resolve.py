@@ -299,8 +299,7 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         return refusal("other_name", setting.origin, key=key, name=names[native])
     other = native.partition(".")[0]
     if other != knows.name and other in backends():
-        message = f"{native} is not a key of the backend {knows.name}"
-        return InputError(message, where=setting.origin, hint=f"--backend {other} has it")
+        return refusal("key_of_another", setting.origin, key=native, backend=knows.name, other=other)
     if key.startswith("model."):
         fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
         # Compared without the prefix, which makes any two keys of a model similar.

@@ -143,8 +143,7 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
         raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
     for option, word in (("TAG", tag), ("RELEASE", release.removeprefix("sha256:"))):
         require_tag(word, option)
-    names = (tag, release.partition(_ANNOUNCED)[0])
-    targets = [name.removesuffix("-preview").partition("-")[2] for name in names]
+    targets = [word.partition(_ANNOUNCED)[0].removesuffix("-preview").partition("-")[2] for word in (tag, release)]
     if tag.startswith("latest-") and re.fullmatch(RELEASE_TAG, release) and targets[0] != targets[1]:
         raise refusal("other_target", tag=tag, release=release)
     before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)

@@ -165,11 +165,10 @@ def past_releases(project: Project) -> Iterator[Release]:
         if name != project.versions.release:
             try:
                 old = _of_revision(project.root, name, "")
+                yield from (old.release,) if old else ()
             except InputError as error:  # of another version of primus
                 unread = f"pins of {error.where}, which cannot be read"
                 yield Release(image=IMAGE, tag=name, components={}, origin=unread)
-            else:
-                yield from (old.release,) if old else ()
 
 
 def extract(root: Path, commit: str, folder: Path, only: tuple[str, ...] = ("",)) -> None:

@@ -205,9 +205,8 @@ def _misfits(lock: Lock, request: Request) -> Iterator[tuple[str, str]]:
         *((f"sdist {n}", ("sdist", None, n), v) for n, v in request.sdists.items()),
         *((f"git {n}", ("git", None, n), f"{c.version} {n}-{c.commit}.tar") for n, c in request.gits.items()),
     ]
-    for root, wheels in request.builds.items():
-        words = (wheel.partition("==") for wheel in wheels)
-        asked += [(f"build {root} wheels", ("wheel", root, normalised(n)), v) for n, _, v in words]
+    for root, words in ((root, wheel.partition("==")) for root, wheels in request.builds.items() for wheel in wheels):
+        asked.append((f"build {root} wheels", ("wheel", root, normalised(words[0])), words[2]))
     for root, base in request.bases.items():
         if not base.over and not lock.of("layer" if base.image else "deb", root):
             yield f"base {root} packages", f"no file of {root}"

@@ -79,20 +79,18 @@ def outdated(args: argparse.Namespace) -> int:
 def bump(args: argparse.Namespace) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together."""
     args.target = []
-    project, rule = open_project(args), notes_of(Versions)["release"]["pattern"]
-    name, current = args.release, project.versions.release
-    if name and not (re.fullmatch(rule, name) and Version(name) > Version(current)):
-        raise refusal("no_later_release", name=name, current=current)
+    project, name, rule = open_project(args), args.release, notes_of(Versions)["release"]["pattern"]
+    if name and not (re.fullmatch(rule, name) and Version(name) > Version(project.versions.release)):
+        raise refusal("no_later_release", name=name, current=project.versions.release)
     moves = _moves(args)
     path = project.root / "versions.yaml"
     old = path.read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
         today = datetime.now(tz=UTC).date()
-        values = {"release": args.release, "created": today, "supported_until": _six_months_after(today)}
         if project.versions.supported_until is None:
             new = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", new, count=1)
-        for key, entry in values.items():
+        for key, entry in (("release", name), ("created", today), ("supported_until", _six_months_after(today))):
             new = re.sub(rf"(?m)^{key}:[^#\n]*?( +#.*)?$", rf"{key}: {entry}\1", new, count=1)
     locks: list[tuple[str, Lock, Lock]] = []
     shared: Shared = {}
@@ -106,9 +104,7 @@ def bump(args: argparse.Namespace) -> int:
     lines = list(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
     lines += [*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]
     document = {"moves": _named(moves), "locks": changes, "message": message if new != old else ""}
-    pins = " and ".join(args.component) or "every pin"
-    same = f"nothing moves: {pins} is pinned, or at the newest version that fits the others"
-    answer(args, document, lines if new != old else [same])
+    answer(args, document, lines if new != old else ["nothing moves: pins are as named, or the newest that fit"])
     if new != old and (args.write or args.commit):
         texts = {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}}
         _save(project.root, texts, args.commit and message)

@@ -86,10 +86,8 @@ def release(args: argparse.Namespace) -> int:
     images = project.workspace.store.images()
     built = [target for name in names if (target := resolve(project, name)).ref in images]
     if len(built) != 1:
-        several = ", ".join(target.name for target in built)
-        hint = "choose one with --target" if built else f"primus build {args.target or 'TARGET'}"
-        what = f"images for {several}" if built else "no such image"
-        raise InputError(f"the store has {what} of {project.versions.release}", hint=hint)
+        words = {"several": ", ".join(target.name for target in built), "target": args.target or "TARGET"}
+        raise refusal("several_built" if built else "none_built", release=project.versions.release, **words)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
     require_repository(args.repository or f"docker.io/{IMAGE}", "--from")
@@ -189,8 +187,7 @@ def triage(args: argparse.Namespace) -> int:
     world = _trial(project.root, folder / "tree", good, tuple(targets), locks=args.locks)
     names = [" + ".join(names) for names in world.changes]
     if not names:
-        what = "package of the locks" if args.locks else "pin; --locks compares the packages of the locks"
-        raise InputError(f"{args.good} and {args.bad} do not differ in a {what}")
+        raise refusal("no_package_differs" if args.locks else "no_pin_differs", good=args.good, bad=args.bad)
     search = Search(len(names), wrong=args.wrong)
     state = folder / "answers.json"
     answers: list[dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else []

@@ -138,8 +138,7 @@ def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float |
     if options.judge and (why := "it needs a run from step 1" if options.resume_from else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")
     if options.burn_in and (options.no_preflight or recipe.gpu == CPU):
-        why = "--no-preflight leaves it out" if options.no_preflight else "the recipe is resolved for a CPU"
-        raise InputError(f"--burn-in tests GPUs before the run, and {why}")
+        raise refusal("no_burn_in" if options.no_preflight else "no_burn_in_on_cpu")
     if not options.verify_steps:
         return recipe
     if why := rules_of(recipe).unverified:

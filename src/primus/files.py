@@ -7,6 +7,7 @@ A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damag
 be created again.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -112,11 +113,30 @@ def user_name(uid: int) -> str:
 
 
 def ownership(path: Path) -> str:
-    """Return the sentence that names the owner of ``path``, or of the folder that hides it, and the user of this
-    process.
-    """
+    """Return a sentence with the owner of ``path``, or of the folder that hides it, and the user of this process."""
     seen = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     return f"{seen} belongs to {user_name(seen.lstat().st_uid)}, and you are {user_name(os.geteuid())}"
+
+
+def reason_of(error: OSError) -> str:
+    """Return why the system refused a file; for a lack of rights, with its owner."""
+    denied = error.filename and error.errno in (errno.EACCES, errno.EPERM)
+    return f"{error.strerror or error}" + (f": {ownership(Path(os.fsdecode(error.filename)))}" if denied else "")
+
+
+def require_readable(path: Path) -> None:
+    """Raise PermissionError for a file that is there, and that this user may not read."""
+    if path.exists() and not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def stems(folder: Path) -> list[str]:
+    """Return the sorted names of the folder's YAML files, without hidden ones, which editors create.
+
+    None if there is no such folder; another that cannot be read is an OSError.
+    """
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path.stem for path in paths if path.suffix == ".yaml" and path.name[0] != ".")
 
 
 def json_if_readable(path: Path) -> dict[str, Any]:

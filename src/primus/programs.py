@@ -78,8 +78,7 @@ def lacks_ids() -> tuple[str, str] | None:
         return None
     absent = [tool for tool in ("newuidmap", "newgidmap") if find(tool) is None]
     if absent:
-        verb = "is" if len(absent) == 1 else "are"
-        return f"{' and '.join(absent)} {verb} not installed", "as root: apt-get install uidmap"
+        return f"not installed: {' and '.join(absent)}", "as root: apt-get install uidmap"
     user = user_name(os.geteuid())
     entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{os.geteuid()}):")
     files = ("/etc/subuid", "/etc/subgid")

@@ -10,23 +10,18 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from primus.errors import HostError
 from primus.files import ownership, text_if_readable
 from primus.refusals import refusal
+from primus.yamlfile import read_values
 
 _PATIENCE_S = 2.0
 # Threads that wait for the same thing print one line, and another one after a minute.
 _AGAIN_S = 60.0
 _PRINTED: dict[str, float] = {}
 _PRINTING = threading.Lock()
-_STATES = {
-    "T": "stopped (kill -CONT {pid} lets it continue, kill -KILL {pid} ends it)",
-    "t": "stopped by a debugger, which lets it continue",
-    "D": "blocked by a disk or a network file system",
-}
 
 
 @contextlib.contextmanager
@@ -103,7 +98,8 @@ def _process(pid: int) -> str:
     command = "".join(c if c.isprintable() else " " for c in command)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[18]) / os.sysconf("SC_CLK_TCK")
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age))
-    condition = _STATES.get(state, "running (wait for it, or end it: kill {pid})").format(pid=pid)
+    states: Mapping[str, str] = read_values(Path(__file__).with_name("waits.yaml")).data
+    condition = states.get(state, states["R"]).format(pid=pid)
     return f"process {pid} (`{command[:100]}`, since {since}) holds it and is {condition}"
 
 
@@ -123,7 +119,7 @@ class InUse:
         """
         if self._where.exists() and not os.access(self._where / ".", os.R_OK | os.X_OK):
             if not self._where.is_dir():
-                raise HostError("this is not a folder", where=str(self._where), hint="choose another one with --store")
+                raise refusal("not_a_folder", place=self._where)
             raise refusal("not_readable", what=self._what, owner=ownership(self._where))
         if self._held is None:
             # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or

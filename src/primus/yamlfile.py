@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from primus.errors import InputError
-from primus.files import read_bytes
+from primus.files import read_bytes, reason_of
 
 Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
@@ -91,7 +91,7 @@ def read_text(path: Path, name: str | None = None) -> str:
     except OSError as error:
         # A link that leads nowhere is there.
         absent = isinstance(error, FileNotFoundError) and not path.is_symlink()
-        sentence = "there is no such file" if absent else f"cannot be read: {error.strerror}"
+        sentence = "there is no such file" if absent else f"cannot be read: {reason_of(error)}"
         raise InputError(sentence, where=shown) from None
 
 

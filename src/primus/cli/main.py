@@ -107,6 +107,7 @@ def _streams() -> None:
 def _report(text: str) -> None:
     """Print a message to standard error. If that is not possible, the exit code alone tells what happened."""
     # A server or a file may have sent parts of it, whose control characters would move the cursor or hide text.
+    text = re.sub(r"(?<=://)[^\s/@]*@", "…@", text)  # a login in an address that was typed
     text = re.sub(r"[\0-\x09\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
     try:
         print(text, file=sys.stderr, flush=True)
@@ -127,8 +128,7 @@ def _failed(name: str, error: OSError) -> int:
         return 141  # what a shell reports for a process ended by SIGPIPE
     code = errno.errorcode.get(error.errno or 0, "")
     reason, advice = TEXTS["reasons"].get(code), TEXTS["errors"].get(code, "")
-    if error.filename and "{ownership}" in advice:
-        advice = advice.format(ownership=ownership(Path(os.fsdecode(error.filename))))
+    advice = advice.format(ownership=ownership(Path(os.fsdecode(error.filename or "/"))))
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
     hint = f"\n  → {advice}" if advice and (where or reason) else ""
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")

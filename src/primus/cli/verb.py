@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -101,9 +100,12 @@ def parser_of(name: str, prog: str = "") -> Parser:
     return parser
 
 
-def parser_of_shared(name: str, prog: str | None = None) -> Parser:
-    """Return a parser of the options that several verbs share under ``name``, without their abbreviations."""
-    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+def parser_of_shared(name: str, prog: str = "") -> Parser:
+    """Return a parser of the options that ``verbs.yaml`` shares under ``name``, without their abbreviations.
+
+    ``prog`` is the command that has them among its own (default: ``name``, which then has ``--help``, too).
+    """
+    parser = Parser(prog=prog or name, add_help=not prog, allow_abbrev=False)
     _add(parser, _DATA["shared"][name])
     return parser
 
@@ -124,7 +126,7 @@ def _add_option(parser: "argparse._ActionsContainer", names: Sequence[str], sett
     complete = settings.pop("complete", None)
     limits = {key: settings.pop(key) for key in ("least", "most", "suffix") if key in settings}
     if "type" in settings:
-        settings["type"] = partial(_TYPES[settings["type"]], **limits)
+        settings["type"] = partial(TYPES[settings["type"]], **limits)
     if "choices" in settings:
         settings["choices"] = _named(settings["choices"])
     action = parser.add_argument(*names, **settings)
@@ -205,9 +207,7 @@ def _path(text: str) -> Path:
     if re.search(r"[\x00-\x1f\x7f-\x9f]", _text(text)):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
     # The shell leaves ~ as it is after =, as in --output=~/runs.
-    with suppress(RuntimeError):  # the user has no home
-        return Path(text).expanduser()
-    return Path(text)
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - this one takes a user without a home
 
 
 def _folder(text: str) -> Path:
@@ -235,7 +235,7 @@ def _new_file(text: str, suffix: str = "") -> Path:
     return target
 
 
-_TYPES: Mapping[str, Callable[..., Any]] = {
+TYPES: Mapping[str, Callable[..., Any]] = {
     "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "path": _path, "text": _text,
     **{name: partial(_number, **settings) for name, settings in _DATA["numbers"].items()},
 }  # fmt: skip

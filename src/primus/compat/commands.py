@@ -4,10 +4,11 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from primus.cli.verb import Parser
+from primus.cli.verb import TYPES, parser_of_shared
 from primus.compat.translate import is_experiment, listed, options, read_experiment, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.table import load_table, words_for
@@ -17,6 +18,7 @@ from primus.recipes.schema import backends
 from primus.recipes.setting import Choices
 from primus.refusals import refusal
 
+_positive = partial(TYPES["whole"], least=1, most=999_999_999)
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
 STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
 
@@ -165,12 +167,7 @@ def _pretrain(
 
 
 def _report(words: Sequence[str]) -> Request:
-    parser = Parser(prog="pytorch_benchmark_report.sh", allow_abbrev=False)
-    for letter in ("-t", "-m"):
-        parser.add_argument(letter, required=True)
-    parser.add_argument("-p", default="bf16")
-    parser.add_argument("-s", type=_positive)
-    args, rows = parser.parse_args(words), table("commands")["report"]
+    args, rows = parser_of_shared("pytorch_benchmark_report.sh").parse_args(words), table("commands")["report"]
     mode, model = rows["modes"][_in_any_case(args.t, rows["modes"], "-t")], _in_any_case(args.m, rows["models"], "-m")
     precision, runs = listed(args.p.lower(), rows["precisions"], "-p"), rows["models"][model]["runs"]
     if mode not in runs:
@@ -187,15 +184,10 @@ def _report(words: Sequence[str]) -> Request:
 
 
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
-    parser.add_argument("config")
-    parser.add_argument("family")
-    parser.add_argument("--batch_size", type=_positive)
-    parser.add_argument("--enable_fp8", type=str.lower, choices=("true", "false"))
-    args, configs = parser.parse_args(words), table("commands")["configs"]
-    row = configs[_in_any_case(args.config.removeprefix("./"), configs, parser.prog)]
+    args, configs = parser_of_shared("train_fsdp.py").parse_args(words), table("commands")["configs"]
+    row = configs[_in_any_case(args.config.removeprefix("./"), configs, "train_fsdp.py")]
     if args.family != row["family"]:
-        raise refusal("other_family", parser.prog, config=args.config, family=row["family"], other=args.family)
+        raise refusal("other_family", "train_fsdp.py", config=args.config, family=row["family"], other=args.family)
     ranks, batch = _count(environment, "WORLD_SIZE") or 8, args.batch_size
     settings = {
         "ranks": ranks,
@@ -204,9 +196,10 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         # Its step was eight of these.
         "fsdp.training.global_batch_size": batch and batch * 8 * ranks,
     }
+    precision = "fp8" if str(args.enable_fp8).lower() == "true" else "bf16"
     return Request(
         recipe=row["recipe"],
-        choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if args.enable_fp8 == "true" else "bf16"),
+        choices=Choices(backend="fsdp", mode="pretrain", precision=precision),
         words=tuple(f"{key}={setting}" for key, setting in settings.items() if setting),
     )
 
@@ -218,12 +211,6 @@ def _of_row(row: Mapping[str, str]) -> Request:
 
 def _in_any_case(word: str, rows: Mapping[str, Any], where: str) -> str:
     return listed(next((name for name in rows if name.lower() == word.lower()), word), rows, where)
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text[:40]!r}")
-    return int(text)
 
 
 def _count(environment: Mapping[str, str], name: str) -> int | None:

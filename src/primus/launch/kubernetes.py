@@ -158,7 +158,7 @@ def _kubectl(*words: str, stdin: str) -> None:
     except FileNotFoundError:
         raise refusal("no_kubectl") from None
     if ended.returncode:
-        sentence = " ".join(ended.stderr.split())[:400]
+        sentence = " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
         # Any other error is the cluster's or the machine's.
         if bad := next((words for words in _COMMON["bad_input"] if words in sentence), None):
             raise InputError(f"kubectl: {sentence}", hint=_COMMON["bad_input"][bad])

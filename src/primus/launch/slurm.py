@@ -153,5 +153,6 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     # A site's plugin may print lines of its own before the number.
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():
-        raise refusal("no_batch_job", reason=" ".join(done.stderr.split())[:400] or "it gave no reason")
+        printed = " ".join((done.stderr or done.stdout).split())[:400] or f"exit code {done.returncode}"
+        raise refusal("no_batch_job" if done.returncode else "no_job_number", reason=printed)
     return (done.returncode if wait else 0), number

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import zstandard
 
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
-from primus.files import open_regular
+from primus.files import open_regular, reason_of
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind, Member, chunks_of, in_order, write_tar
 from primus.refusals import refusal
@@ -225,7 +225,7 @@ def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
     try:
         file = blob.open("rb", buffering=0)
     except OSError as error:
-        raise refusal("unreadable_blob", digest=layer.digest, error=error.strerror, blob=blob) from None
+        raise refusal("unreadable_blob", digest=layer.digest, error=reason_of(error), blob=blob) from None
     with file:
         yield _BlobReader(layer, blob, file)
 

@@ -212,8 +212,8 @@ class Store:
     def record(self, room: str, name: str) -> dict[str, Any] | None:
         """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""
         path = self._record(room, name)
-        if (data := files.read_sealed(path)) is None and path.exists() and not os.access(path, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        if (data := files.read_sealed(path)) is None:
+            files.require_readable(path)
         return data if isinstance(data, dict) else None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
@@ -228,8 +228,8 @@ class Store:
         path = self._index
         try:
             data: Any = read_json(path).data
-            entries = [m for m in data["manifests"] if _REF in m.get("annotations", {})]
-            images = {str(m["annotations"][_REF]): dict(m) for m in entries}
+            # Without its name, an image would count as removed.
+            images = {str(m["annotations"][_REF]): dict(m) for m in data["manifests"]}
             for entry in images.values():
                 fields = {"digest": entry["digest"], "media_type": entry["mediaType"], "size": entry["size"]}
                 build_typed(Blob, fields, str(path))
@@ -332,7 +332,7 @@ def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def _reason(error: OSError | InputError) -> str:
-    return error.message if isinstance(error, InputError) else str(error.strerror)
+    return error.message if isinstance(error, InputError) else files.reason_of(error)
 
 
 def storage_error(error: OSError, path: Path) -> PrimusError:
@@ -342,6 +342,4 @@ def storage_error(error: OSError, path: Path) -> PrimusError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return HostError(f"{error.filename} is not a folder", hint="remove it, or choose another with --store")
     refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    denied = error.errno in (errno.EACCES, errno.EPERM)
-    reason = files.ownership(Path(error.filename or path)) if denied else error.strerror or error
-    return refusal("store_refused" if refused else "store_failed", path=path, error=reason)
+    return refusal("store_refused" if refused else "store_failed", path=path, error=files.reason_of(error))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from primus.errors import InputError, did_you_mean
+from primus.files import stems
 from primus.gpus.table import load_table
 from primus.oci.store import Store
 from primus.plan.stats import StatIndex
@@ -86,7 +87,7 @@ class Project:
 
     def target_names(self) -> list[str]:
         """The names of the targets, one file each in images/."""
-        return _names(self.root / "images")
+        return stems(self.root / "images")
 
     def target(self, name: str) -> tuple[Target, Document]:
         """Return the target called ``name``, and its file with places. InputError suggests the nearest name."""
@@ -106,7 +107,7 @@ class Project:
         return self._targets[name]
 
     def _recipes(self, target: Target, document: Document) -> Iterator[str]:
-        recipes = _names(self.root / "recipes")
+        recipes = stems(self.root / "recipes")
         for index, name in enumerate(target.recipes):
             if name == "all":
                 yield from (other for other in recipes if other not in target.recipes)
@@ -123,11 +124,6 @@ class Project:
     def lock(self, path: Path) -> Lock | None:
         """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names of the YAML files. Hidden files are ignored, since editors create them."""
-    return sorted(path.stem for path in folder.glob("*.yaml") if not path.name.startswith("."))
 
 
 class Choice(NamedTuple):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.files import link_fault, path_fault, read_sealed, sha256_of, write_sealed
+from primus.files import link_fault, path_fault, read_sealed, reason_of, sha256_of, write_sealed
 
 # A file may change again within the resolution of its times, so the hash of one that has just changed is not kept.
 _RACY_NS = 50_000_000
@@ -39,7 +39,7 @@ class StatIndex:
         try:
             digest = sha256_of(path)
         except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=path) from None
+            raise InputError(f"cannot be read: {reason_of(error)}", where=path) from None
         if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:
             self._entries[path] = [*mark, digest]
             self._changed = True
@@ -70,7 +70,7 @@ class StatIndex:
             if not include:
                 self._walk(str(root), "", files)
         except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=str(error.filename or root)) from None
+            raise InputError(f"cannot be read: {reason_of(error)}", where=str(error.filename or root)) from None
         self._trees[str(root), include] = sorted(files)
         return self._trees[str(root), include]
 

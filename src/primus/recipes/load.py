@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from primus.errors import InputError, nearest
+from primus.files import stems
 from primus.gpus.table import load_table, words_for
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
@@ -40,7 +41,7 @@ def folder() -> Path:
 
 def names(among: Path | None = None) -> list[str]:
     """Return the sorted names of the recipes in ``among`` (default: :func:`folder`), without editors' hidden files."""
-    return sorted(path.stem for path in (among or folder()).glob("*.yaml") if not path.name.startswith("."))
+    return stems(among or folder())
 
 
 def is_path(name: str) -> bool:

@@ -371,4 +371,4 @@ def vocabulary(folder: Path) -> int:
         added = max((token["id"] for token in content.get("added_tokens") or ()), default=-1)
         return int(max(largest, added)) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refusal("no_tokenizer_file", file, error=repr(error)[:178]) from None
+        raise refusal("no_tokenizer_file", file, error=f"{type(error).__name__}: {error}"[:178]) from None

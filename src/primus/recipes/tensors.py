@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.files import open_regular, read_bytes, refuse_pointer
+from primus.files import open_regular, read_bytes, reason_of, refuse_pointer
 from primus.refusals import refusal
 
 _LONGEST = 100 << 20
@@ -97,7 +97,7 @@ def header(file: Path) -> Header:
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
     if size < end:

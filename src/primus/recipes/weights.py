@@ -11,8 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from primus.errors import HostError, InputError
-from primus.files import read_bytes
+from primus.errors import InputError
+from primus.files import read_bytes, require_readable
 from primus.recipes.architecture import Architecture, architecture, size
 from primus.recipes.family import OTHER, described, families_of, family, uncomputed
 from primus.recipes.faults import Fault
@@ -47,8 +47,8 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
     except ImportError:
         raise refusal("no_hub", name=name) from None
     except Exception as error:
-        why = str(error).strip().partition("\n")[0][:300]
-        raise HostError(f"{name} cannot be downloaded: {type(error).__name__}: {why}") from error
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise refusal("no_download", name=name, kind=type(error).__name__, reason=reason) from error
     return Path(folder)
 
 
@@ -68,6 +68,7 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     file, source = folder / "config.json", "copy it from the source of the weights"
     if (folder / "adapter_config.json").is_file():  # transformers would add them to their own base
         raise refusal("adapters", folder=folder)
+    require_readable(file)
     try:
         content = read_bytes(file)
         if content.startswith(b"\xef\xbb\xbf"):

@@ -28,6 +28,7 @@ from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError, PrimusError, did_you_mean
+from primus.files import require_readable
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
 from primus.programs import captured
 from primus.refusals import refusal
@@ -61,7 +62,8 @@ _TOKEN = "<token>"
 
 def require_repository(name: str, option: str) -> None:
     """Raise InputError if the value of an option does not name a repository."""
-    if not _NAME.fullmatch(name) or len(name) > 255:
+    port = name.partition("/")[0].partition(":")[2] or "443"
+    if not _NAME.fullmatch(name) or len(name) > 255 or not 0 < int(port) < 65536:
         raise refusal("no_repository", option=option, name=name)
 
 
@@ -382,9 +384,7 @@ class Repository:
             return self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
 
         grant = within(_PATIENCE, realm, exchange)
-        if grant.status_code != 200:
-            return False
-        content = self._json(grant.content, bare_url(realm))
+        content = self._json(self._accepted(grant, realm).content, bare_url(realm))
         token = content.get("token") or content.get("access_token")
         if not isinstance(token, str) or re.fullmatch("[!-~]+", token) is None:
             raise self._odd(f"{bare_url(realm)} returns a token that is not one line of text")
@@ -424,6 +424,7 @@ def _login(host: str) -> tuple[str, str]:
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     if not path.exists():
         return "", ""
+    require_readable(path)
     try:
         config: Any = read_json(path).data
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
@@ -437,8 +438,10 @@ def _login(host: str) -> tuple[str, str]:
         if token := entry.get("identitytoken"):
             return _TOKEN, token
         username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
-    except (InputError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None
+    except (InputError, OSError) as error:
+        raise refusal("no_logins", reason=re.sub(r"^\[Errno \d+\] ", "", str(error)), host=host) from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise refusal("no_logins", reason=f"what {path} names for it is not a login", host=host) from None
     return username, password
 
 

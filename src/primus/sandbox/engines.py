@@ -28,7 +28,7 @@ from typing import Any
 
 from primus import programs
 from primus.errors import HostError, InputError
-from primus.files import json_if_readable, write_file
+from primus.files import json_if_readable, reason_of, write_file
 from primus.programs import captured, finally_run, received_signals, stop_all, tracked
 from primus.refusals import refusal
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
@@ -55,11 +55,12 @@ class Engine:
         """Raise HostError, with the remedy, if this engine cannot run here."""
         raise NotImplementedError
 
-    def prepare_host(self, cache: Path) -> None:
+    def prepare_host(self, cache: Path) -> dict[str, Any]:
         """Install what this engine needs, if it is allowed to, and try it. Raises HostError if that fails.
 
-        ``cache`` is the folder of unpacked layers.
+        Returns the settings that this machine needs. ``cache`` is the folder of unpacked layers.
         """
+        return {}
 
     def _container(self, root: RootFs, name: str) -> AbstractContextManager[_Client]:
         """Give the engine what the container ``name`` of ``root`` needs, and remove both when the block ends."""
@@ -138,13 +139,9 @@ class Podman(Engine):
         if problem := programs.lacks_ids():
             raise HostError(problem[0], hint=problem[1])
 
-    def prepare_host(self, cache: Path) -> None:
-        """Install podman, an init for containers, and runc if there is no OCI runtime; then start a container."""
-        self._ready(cache)
-
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
-        settings = self._ready(root.cache)
+        settings = self.prepare_host(root.cache)
         folder = Path(settings["folder"])
         # Top first: what an image contains twice counts where it is higher.
         layers = {folder / "layers" / layer_folder(layer.digest): layer for layer in reversed(root.layers)}
@@ -157,7 +154,8 @@ class Podman(Engine):
                 raise refusal("not_run", engine=self.name, what=root.name, reason=_error(mounted))
             yield _podman(folder), _client_environment(folder), ["--rootfs", f"{folder}/containers/{name}/root"]
 
-    def _ready(self, cache: Path) -> dict[str, Any]:
+    def prepare_host(self, cache: Path) -> dict[str, Any]:
+        """Install podman, an init for containers, and runc if there is no OCI runtime; then start a container."""
         folder = cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
         if settings := _settings(folder):
             return settings
@@ -357,7 +355,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("w")
     except OSError as error:
-        raise refusal("podman_folder", folder=folder, error=error.strerror) from error
+        raise refusal("podman_folder", folder=folder, error=reason_of(error)) from error
     with file:
         lock(file.fileno(), f"another command that prepares {folder}", folder / "lock")
         yield

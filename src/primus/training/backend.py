@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.files import read_sealed, sha256_of, write_sealed
+from primus.files import read_sealed, require_readable, sha256_of, write_sealed
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import HUB, config_of
@@ -34,7 +34,8 @@ def _check_text(recipe: Recipe) -> None:
         raise refusal("mock_tokenizer", recipe.settings["assets.tokenizer"].origin)
     for each in (corpus, held_out_corpus_of(recipe)):
         if each and each.name != MOCK and not each.name.startswith(HUB):
-            files_of(each)
+            for file in files_of(each).paths:
+                require_readable(file)
 
 
 def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from primus.errors import InputError, PrimusError, nearest
-from primus.files import below, refuse_pointer, refuse_special
+from primus.files import below, reason_of, refuse_pointer, refuse_special
 from primus.recipes.recipe import Recipe
 from primus.recipes.weights import HUB, downloaded
 from primus.refusals import refusal
@@ -194,7 +194,7 @@ def _head(file: Path) -> bytes:
         with file.open("rb") as stream:
             return stream.read(8)
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
 
 
 def _open(file: Path, head: bytes) -> IO[bytes]:

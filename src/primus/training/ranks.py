@@ -26,7 +26,6 @@ from primus.yamlfile import read_values
 
 # How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
 _MEETING_SECONDS = 600
-_ESTABLISHED = "01"
 _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 
 
@@ -117,10 +116,9 @@ def awaited(job: Job, variables: Mapping[str, str]) -> str:
     if not folder.is_dir() or any(folder.iterdir()):
         return ""
     nodes, (address, port) = job.recipe.get("nodes", int), _place(job, variables)
-    # Address and port in hexadecimal, of this side and the other one, and the state of each connection.
-    tables = [text_if_readable(Path("/proc/net") / name).splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [row for table in tables for line in table if (row := line.split()[1:4])[2] == _ESTABLISHED]
-    here, there = (sum(row[side].endswith(f":{int(port):04X}") for row in rows) for side in (0, 1))
+    # In each row, address and port of this side and the other one, in hexadecimal, and the state: 01 is connected.
+    rows = [line.split() for name in ("tcp", "tcp6") for line in text_if_readable(Path("/proc/net", name)).splitlines()]
+    here, there = (sum(row[3] == "01" and row[side].endswith(f":{int(port):04X}") for row in rows) for side in (1, 2))
     if node_rank(job, variables) == 0:
         who = "" if here >= nodes else f"other nodes: {here} of {nodes} are connected to {address}:{port}"
     else:

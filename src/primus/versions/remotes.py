@@ -24,7 +24,9 @@ from primus.errors import HostError, InputError
 from primus.refusals import refusal
 from primus.versions.lock import ARCHITECTURE, Commit, LockedFile
 from primus.versions.traffic import bare_url, run_tool
+from primus.yamlfile import read_values
 
+_FAILURES: Any = read_values(Path(__file__).with_name("skopeo.yaml")).data
 _STATUS = "var/lib/dpkg/status"
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
@@ -115,13 +117,11 @@ def skopeo(command: str, *words: str) -> str:
             break
         time.sleep(pause)
     host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
-    refused = re.search("rate limit|unauthorized|authentication|denied", reason)
-    first = "check the registry's disk and log" if failing else "check the network"
-    first = f"sign in (skopeo login {host})" if refused else first
     pushed = command == "copy" and address == words[-1]
     other = "run it again: what was sent is kept" if pushed else "name a mirror in containers-registries.conf"
-    verdict = f"the registry of {image} {'fails' if failing else 'does not answer'}: {reason}"
-    raise HostError(verdict, hint=f"{first}, or {other}", about=image)
+    does, first = next(row[1:] for row in _FAILURES if re.search(row[0], reason))
+    hint = f"{first.format(host=host, image=image)}, or {other}"
+    raise HostError(f"the registry of {image} {does}: {reason}", hint=hint, about=image)
 
 
 def _reason(log: str) -> str:

@@ -71,9 +71,14 @@ def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: st
     assert error.exit_code == 3
 
 
-def test_broken_index_is_a_sentence(store: Store) -> None:
-    (store.root / "index.json").write_text("{")
-    with pytest.raises(HostError, match="not JSON"):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("{", "not JSON"), *((f'{{"manifests": [{m}]}}', "not an index of images") for m in ("{}", "1"))],
+)
+def test_broken_index_is_a_sentence(text: str, reason: str, store: Store) -> None:
+    """An image without its name would count as removed, and `primus clean` would remove its layers."""
+    (store.root / "index.json").write_text(text)
+    with pytest.raises(HostError, match=reason):
         store.images()
 
 

@@ -179,7 +179,8 @@ def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatc
 )
 def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text.replace("HOST", server.name))
-    with pytest.raises(HostError, match="Docker's logins cannot be read"):
+    # In no words of Python's, such as "'list' object has no attribute".
+    with pytest.raises(HostError, match=r"Docker's logins cannot be read: (?!.*(Errno|object has no|codec))"):
         Repository(f"{server.name}/a/b").request("GET", "manifests/x")
 
 

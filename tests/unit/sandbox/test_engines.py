@@ -121,7 +121,7 @@ def test_a_user_without_subordinate_ids(monkeypatch):
     assert problem is not None
     assert problem[0] == "user 4000000 has no subordinate ids in /etc/subuid and /etc/subgid"
     monkeypatch.setattr(programs, "find", lambda _: None)
-    assert programs.lacks_ids() == ("newuidmap and newgidmap are not installed", "as root: apt-get install uidmap")
+    assert programs.lacks_ids() == ("not installed: newuidmap and newgidmap", "as root: apt-get install uidmap")
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -97,6 +97,6 @@ def test_a_failure_has_skopeos_own_words_and_a_next_step(skopeo: Path, log: str,
     skopeo.write_text(f"#!/bin/sh\ncat {skopeo.parent}/log >&2\nexit 1\n")
     with pytest.raises(HostError) as caught:
         resolve_image("based", IMAGE)
-    verb = "fails" if "500" in log else "does not answer"
+    verb = "fails" if "500" in log else "sends no image" if "anifest " in log else "does not answer"
     assert caught.value.message.startswith(f"the registry of r.example/image {verb}: {reason}")
     assert hint in (caught.value.hint or "")

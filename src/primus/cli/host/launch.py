@@ -14,7 +14,7 @@ import yaml
 from primus.cli.image.finetune import tuned
 from primus.cli.image.recipes import resolved
 from primus.cli.image.train import passed_on, recipe_of
-from primus.cli.verb import answer, note, refuse_others
+from primus.cli.verb import answer, note, parser_of, refuse_others
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import arch_of, generation, load_table
@@ -80,6 +80,8 @@ def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
         yield f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image for {gpu}"
     if args.image and args.container == "none":
         yield f"without a container, the nodes run their own primus, not {args.image}: --container names one"
+    if args.system == "k8s" and not args.claim and args.restarts != parser_of("launch").get_default("restarts"):
+        yield "--restarts has no effect without --claim, where the checkpoints are"
     if unset := [word for word in args.environment if "=" not in word and word not in os.environ]:
         yield f"--env {unset[0]}: it is not set here, so the ranks have it only where a node sets it"
 

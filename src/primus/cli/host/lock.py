@@ -20,8 +20,8 @@ from packaging.version import Version
 from primus import __version__
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.verb import answer, note
-from primus.errors import HostError, InputError, PrimusError, did_you_mean, nearest
-from primus.files import write_file
+from primus.errors import HostError, InputError, PrimusError, nearest
+from primus.files import reason_of, write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus.progress import choose_progress
 from primus.refusals import refusal
@@ -126,8 +126,7 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
             raise refusal("named_twice" if version or not equals else "no_version", name=name)
         places = [place for place in outlooks.uses if place[0] == name and (version or place not in moves)]
         if name not in names:
-            hint = did_you_mean(name, names) or "primus outdated --json lists those that can be moved"
-            raise InputError(f"no pin of a Python index is called {name!r}", hint=hint)
+            raise refusal("no_index_pin", name=name, near=nearest(name, names))
         # After those that moved already, so that all of them fit each other.
         rows = []
         for place in places:
@@ -244,7 +243,7 @@ def _reported(path: Path) -> Iterator[None]:
     try:
         report = logging.FileHandler(path, mode="w", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"the report cannot be written to {path}: {error.strerror}") from None
+        raise InputError(f"the report cannot be written to {path}: {reason_of(error)}") from None
     report.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     LOG.addHandler(report)
     LOG.setLevel(logging.INFO)

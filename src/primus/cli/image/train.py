@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace) -> int:
 def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the words that set the options ``passed`` as in ``options``; none for what has its default."""
     words: list[str] = []
-    for action in parser_of_shared("passed")._actions:
+    for action in parser_of_shared("passed", "train")._actions:
         value, name = getattr(options, action.dest), action.option_strings[-1]
         if isinstance(value, bool):
             words += [name] * value

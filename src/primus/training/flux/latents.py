@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pixel_unshuffle
 from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
@@ -17,9 +18,7 @@ _MOCK_PROMPTS = 16
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
     """Convert latents [channels, height, width] to tokens [height/2 · width/2, channels · 4]."""
-    channels, height, width = latents.shape
-    split = latents.reshape(channels, height // 2, 2, width // 2, 2)
-    return split.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)
+    return pixel_unshuffle(latents, 2).flatten(1).T
 
 
 class Images(Data):

@@ -68,7 +68,7 @@ def sbom(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate."""
-    if args.image:
+    if args.image or args.key or args.identity or args.issuer or args.policy:
         return _verify_published(args)
     # A fifth of the time of a publish that changes nothing.
     from primus.engine.pipeline import Options, build
@@ -263,10 +263,10 @@ def sign(args: argparse.Namespace) -> int:
 
 
 def _verify_published(args: argparse.Namespace) -> int:
-    if args.target or args.all:
-        raise InputError("--image names a published image; a target is built from this project", hint="name one")
+    if args.target or args.all or not args.image:
+        raise refusal("no_published_image")
     if bool(args.key) == bool(args.identity and args.issuer):
-        raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
+        raise refusal("no_signer")
     from primus.release.verification import verified_text, verify_image  # not for other verbs, as above
 
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from primus.cli.verb import answer, note, refuse_others
 from primus.errors import InputError
 from primus.files import write_file
-from primus.recipes.choose import among, values_of
+from primus.recipes.choose import CPU, among, values_of
 from primus.system import nodes, preflight as checks
 from primus.system.host import Finding, Host, name_here
 from primus.terminal import Screen, counted
@@ -31,7 +31,7 @@ def preflight(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise InputError(f"--output: {folder} is not a folder")
     if options.gpu is not None:
-        among("GPU", options.gpu, values_of("gpu"), f"--gpu {options.gpu}")
+        among("GPU", options.gpu, [name for name in values_of("gpu") if name != CPU], f"--gpu {options.gpu}")
     findings = [*checks.preflight(host), *checks.expected(host, options.expect, options.gpu, options.expect_nics)]
     measurements: list[nodes.Measurement] = []
     if not options.quick and here:

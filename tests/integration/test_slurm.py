@@ -33,7 +33,9 @@ PYTHON = os.environ.get("PRIMUS_TEST_PYTHON", "")
 WHY = slurm_kit.missing() or ("" if PYTHON else "PRIMUS_TEST_PYTHON names no Python with torch")
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
-STEPS, INTERVAL, STALL = 40, 8, 60
+STEPS, INTERVAL, STALL = 120, 24, 60
+# A step takes 20 ms or more, and an event comes up to a second after it is due.
+LATEST = STEPS - 60
 # Jobs at the same time: most of an event's seconds are spent waiting for Slurm or for a limit.
 TOGETHER = 3
 # Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training itself is small.
@@ -105,7 +107,7 @@ class Case:
     wrong: list[str] = field(default_factory=list)
     processes: dict[int, int] = field(default_factory=dict)
 
-    def start(self, *words: str, steps: tuple[int, int] = (0, STEPS - 6)) -> None:
+    def start(self, *words: str, steps: tuple[int, int] = (0, LATEST)) -> None:
         """Submit, and wait for the moment of the fault: after a step, or while the ranks start (step 0)."""
         self.job = launch(self.slurm, self.runs, self.backend, *words)
         step, more = self.chance.randint(*steps), self.chance.random()
@@ -211,7 +213,7 @@ def preempted(case: Case) -> None:
 def rank_hung(case: Case) -> None:
     # Before the first step, the limit is 1800 s.
     words = ["comm.train_timeout_seconds=600"] * (case.backend == "torchtitan")
-    case.start("--stall-timeout", str(STALL), *words, steps=(1, STEPS - 6))
+    case.start("--stall-timeout", str(STALL), *words, steps=(1, LATEST))
     rank, pid = case.rank()
     os.kill(pid, signal.SIGSTOP)
     case.ends("FAILED")
@@ -238,8 +240,7 @@ def disk_full(case: Case) -> None:
     case.runs.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256M", "tmpfs", case.runs], check=True)
     try:
-        # The last checkpoint is still to come.
-        case.start(steps=(1, STEPS - 4))
+        case.start(steps=(1, LATEST))  # the last checkpoint is still to come
         filler = case.runs / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:

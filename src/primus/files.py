@@ -133,7 +133,7 @@ def require_readable(path: Path) -> None:
 def stems(folder: Path) -> list[str]:
     """Return the sorted names of the folder's YAML files, without hidden ones, which editors create.
 
-    None if there is no such folder; another that cannot be read is an OSError.
+    Empty if there is no such folder. Raises OSError for one that cannot be read.
     """
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(path.stem for path in paths if path.suffix == ".yaml" and path.name[0] != ".")

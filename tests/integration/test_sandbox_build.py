@@ -153,7 +153,9 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     words = ["-e", "MINE", "-e", "A=b=c", "-e", "NOT_SET", "-v", f"{tmp_path}:/there:ro"]
     script = "cd /there; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
     assert main(["run", "cpu", *words, "--", "sh", "-c", script]) == 3
-    assert capfd.readouterr().out == "deep\nimages\nversions.yaml\nmine b=c unset\n"
+    printed = capfd.readouterr()
+    assert printed.out == "deep\nimages\nversions.yaml\nmine b=c unset\n"
+    assert "-e NOT_SET: your environment has no such variable" in printed.err
     assert main(["run", "h200"]) == 2
     err = capfd.readouterr().err
     assert "v26.11-h200 is not built; the store has v26.11-cpu" in err

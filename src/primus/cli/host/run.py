@@ -28,7 +28,7 @@ from primus.release.validation import validate as validate_cells
 from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus.sandbox.docker import load_image
 from primus.sandbox.engines import choose
-from primus.terminal import Screen, counted
+from primus.terminal import Screen, counted, say
 from primus.training import suite
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--user is empty")
     command = Command(
         argv=tuple(args.command),
-        env=dict(map(_variable, args.env)),
+        env={key: value for item in args.env for key, value in _variable(item).items()},
         mounts=tuple(_mount(item) for item in args.volume),
         devices=gpus(args.gpus) + listed(args.device),
         memory_bytes=_bytes("--memory", args.memory),
@@ -65,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
     return choose(args.engine).run(_image_root(args), command)
 
 
-def _variable(item: str) -> tuple[str, str]:
+def _variable(item: str) -> dict[str, str]:
     key, equals, value = item.partition("=")
     if not key or "\0" in item:
         raise InputError(f"-e {item!r} is not a variable", hint="-e KEY=VALUE, or -e KEY to copy your own value")
-    if not equals and key not in os.environ:
-        raise InputError(f"-e {key}: your environment has no such variable", hint=f"-e {key}=VALUE, or leave it out")
-    return key, value if equals else os.environ[key]
+    if equals or key in os.environ:
+        return {key: value if equals else os.environ[key]}
+    say(f"primus run: -e {key}: your environment has no such variable, so the command has none, either")
+    return {}
 
 
 def _mount(item: str) -> Mount:

@@ -203,8 +203,7 @@ def write_sealed(path: Path, value: object) -> None:
 def read_sealed(path: Path | str) -> Any:
     """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
     try:
-        data = read_bytes(path)
-        mark, _, text = data.partition(b"\n")
+        mark, _, text = read_bytes(path).partition(b"\n")
         return json.loads(text) if mark == b"%08x" % crc32(text) else None
     except (OSError, ValueError, RecursionError, InputError):
         return None

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -57,6 +58,11 @@ class Parser(argparse.ArgumentParser):
         # argparse would look for its own options after --, leaves a second positional argument empty if options stand
         # between it and the first, and refuses key=value after an option unless they are intermixed, which ignores --.
         cut = words.index("--") if "--" in words else len(words)
+        # An empty value, as of a shell's variable that is not set, would count as the default.
+        spelled = [*words[:cut], *(f"{option}={value}" for option, value in pairwise([*words[:cut], "-"]))]
+        blank = {f"{option}=" for option, action in self._option_string_actions.items() if action.default == ""}
+        if empty := [word for word in spelled if word in blank]:
+            self.error(f"argument {empty[0][:-1]}: must not be empty")
         if self.rest:
             options = super().parse_args(words[:cut])
             setattr(options, self.rest, words[cut + 1 :])

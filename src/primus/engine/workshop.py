@@ -187,8 +187,7 @@ def record_of(action: Action, result: Layer | Wheel) -> dict[str, Any]:
 def wheel_of(store: Store, key: str) -> Wheel | None:
     """Return the wheel that the action ``key`` created; None if the store has no record of one."""
     try:
-        fields = (store.record("actions", key) or {})["wheel"]
-        return build_typed(Wheel, fields, key)
+        return build_typed(Wheel, (store.record("actions", key) or {})["wheel"], key)
     except (KeyError, InputError):
         # Another version may have written it in another shape.
         return None
@@ -265,8 +264,7 @@ def run_isolated(
 
 def log_tail(log: Path) -> str:
     """Return the last 30 lines of a log and a line with its path, for a message after a failure."""
-    tail = text_if_readable(log, 12_000).splitlines()[-30:]
-    return "\n".join([*tail, f"full log: {log}"])
+    return "\n".join([*text_if_readable(log, 12_000).splitlines()[-30:], f"full log: {log}"])
 
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:

@@ -55,8 +55,7 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
         # A gate that passed with a warning, such as a key in a published package, must not look like a clean one.
         warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
         sign = screen.paint(_SIGNS["warning"] if warned else _PASSED if report.passed else _SIGNS["error"])
-        head = f"  {sign} {report.gate:<{width}}  "
-        lines += screen.wrap(report.summary, head, " " * (width + 6))
+        lines += screen.wrap(report.summary, f"  {sign} {report.gate:<{width}}  ", " " * (width + 6))
         for finding in report.findings:
             inside = finding.layer and finding.path
             place = " ".join(filter(None, (finding.layer, ("/" if inside else "") + finding.path)))

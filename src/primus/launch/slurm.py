@@ -148,8 +148,7 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     if shutil.which("sbatch") is None:
         raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
-    done = captured(words, "sbatch", text=text)
+    done = captured(["sbatch", "--parsable", *(["--wait"] if wait else [])], "sbatch", text=text)
     # A site's plugin may print lines of its own before the number.
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():

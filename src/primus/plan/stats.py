@@ -93,8 +93,7 @@ class StatIndex:
                 raise InputError(f"the target of this link cannot be used: {fault}", where=path, hint=_RENAME)
             files.append((name, "link", target))
         else:
-            kind = "exec" if status.st_mode & 0o100 else "file"
-            files.append((name, kind, self.sha256(path, status)))
+            files.append((name, "exec" if status.st_mode & 0o100 else "file", self.sha256(path, status)))
 
     def save(self) -> None:
         """Write the cache if it changed. Failures are ignored: the next run reads the files again."""

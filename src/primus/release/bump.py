@@ -71,6 +71,8 @@ class Outlooks:
         outlook = Outlook(component=place[0], channel=pin.channel, package=_package(pin), targets=targets,
                           pinned=pin.version or "", moves={}, behind=behind)  # fmt: skip
         try:
+            if not self._offered(place):
+                raise HostError(f"no index lists a file of {outlook.package}")
             if self._leader(users[0], place[0]):
                 outlook = outlook._replace(newest=next((str(version) for version in self._newer(place)), None))
             for versions in islice(self._steps(place, exact), _TRIES):

@@ -219,7 +219,11 @@ class Vulnerability:
 
 def load_accepted(path: Path | str | None) -> tuple[Accepted, ...]:
     """Read a file of accepted vulnerabilities. Raises InputError."""
-    return build(_List, read(Path(path))).accepted if path else ()
+    accepted = build(_List, read(Path(path))).accepted if path else ()
+    for number, rule in enumerate(accepted):
+        if any((rule.id, rule.package) == (other.id, other.package) for other in accepted[:number]):
+            raise refusal("accepted_twice", str(path), id=rule.id, package=rule.package or "every package")
+    return accepted
 
 
 def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> tuple[list[Vulnerability], list[str]]:
@@ -251,6 +255,8 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> t
                         findings.add(_finding(entry, place, fixed, accepted))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not an OSV entry", where=where) from None
+    if not packages:
+        raise refusal("no_packages")
     missing = (f"no entry is about {name}: {counted(n, 'package')} not looked up" for name, n in unseen.items())
     return sorted(findings, key=lambda finding: (finding.package, finding.id)), [*missing]
 
@@ -271,9 +277,9 @@ def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
         for package in bill["packages"]:
             purl = next((r["referenceLocator"] for r in package.get("externalRefs", ())), "")
             place = {"package": package["name"], "version": package["versionInfo"], "purl": purl}
-            if purl.startswith("pkg:pypi/") and package["SPDXID"] not in tools:
+            if purl.lower().startswith("pkg:pypi/") and package["SPDXID"] not in tools:
                 yield "PyPI", normalised(package["name"]), place
-            if purl.startswith("pkg:deb/") and package["SPDXID"] not in tools:
+            if purl.lower().startswith("pkg:deb/") and package["SPDXID"] not in tools:
                 source = _SOURCE.fullmatch(package.get("sourceInfo", ""))
                 name, version = source.groups() if source else (package["name"], package["versionInfo"])
                 yield "Debian", name, {**place, "version": version}

@@ -96,8 +96,7 @@ def read(path: Path) -> Run:
     if path.is_dir() and not (path / "job.json").is_file():
         raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
     try:
-        data = _job(path) if path.is_dir() else _record(_json(path).data)
-        run = build_typed(Run, data, str(path))
+        run = build_typed(Run, _job(path) if path.is_dir() else _record(_json(path).data), str(path))
     except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         if isinstance(error, TypeError | IndexError | AttributeError):

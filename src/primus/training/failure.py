@@ -117,8 +117,7 @@ def _last_line(text: str) -> str:
         exceptions = [line for line in lines if _EXCEPTION.match(line)]
         return (exceptions[-1] if exceptions else lines[-1])[:_LONGEST]
     # The first line of some messages only announces the rest.
-    message = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return " ".join(message)[:_LONGEST]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:_LONGEST]
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:

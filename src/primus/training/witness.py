@@ -29,8 +29,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

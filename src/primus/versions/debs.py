@@ -119,8 +119,7 @@ def _default_mirror() -> str:
     if not _DEBOOTSTRAP.is_file():
         hint = "set PRIMUS_DEBIAN_MIRROR to the URIs of a mirror (and PRIMUS_DEBIAN_KEYRING to its keyring)"
         _need("apt on this host names no source of Debian", ("debootstrap", "debian-archive-keyring"), hint)
-    text = text_if_readable(_DEBOOTSTRAP)
-    mirror = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text, re.M)
+    mirror = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text_if_readable(_DEBOOTSTRAP), re.M)
     return f"{mirror[1]} {mirror[1]}-security" if mirror else ""
 
 

@@ -66,5 +66,4 @@ def cause(error: BaseException) -> str:
         return f"HTTP status {status}"
     while error.__context__ is not None:
         error = error.__context__
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(words).split())
+    return " ".join(str(getattr(error, "strerror", None) or str(error) or type(error).__name__).split())

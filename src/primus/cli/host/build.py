@@ -61,8 +61,7 @@ def build(args: argparse.Namespace) -> int:
         from primus.engine.pipeline import Options, build as build_images
 
         options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json, spent=spent)
-        options = replace(options, pull=cache.pull) if cache else options
-        images = build_images(plans, workspace, options)
+        images = build_images(plans, workspace, replace(options, pull=cache.pull) if cache else options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     note(args, _summary(images, seconds, spent))

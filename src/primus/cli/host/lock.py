@@ -186,7 +186,7 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             lines.append(f"{where}: {name} is stale: {changed}")
         lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
     if stale:
-        note(args, "  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})))
+        note(args, *dict.fromkeys(f"  → {resolved.lock_command}" for resolved in targets))
     note(args, "not compared, because no source was asked: dependencies, and whether all files are still offered there")
     return answer(args, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
 
@@ -225,8 +225,7 @@ def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
 
 
 def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
-    size = sum(f.size for f in lock.distinct)
-    head = f"{name}: {counted(len(lock.distinct), 'file')}, {size / 1e6:,.1f} MB"
+    head = f"{name}: {counted(len(lock.distinct), 'file')}, {sum(f.size for f in lock.distinct) / 1e6:,.1f} MB"
     if not changes:
         return f"{head}; nothing changed"
     if all(change.old is None for change in changes) and len(changes) == len(lock.files):

@@ -70,6 +70,8 @@ def export(options: argparse.Namespace) -> int:
     """Write the weights of a checkpoint as a model folder, which transformers and inference engines load."""
     if options.folder.is_dir() and any(options.folder.iterdir()):
         raise InputError(f"{options.folder} is not empty", hint="name a new folder")
+    if options.tokenizer and not options.tokenizer.is_dir():
+        raise InputError(f"--tokenizer {options.tokenizer} is not a folder", hint="leave it out for that of the run")
     checkpoint = newest_checkpoint(options.checkpoint)
     for package in ("torch", "transformers"):
         if not importable(package):

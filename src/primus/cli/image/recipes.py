@@ -386,8 +386,7 @@ def _nodes(word: str) -> list[int]:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last <= _MOST_NODES:
         raise refusal("no_nodes", f"--nodes {word}", word=word, most=_MOST_NODES)
-    doubled = [first * 2**power for power in range(13) if first * 2**power < last]
-    return [*doubled, last]
+    return [*[first * 2**power for power in range(13) if first * 2**power < last], last]
 
 
 def _layouts(recipe: Recipe, available: float) -> Iterator[Recipe]:

@@ -70,8 +70,7 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     with _workplace(scratch) as name, log.open("wb") as out:
         place, archive = Path(name), Path(name, "archive")
         archive.mkdir()
-        paragraphs = [_publish(deb, shop.file(deb), archive) for deb in debs]
-        (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        (archive / "Packages").write_bytes(b"\n".join([_publish(deb, shop.file(deb), archive) for deb in debs]))
         # mmdebstrap finds the essential packages by this name.
         (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
         # apt reads them as another user, whatever the umask.

@@ -119,8 +119,7 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
 
 def _environment() -> dict[str, str]:
     (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
-    memory = 1024 * int(line.split()[1])
-    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES)))
+    jobs = str(max(1, min(len(os.sched_getaffinity(0)), 1024 * int(line.split()[1]) // _JOB_BYTES)))
     return {"CMAKE_BUILD_PARALLEL_LEVEL": jobs, "MAX_JOBS": jobs, **ENVIRONMENT["wheel"]}
 
 

@@ -121,8 +121,7 @@ class _Attention(nn.Module):
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = states.float()
     first, second = wide.chunk(2, dim=-1)
-    turned = wide * cosine + torch.cat((-second, first), dim=-1) * sine
-    return turned.to(states.dtype)
+    return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(states.dtype)
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

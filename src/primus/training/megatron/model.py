@@ -107,8 +107,7 @@ class TurboAttention(TorchAttention):
         """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         window = self.window if query.size(1) > self.window else 0
-        context = attention(query, key, value, scale=self.scale, window=window)
-        return context.transpose(0, 1)
+        return attention(query, key, value, scale=self.scale, window=window).transpose(0, 1)
 
 
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

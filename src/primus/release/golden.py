@@ -104,8 +104,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
                 sentences.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
                 break
-    shared = old["curves"].keys() & new["curves"].keys()
-    return tuple(sentences) or (f"all {len(shared)} golden curves agree",)
+    return tuple(sentences) or (f"all {len(old['curves'].keys() & new['curves'].keys())} golden curves agree",)
 
 
 def record(

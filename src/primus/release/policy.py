@@ -255,8 +255,6 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> t
                         findings.add(_finding(entry, place, fixed, accepted))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not an OSV entry", where=where) from None
-    if not packages:
-        raise refusal("no_packages")
     missing = (f"no entry is about {name}: {counted(n, 'package')} not looked up" for name, n in unseen.items())
     return sorted(findings, key=lambda finding: (finding.package, finding.id)), [*missing]
 

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -291,6 +292,8 @@ def audit(args: argparse.Namespace) -> int:
         resolved, examined = _examined_target(args)
         bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     (findings, unseen), today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
+    if file.is_file() and not re.search('"pkg:(pypi|deb)/', json.dumps(bom).lower()):
+        raise refusal("no_packages")
     for sentence in unseen:
         note(args, f"! {args.osv}: {sentence}")
     if args.vex and not findings:

@@ -140,7 +140,7 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
     for one that was not published: that a publisher announced it is not enough.
     """
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
-        raise InputError(f"{tag} is the tag of a release, which only publish sets", hint="move one such as latest-cpu")
+        raise InputError(f"{tag} is a tag of a release, which never moves by hand", hint="move one such as latest-cpu")
     for option, word in (("TAG", tag), ("RELEASE", release.removeprefix("sha256:"))):
         require_tag(word, option)
     targets = [word.partition(_ANNOUNCED)[0].removesuffix("-preview").partition("-")[2] for word in (tag, release)]

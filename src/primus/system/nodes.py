@@ -130,7 +130,8 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
             verdict = f"{wrong} of {len(gpus)} GPUs with wrong results" if wrong else "no wrong result"
             say(f"burn-in: {now - began:.0f} of {seconds:.0f} s, round {states[0]['round']}, {verdict}")
         # Before the first part, PyTorch is loaded.
-        return now - changed > patience * (1 if all(states) else 3)
+        hangs = now - changed > patience * (1 if all(states) else 3)
+        return hangs
 
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)

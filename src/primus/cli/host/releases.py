@@ -73,8 +73,7 @@ def diff(args: argparse.Namespace) -> int:
             for side, other in pairs
         )
     gpus = new.release.gpus or (target_of(args.new),)
-    known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
-    difference = compare(old, new, known_issues)
+    difference = compare(old, new, issues({**new.parts.get("packages", {}), **new.release.components}, gpus))
     text = notes(difference) if args.markdown else diff_page(difference, Screen.of())
     return answer(args, asdict(difference), [text])
 

@@ -265,7 +265,8 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
             hint = f"set {key}" + (f" to one of {', '.join(families())}" if key == "model.family" else more)
             raise InputError(f"{key} is missing", where=f"{source.files[0]}:1:1", hint=hint)
     head = f"{knows.name}."
-    adapters = [key for key in settings if key.startswith(f"{head}lora.")]
+    typed = (key for key, setting in settings.items() if setting.origin.startswith("command line"))
+    adapters = [key for key in typed if key.startswith(f"{head}lora.")]
     if adapters and settings["mode"].value != "lora":
         raise refusal("lora_alone", settings[adapters[0]].origin, key=adapters[0].removeprefix(head))
     sections = {"": schema.recipe_rules(), "model.": schema.model_rules(), head: schema.backend_rules(knows.name)}

@@ -105,8 +105,7 @@ class Search:
             if point and absent:
                 return
             bad = bool(point)  # GOOD and BAD are what the question says, as long as nothing contradicts it
-        order = [*point, *absent]
-        contradicting = self._calling_bad(order)[len(point)]
+        contradicting = self._calling_bad([*point, *absent])[len(point)]
         if bad:
             contradicting = ~contradicting
         levels: Counter[tuple[int, int]] = Counter()

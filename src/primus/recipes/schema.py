@@ -105,8 +105,7 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
     accepted = types | ({"int"} if "float" in types else frozenset())
     accepted |= {"list"} if "tuple" in accepted else frozenset()
     if kind not in accepted:
-        named = " or ".join(sorted({WORDS.get(name, name) for name in types}))
-        return f"must be {named}, not {_short(value)}"
+        return f"must be {' or '.join(sorted({WORDS.get(name, name) for name in types}))}, not {_short(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be finite, not {value}"
     if isinstance(value, int) and abs(value) > _LARGEST:

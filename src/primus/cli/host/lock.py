@@ -32,6 +32,7 @@ from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component, Versions
 from primus.versions.lock import Drift, Lock, Shared, dumps
 from primus.versions.traffic import LOG
+from primus.waits import answer_of
 
 
 class Change(NamedTuple):
@@ -61,7 +62,7 @@ def lock(args: argparse.Namespace) -> int:
 def outdated(args: argparse.Namespace) -> int:
     """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index."""
     outlooks = Outlooks(_resolved(args))
-    with ThreadPoolExecutor(4) as pool:
+    with answer_of("the Python indexes"), ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(outlooks.of, outlooks.uses))
     table, behind = [], dict[str, None]()
     for row in (row for row in rows if row.newest or row.error):
@@ -82,7 +83,8 @@ def bump(args: argparse.Namespace) -> int:
     project, name, rule = open_project(args), args.release, notes_of(Versions)["release"]["pattern"]
     if name and not (re.fullmatch(rule, name) and Version(name) > Version(project.versions.release)):
         raise refusal("no_later_release", name=name, current=project.versions.release)
-    moves = _moves(args)
+    with answer_of("the Python indexes"):
+        moves = _moves(args)
     path = project.root / "versions.yaml"
     old = path.read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)

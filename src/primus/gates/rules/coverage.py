@@ -57,8 +57,7 @@ def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrar
 def _folder(code: Code) -> str:
     """Return the folder whose files belong together: the part of the path above the architecture's name."""
     parts = code.path.split("/")[:-1]
-    named = next((i for i, part in enumerate(parts) if in_path(part)), len(parts))
-    return "/".join(parts[:named])
+    return "/".join(parts[: next((i for i, part in enumerate(parts) if in_path(part)), len(parts))])
 
 
 def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tuple[str, ...], str]:

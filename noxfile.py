@@ -61,7 +61,7 @@ def interpreter(session: nox.Session, extra: str = "images") -> str:
 
 def _holds(extra: str) -> bool:
     """Whether this interpreter has the checkout installed in editable mode, with its dependencies."""
-    spec = importlib.util.find_spec("primus")
+    spec = importlib.util.find_spec("primus_images")
     if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(HERE):
         return False
     needed = NEEDS["images"] + (NEEDS["dev"] if extra == "dev" else ())
@@ -78,10 +78,15 @@ def _base(session: nox.Session) -> tuple[Path, str]:
             break
         name = f"python3.{minor}"
         # pyenv puts commands for unselected versions on PATH; those commands fail.
-        if shutil.which(name) and subprocess.run([name, "-V"], capture_output=True, check=False).returncode == 0:
+        if (
+            shutil.which(name)
+            and subprocess.run([name, "-V"], capture_output=True, check=False).returncode == 0
+        ):
             version, base = (3, minor), name
     if version < OLDEST:
-        session.error(f"the project needs Python {'.'.join(map(str, OLDEST))} or newer, and PATH has none")
+        session.error(
+            f"the project needs Python {'.'.join(map(str, OLDEST))} or newer, and PATH has none"
+        )
     return HERE / ".nox" / f"primus-{version[0]}.{version[1]}", base
 
 
@@ -99,7 +104,16 @@ def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
         session.log(f"Installing the project into {folder.relative_to(HERE)}, once")
         shutil.rmtree(folder, ignore_errors=True)
         # virtualenv is installed with nox and brings pip. Debian's venv has no pip until python3-venv is installed.
-        _install(session, sys.executable, "virtualenv", "--quiet", "--no-periodic-update", "-p", base, str(folder))
+        _install(
+            session,
+            sys.executable,
+            "virtualenv",
+            "--quiet",
+            "--no-periodic-update",
+            "-p",
+            base,
+            str(folder),
+        )
     stamp_file.unlink(missing_ok=True)
     pip = ("pip", "install", "-q", "--disable-pip-version-check")
     _install(session, str(python), *pip, "-e", f"{HERE}[{extra}]")
@@ -108,7 +122,9 @@ def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
 
 def _install(session: nox.Session, python: str, *words: str) -> None:
     if _run([python, "-m", *words]):
-        session.error(f"{words[0]} could not install the project; its message is above. Run the session again.")
+        session.error(
+            f"{words[0]} could not install the project; its message is above. Run the session again."
+        )
 
 
 def _run(command: Iterable[str]) -> int:
@@ -134,7 +150,7 @@ def _in_foreground() -> bool:
 
 def primus(session: nox.Session, *words: str, fine: tuple[int, ...] = (0,)) -> None:
     """Run one `primus` command. An exit code that is not in ``fine`` fails the session with the meaning of the code."""
-    code = _run([interpreter(session), "-m", "primus.cli.main", *words, *session.posargs])
+    code = _run([interpreter(session), "-m", "primus_images.cli.main", *words, *session.posargs])
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if code not in fine:
@@ -157,13 +173,19 @@ def _tool(session: nox.Session, name: str, *command: str) -> None:
 
 # Sessions that run a command of primus: its words, and the session's line in `nox -l`.
 COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "plan": (("plan",), "Show what a build would do, layer by layer, for every target or for one (`-- cpu`)."),
+    "plan": (
+        ("plan",),
+        "Show what a build would do, layer by layer, for every target or for one (`-- cpu`).",
+    ),
     "explain": (
         ("explain",),
         "List the inputs that changed since the last build, of every target or of one (`-- cpu`).",
     ),
     "lock": (("lock",), "Resolve versions.yaml into exact files (`-- --check`: only compare)."),
-    "clean": (("clean",), "Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: list it)."),
+    "clean": (
+        ("clean",),
+        "Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: list it).",
+    ),
 }
 for _target in TARGETS:
     COMMANDS |= {
@@ -179,7 +201,10 @@ for _target in TARGETS:
     }
 BENCHMARKS = {
     "bench": ("engine", "Compare the engine with BuildKit (`-- --quick`: a smoke test)."),
-    "bench-gpu": ("speed", "Compare `primus train` with `--turbo off` on this machine's GPUs (`-- OUT.json CASE …`)."),
+    "bench-gpu": (
+        "speed",
+        "Compare `primus train` with `--turbo off` on this machine's GPUs (`-- OUT.json CASE …`).",
+    ),
     "bench-generations": (
         "generations",
         "Measure what building the AMD generations costs and shares. All files must be fetched before.",

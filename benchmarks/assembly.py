@@ -18,16 +18,22 @@ from benchmarks.buildkit import BuildKit, private_daemon
 from benchmarks.engine import OURS, RESULTS, THEIRS, Report, Theirs, tools_of
 from benchmarks.image import ImageProject, prepare
 from benchmarks.measure import peak_megabytes, peak_of_tree, result
-from primus.errors import PrimusError
+from primus_images.errors import PrimusError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results. Returns 1 if the limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench-assembly --", description=__doc__)
-    parser.add_argument("target", nargs="?", default="h200", help="image to assemble (default: h200)")
+    parser.add_argument(
+        "target", nargs="?", default="h200", help="image to assemble (default: h200)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns (default: 3)")
-    parser.add_argument("--folder", type=Path, help="where both sides keep their gigabytes (default: TMPDIR)")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/TARGET-assembly.json)")
+    parser.add_argument(
+        "--folder", type=Path, help="where both sides keep their gigabytes (default: TMPDIR)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default: benchmarks/results/TARGET-assembly.json)"
+    )
     args = parser.parse_args(argv)
     try:
         measured = _measure(args)
@@ -44,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()
     with (
-        tempfile.TemporaryDirectory(prefix="primus-bench-", dir=args.folder, ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="primus-bench-", dir=args.folder, ignore_cleanup_errors=True
+        ) as folder,
         private_daemon(Path(folder) / "docker") as kit,
     ):
         ours = prepare(Path(__file__).parents[1], Path(folder) / args.target, kit, args.target)
@@ -86,7 +94,9 @@ def _sizes(ours: ImageProject, kit: BuildKit) -> dict[str, int]:
         "layers": len(layers),
         "compressed_bytes": sum(layer.blob.size for layer in layers),
         "unpacked_bytes": sum(layer.unpacked for layer in layers),
-        "docker_bytes": int(kit.ask("image", "inspect", "--format", "{{.Size}}", f"bench-{ours.target}")),
+        "docker_bytes": int(
+            kit.ask("image", "inspect", "--format", "{{.Size}}", f"bench-{ours.target}")
+        ),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.measure import Finished, run
-from primus.errors import HostError
+from primus_images.errors import HostError
 
 # Docker of another release, unpacked from its Debian packages into this folder. The distribution's is found by an
 # absolute path, because PATH may first lead to another client.
@@ -30,11 +30,15 @@ class BuildKit:
     socket: Path
     daemon: int
 
-    def build(self, context: Path, targets: Sequence[str], *, options: Sequence[str] = ()) -> tuple[str, Finished]:
+    def build(
+        self, context: Path, targets: Sequence[str], *, options: Sequence[str] = ()
+    ) -> tuple[str, Finished]:
         """Build each target in turn. Returns the id of the last image, and the sum of all runs."""
         done = [run(self._build_command(context, t, options), env=self._env()) for t in targets]
         whole = Finished(
-            seconds=sum(d.seconds for d in done), megabytes=max(d.megabytes for d in done), lines=done[-1].lines
+            seconds=sum(d.seconds for d in done),
+            megabytes=max(d.megabytes for d in done),
+            lines=done[-1].lines,
         )
         return whole.lines[-1], whole
 
@@ -63,14 +67,28 @@ class BuildKit:
     def ask(self, *arguments: str) -> str:
         """Run the Docker client and return its output."""
         done = subprocess.run(
-            [_CLIENT, *arguments], env={**os.environ, **self._env()}, capture_output=True, text=True, check=False
+            [_CLIENT, *arguments],
+            env={**os.environ, **self._env()},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise HostError(f"docker {arguments[0]}: {done.stderr.strip()}")
         return done.stdout.strip()
 
     def _build_command(self, context: Path, target: str, options: Sequence[str]) -> list[str]:
-        return [_CLIENT, "build", "-q", *options, "--target", target, "-t", f"bench-{target}", str(context)]
+        return [
+            _CLIENT,
+            "build",
+            "-q",
+            *options,
+            "--target",
+            target,
+            "-t",
+            f"bench-{target}",
+            str(context),
+        ]
 
     def _env(self) -> dict[str, str]:
         env = {"DOCKER_HOST": f"unix://{self.socket}", "DOCKER_BUILDKIT": "1", "DOCKER_CONTEXT": ""}
@@ -85,11 +103,30 @@ def private_daemon(folder: Path) -> Iterator[BuildKit]:
     plugins = {"cliPluginsExtraDirs": [f"{_ROOT}/usr/libexec/docker/cli-plugins"]}
     (folder / "config/config.json").write_text(json.dumps(plugins))
     socket = folder / "docker.sock"
-    command = [_DAEMON, "--bridge=none", "--iptables=false", "--ip6tables=false", "--data-root", str(folder / "data")]
-    command += ["--exec-root", str(folder / "exec"), "--pidfile", str(folder / "pid"), "-H", f"unix://{socket}"]
-    env = {**os.environ, "PATH": os.pathsep.join([f"{_ROOT}/usr/sbin", f"{_ROOT}/usr/bin", os.environ["PATH"]])}
+    command = [
+        _DAEMON,
+        "--bridge=none",
+        "--iptables=false",
+        "--ip6tables=false",
+        "--data-root",
+        str(folder / "data"),
+    ]
+    command += [
+        "--exec-root",
+        str(folder / "exec"),
+        "--pidfile",
+        str(folder / "pid"),
+        "-H",
+        f"unix://{socket}",
+    ]
+    env = {
+        **os.environ,
+        "PATH": os.pathsep.join([f"{_ROOT}/usr/sbin", f"{_ROOT}/usr/bin", os.environ["PATH"]]),
+    }
     with (folder / "log").open("wb") as log:
-        daemon = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        daemon = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     builder = BuildKit(socket=socket, daemon=daemon.pid)
     try:
         _wait(daemon, builder, folder / "log")
@@ -114,7 +151,9 @@ def _wait(daemon: subprocess.Popen[bytes], builder: BuildKit, log: Path) -> None
         except HostError:
             time.sleep(0.2)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-    raise HostError(f"the private dockerd did not come up:\n{tail}", hint="it needs root and overlayfs")
+    raise HostError(
+        f"the private dockerd did not come up:\n{tail}", hint="it needs root and overlayfs"
+    )
 
 
 def _install() -> None:
@@ -125,6 +164,9 @@ def _install() -> None:
         raise HostError("docker.io is not installed", hint="as root: apt-get install docker.io")
     print("docker.io is missing: installing it with apt-get", file=sys.stderr, flush=True)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for arguments in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", "docker.io"]):
+    for arguments in (
+        ["update", "-q"],
+        ["install", "-y", "-q", "--no-install-recommends", "docker.io"],
+    ):
         if subprocess.run([apt, *arguments], env=env, stdout=sys.stderr, check=False).returncode:
             raise HostError(f"apt-get {arguments[0]} failed; its own words are above")

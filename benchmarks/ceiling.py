@@ -16,11 +16,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import host
-from primus.turbo.attention import flash_attention_4
+from primus_images.turbo.attention import flash_attention_4
 
 SEQ_LEN, HIDDEN, FFN, VOCABULARY, HEADS, KV_HEADS, SIZE = 8192, 4096, 14336, 128256, 32, 8, 128
-LINEARS = {"wq": (HIDDEN, HIDDEN), "wk": (HIDDEN, KV_HEADS * SIZE), "wv": (HIDDEN, KV_HEADS * SIZE),
-           "wo": (HIDDEN, HIDDEN), "w1": (HIDDEN, FFN), "w3": (HIDDEN, FFN), "w2": (FFN, HIDDEN)}  # fmt: skip
+LINEARS = {
+    "wq": (HIDDEN, HIDDEN),
+    "wk": (HIDDEN, KV_HEADS * SIZE),
+    "wv": (HIDDEN, KV_HEADS * SIZE),
+    "wo": (HIDDEN, HIDDEN),
+    "w1": (HIDDEN, FFN),
+    "w3": (HIDDEN, FFN),
+    "w2": (FFN, HIDDEN),
+}
 """A layer's linear layers: inputs, outputs."""
 
 
@@ -40,12 +47,16 @@ def seconds(call: Callable[[], object], repeats: int = 10) -> float:
 
 def product(rows: int, inner: int, columns: int, *, fp8: bool) -> float:
     """Return the seconds of one product [rows, inner] × [inner, columns]."""
-    a, b = (torch.randn(size, inner, device="cuda", dtype=torch.bfloat16) for size in (rows, columns))
+    a, b = (
+        torch.randn(size, inner, device="cuda", dtype=torch.bfloat16) for size in (rows, columns)
+    )
     if not fp8:
         return seconds(lambda: a @ b.t())
     one = torch.ones((), device="cuda")
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-    return seconds(lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+    return seconds(
+        lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    )
 
 
 def linear(tokens: int, inputs: int, outputs: int, *, fp8: bool) -> float:
@@ -57,7 +68,9 @@ def linear(tokens: int, inputs: int, outputs: int, *, fp8: bool) -> float:
 def attention(batch: int) -> float:
     """Return the seconds of one causal attention, forward and backward."""
     q, k, v = (
-        torch.randn(batch, SEQ_LEN, heads, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            batch, SEQ_LEN, heads, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     out = flash_attention_4(q, k, v, window=0, causal=True)
@@ -79,12 +92,22 @@ def main() -> None:
         linears = sum(linear(tokens, *sizes, fp8=precision == "fp8") for sizes in LINEARS.values())
         step = options.layers * (linears + attend) + head
         parts = {"linears": linears, "attention": attend, "head": head, "step": step}
-        rows.append({
-            "precision": precision, "batch": options.batch, "layers": options.layers,
-            "tokens_per_second": tokens / step, "milliseconds": {name: 1e3 * part for name, part in parts.items()},
-        })  # fmt: skip
+        rows.append(
+            {
+                "precision": precision,
+                "batch": options.batch,
+                "layers": options.layers,
+                "tokens_per_second": tokens / step,
+                "milliseconds": {name: 1e3 * part for name, part in parts.items()},
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
-    document = {"date": time.strftime("%Y-%m-%d"), "host": host(), "torch": torch.__version__, "results": rows}
+    document = {
+        "date": time.strftime("%Y-%m-%d"),
+        "host": host(),
+        "torch": torch.__version__,
+        "results": rows,
+    }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.components import checkpoint
 
-from primus.training import identity
-from primus.training.job import steps
+from primus_images.training.run import identity
+from primus_images.training.run.job import steps
 
 RESULT = Path(__file__).parent / "results/checkpoints.json"
 JOBS, CHECKPOINTS, KEPT = 4, 2500, 2
@@ -34,8 +34,12 @@ def job(folder: Path) -> None:
     """Save, seal and purge. Raises whatever a rank of torchtitan would end with."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     stale: Queue[Any] = Queue()
-    manager: Any = SimpleNamespace(keep_latest_k=KEPT, folder=str(folder), purge_queue=stale,
-                                   enable_ft_dataloader_checkpoints=False)  # fmt: skip
+    manager: Any = SimpleNamespace(
+        keep_latest_k=KEPT,
+        folder=str(folder),
+        purge_queue=stale,
+        enable_ft_dataloader_checkpoints=False,
+    )
     manager.purge_thread = Thread(target=checkpoint.purge_thread, args=(stale,))
     manager.purge_thread.start()
     state = {f"layers.{number}.weight": torch.randn(64, 64) for number in range(8)}
@@ -65,7 +69,9 @@ def main() -> int:
         folders = [Path(name) / f"job-{number}" for number in range(JOBS)]
         for folder in folders:
             folder.mkdir()
-        watchers = [Process(target=watch, args=(Path(name), over)) for _ in range(os.cpu_count() or 1)]
+        watchers = [
+            Process(target=watch, args=(Path(name), over)) for _ in range(os.cpu_count() or 1)
+        ]
         jobs = [Process(target=job, args=(folder,)) for folder in folders]
         for process in (*watchers, *jobs):
             process.start()
@@ -74,16 +80,26 @@ def main() -> int:
         over.set()
         for process in watchers:
             process.join()
-        kept = [[step.name for step in steps(folder) if identity.complete(step)] for folder in folders]
+        kept = [
+            [step.name for step in steps(folder) if identity.complete(step)] for folder in folders
+        ]
     lost = sum(
-        process.exitcode != 0 or f"step-{CHECKPOINTS}" not in names for process, names in zip(jobs, kept, strict=True)
+        process.exitcode != 0 or f"step-{CHECKPOINTS}" not in names
+        for process, names in zip(jobs, kept, strict=True)
     )
     document = {
-        "generated": "by `python -m benchmarks.checkpoints`; do not edit", "checkpoints": JOBS * CHECKPOINTS,
-        "jobs": JOBS, "kept_by_each": KEPT, "watchers": len(watchers), "processors": os.cpu_count(),
-        "load": round(os.getloadavg()[1], 1), "seconds": round(time.perf_counter() - began), "jobs_lost": lost,
-        "watchers_lost": sum(process.exitcode != 0 for process in watchers), "complete_in_the_end": kept,
-    }  # fmt: skip
+        "generated": "by `python -m benchmarks.checkpoints`; do not edit",
+        "checkpoints": JOBS * CHECKPOINTS,
+        "jobs": JOBS,
+        "kept_by_each": KEPT,
+        "watchers": len(watchers),
+        "processors": os.cpu_count(),
+        "load": round(os.getloadavg()[1], 1),
+        "seconds": round(time.perf_counter() - began),
+        "jobs_lost": lost,
+        "watchers_lost": sum(process.exitcode != 0 for process in watchers),
+        "complete_in_the_end": kept,
+    }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
     return 1 if lost or document["watchers_lost"] else 0

@@ -22,7 +22,7 @@ from benchmarks.buildkit import BuildKit, private_daemon
 from benchmarks.image import ImageProject, prepare
 from benchmarks.measure import PRIMUS, Finished, peak_megabytes, result, run, summary
 from benchmarks.synthetic import TARGETS, Graph, generate
-from primus.errors import CheckFailed, PrimusError
+from primus_images.errors import CheckFailed, PrimusError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -154,13 +154,19 @@ class Report:
                 each(side)
                 identity, done = side.build(targets)
                 seen[side.name].append((identity, done.seconds))
-                print(f"  {key:<12} {side.name:<9} {done.seconds:8.3f} s", file=sys.stderr, flush=True)
+                print(
+                    f"  {key:<12} {side.name:<9} {done.seconds:8.3f} s", file=sys.stderr, flush=True
+                )
         for side_name, runs in seen.items():
             changed = [a[0] != b[0] for a, b in itertools.pairwise(runs)]
             if fresh is not None and side_name in judged and any(c is not fresh for c in changed):
-                what = "did not see a change" if fresh else "built another image from the same inputs"
+                what = (
+                    "did not see a change" if fresh else "built another image from the same inputs"
+                )
                 raise CheckFailed(f"{name}: {side_name} {what}")
-        self.add(key, name, "s", {side: [seconds for _, seconds in runs] for side, runs in seen.items()})
+        self.add(
+            key, name, "s", {side: [seconds for _, seconds in runs] for side, runs in seen.items()}
+        )
 
     def add(self, key: str, name: str, unit: str, samples: Mapping[str, Sequence[float]]) -> None:
         """Add one row. Its ratio and verdict follow from the limit."""
@@ -198,10 +204,18 @@ class Repeats:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results. Returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small blobs, few repeats, no cpu image")
-    parser.add_argument("--side", choices=("both", OURS, THEIRS), default="both", help="measure one side only")
-    parser.add_argument("--skip-cpu", action="store_true", help="leave out the rows on the real cpu image")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/engine.json)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small blobs, few repeats, no cpu image"
+    )
+    parser.add_argument(
+        "--side", choices=("both", OURS, THEIRS), default="both", help="measure one side only"
+    )
+    parser.add_argument(
+        "--skip-cpu", action="store_true", help="leave out the rows on the real cpu image"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default: benchmarks/results/engine.json)"
+    )
     args = parser.parse_args(argv)
     try:
         result = _measure(args)
@@ -212,7 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     missed = [row["name"] for row in result["rows"] if row.get("met") is False]
-    print(f"{len(result['rows'])} rows written to {out.name}; " + (f"missed: {', '.join(missed)}" if missed else "ok"))
+    print(
+        f"{len(result['rows'])} rows written to {out.name}; "
+        + (f"missed: {', '.join(missed)}" if missed else "ok")
+    )
     # Small blobs say nothing about the limits, so a quick run fails only on an error.
     return 1 if missed and not args.quick else 0
 
@@ -234,7 +251,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 report = Report(sides=[theirs] if args.side == THEIRS else [ours, theirs])
                 floor = _synthetic(report, graph, None if args.side == THEIRS else ours, repeats)
                 if args.side == "both" and not args.skip_cpu and not args.quick:
-                    _cpu(report, prepare(Path(__file__).parents[1], root / "cpu", kit, "cpu"), kit, repeats)
+                    _cpu(
+                        report,
+                        prepare(Path(__file__).parents[1], root / "cpu", kit, "cpu"),
+                        kit,
+                        repeats,
+                    )
                 tools = tools_of(kit)
     workload = {
         "components": 12,
@@ -256,7 +278,11 @@ def tools_of(kit: BuildKit) -> dict[str, str]:
 
 def _command(args: argparse.Namespace) -> str:
     # Without --out, because a path of this machine means nothing to readers.
-    words = ["--quick"] * args.quick + [f"--side={args.side}"] * (args.side != "both") + ["--skip-cpu"] * args.skip_cpu
+    words = (
+        ["--quick"] * args.quick
+        + [f"--side={args.side}"] * (args.side != "both")
+        + ["--skip-cpu"] * args.skip_cpu
+    )
     return " ".join(["nox -s bench", *(["--", *words] if words else [])])
 
 
@@ -271,7 +297,15 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
         graph.warm()
 
     # Docker writes the current time into its images, so only ours can be reproducible from an empty store.
-    report.compare("cold", "cold, inputs on disk", repeats.slow, targets=one, each=empty, fresh=False, judged=(OURS,))
+    report.compare(
+        "cold",
+        "cold, inputs on disk",
+        repeats.slow,
+        targets=one,
+        each=empty,
+        fresh=False,
+        judged=(OURS,),
+    )
     report.compare("noop", "nothing changed", repeats.fast, targets=one, fresh=False)
     report.compare(
         "component",
@@ -300,9 +334,16 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
         return floor
     usage = [*PRIMUS, "--help"]
     run(usage)
-    report.add("help", "`primus --help`", "s", {OURS: [run(usage).seconds for _ in range(repeats.fast)]})
+    report.add(
+        "help", "`primus --help`", "s", {OURS: [run(usage).seconds for _ in range(repeats.fast)]}
+    )
     command = ours.command(one)
-    report.add("noop_memory", "peak memory, nothing changed", "MB", {OURS: [peak_megabytes(command) for _ in range(3)]})
+    report.add(
+        "noop_memory",
+        "peak memory, nothing changed",
+        "MB",
+        {OURS: [peak_megabytes(command) for _ in range(3)]},
+    )
     peaks = []
     for _ in range(3):
         empty(ours)

@@ -26,18 +26,18 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
-from primus.engine.kinds.debs import kernel_files
-from primus.engine.kinds.wheels import wheel_entries
-from primus.errors import CheckFailed, PrimusError
-from primus.gpucode.elf import AMDGPU, read_elf
-from primus.oci.layer import reference, walk, write_layer
-from primus.oci.store import Layer, Store
-from primus.oci.tar import Entry
-from primus.plan.action import ImagePlan
-from primus.plan.layers import plan_image
-from primus.plan.project import Project, Workspace
-from primus.plan.resolve import resolve
-from primus.plan.skeleton import Prefix
+from primus_images.engine.kinds.debs import kernel_files
+from primus_images.engine.kinds.wheels import wheel_entries
+from primus_images.errors import CheckFailed, PrimusError
+from primus_images.gpucode.elf import AMDGPU, read_elf
+from primus_images.oci.layer import reference, walk, write_layer
+from primus_images.oci.store import Layer, Store
+from primus_images.oci.tar import Entry
+from primus_images.plan.action import ImagePlan
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project, Workspace
+from primus_images.plan.resolve import resolve
+from primus_images.plan.skeleton import Prefix
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]
@@ -50,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s bench-generations --", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
     parser.add_argument("--once", action="store_true", help="one cold build instead of two")
-    parser.add_argument("--skip-cold", action="store_true", help="measure what the repository's own store holds")
+    parser.add_argument(
+        "--skip-cold", action="store_true", help="measure what the repository's own store holds"
+    )
     args = parser.parse_args(argv)
     words = ["--once"] * args.once + ["--skip-cold"] * args.skip_cold
     before = os.getloadavg()
     try:
-        with tempfile.TemporaryDirectory(prefix="primus-generations-", dir=ROOT / ".primus") as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="primus-generations-", dir=ROOT / ".primus"
+        ) as folder:
             report = Report(root=ROOT if args.skip_cold else _copy(Path(folder) / "project"))
             if not args.skip_cold:
                 _cold(report, args.once)
@@ -69,15 +73,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": " ".join(["nox -s bench-generations", *(["--", *words] if words else [])]),
         "machine": machine(),
-        "versions": {"primus-images": metadata.version("primus-images"), "zstandard": metadata.version("zstandard")},
-        "load_average": {"before": [round(v, 2) for v in before], "after": [round(v, 2) for v in os.getloadavg()]},
+        "versions": {
+            "primus-images": metadata.version("primus-images"),
+            "zstandard": metadata.version("zstandard"),
+        },
+        "load_average": {
+            "before": [round(v, 2) for v in before],
+            "after": [round(v, 2) for v in os.getloadavg()],
+        },
         "rows": report.rows,
         "notes": report.notes,
     }
     args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     missed = [row["name"] for row in report.rows if row.get("met") is False]
     print(
-        f"{len(report.rows)} rows written to {args.out.name}; " + (f"missed: {', '.join(missed)}" if missed else "ok")
+        f"{len(report.rows)} rows written to {args.out.name}; "
+        + (f"missed: {', '.join(missed)}" if missed else "ok")
     )
     return 1 if missed else 0
 
@@ -85,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _copy(root: Path) -> Path:
     """Copy the repository's inputs and fetched files, without anything built from them. Returns the copy's folder."""
     for name in ("images", "recipes", "src"):
-        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "versions.yaml", root)
     (root / ".primus").mkdir()
     (root / ".primus" / "files").symlink_to((ROOT / ".primus" / "files").resolve())
@@ -111,7 +124,11 @@ class Report:
 
     def add(self, name: str, value: float, unit: str, bar: tuple[str, float] | None = None) -> None:
         """Add one row; ``bar`` is ≤ or ≥, and the limit."""
-        row: dict[str, Any] = {"name": name, "value": round(value, 3 if value < 10 else 2), "unit": unit}
+        row: dict[str, Any] = {
+            "name": name,
+            "value": round(value, 3 if value < 10 else 2),
+            "unit": unit,
+        }
         if bar is not None:
             sign, limit = bar
             row["bar"] = {"sign": sign, "limit": limit}
@@ -136,17 +153,26 @@ def _cold(report: Report, once: bool) -> None:
         seconds = cold.seconds
         if cold.lines[-1] != first:
             raise CheckFailed(f"two builds from empty stores differ: {first} and {cold.lines[-1]}")
-        report.notes.append("Two builds of mi355x from empty stores gave the same digest; memory is that of the first")
+        report.notes.append(
+            "Two builds of mi355x from empty stores gave the same digest; memory is that of the first"
+        )
     used = _processor_seconds() - used
     report.add("mi355x preview, cold", seconds, "s", ("≤", 240))
-    report.add("mi355x preview, cold: processor time, which other work on the machine hardly changes", used, "s")
+    report.add(
+        "mi355x preview, cold: processor time, which other work on the machine hardly changes",
+        used,
+        "s",
+    )
     report.add("mi355x preview, cold: peak memory of all processes", peak, "MB", ("≤", 500))
     for target in ("mi350x", "mi300x", "mi325x"):
         report.add(f"{target} preview after those above", run(report.build(target)).seconds, "s")
 
 
 def _noop(report: Report) -> None:
-    for name, targets, bar in (("mi355x preview", TARGETS[-1:], ("≤", 0.2)), ("all four", TARGETS, None)):
+    for name, targets, bar in (
+        ("mi355x preview", TARGETS[-1:], ("≤", 0.2)),
+        ("all four", TARGETS, None),
+    ):
         run(report.build(*targets))
         seconds = statistics.median(run(report.build(*targets)).seconds for _ in range(_NOOPS))
         report.add(f"{name}, nothing to do (median of {_NOOPS})", seconds, "s", bar)
@@ -155,7 +181,9 @@ def _noop(report: Report) -> None:
 def _sharing(report: Report) -> None:
     command = [*PRIMUS, "plan", *TARGETS, "--json", "--project", str(report.root)]
     plans = json.loads("\n".join(run(command).lines))
-    layers = {plan["target"]: {row["key"]: row["bytes"] for row in plan["layers"]} for plan in plans}
+    layers = {
+        plan["target"]: {row["key"]: row["bytes"] for row in plan["layers"]} for plan in plans
+    }
     for first, second, bar in (
         ("mi350x", "mi355x", ("≥", 99.0)),
         ("mi300x", "mi325x", ("≥", 99.0)),
@@ -176,7 +204,11 @@ def _host_code(report: Report) -> None:
         found.append(dict(part for layer in kernels if layer for part in _host_parts(store, layer)))
     alike = found[0].keys() & found[1].keys()
     size = sum(found[0][digest] for digest in alike)
-    report.add("mi300x ↔ mi355x, host code of libraries with GPU code, in both device layers", size / 1e6, "MB")
+    report.add(
+        "mi300x ↔ mi355x, host code of libraries with GPU code, in both device layers",
+        size / 1e6,
+        "MB",
+    )
 
 
 def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
@@ -194,14 +226,28 @@ def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
 
 def _pruning(report: Report) -> None:
     workspace, plan = Project(report.root).workspace, _plan(report, "mi355x")
-    layers = {action.name: layer for action in plan.layers if (layer := workspace.store.layer(action.key)) is not None}
-    size, unpacked = sum(x.blob.size for x in layers.values()), sum(x.unpacked for x in layers.values())
+    layers = {
+        action.name: layer
+        for action in plan.layers
+        if (layer := workspace.store.layer(action.key)) is not None
+    }
+    size, unpacked = (
+        sum(x.blob.size for x in layers.values()),
+        sum(x.unpacked for x in layers.values()),
+    )
     whole = _unpruned(workspace, plan, layers)
     before = sum(x.blob.size for x in whole.values()), sum(x.unpacked for x in whole.values())
     report.add("mi355x preview, compressed", size / 1e6, "MB")
     report.add("mi355x preview with all that pruning leaves out, compressed", before[0] / 1e6, "MB")
-    report.add("mi355x preview: smaller by pruning, compressed", 100 * (1 - size / before[0]), "%", ("≥", 40.0))
-    report.add("mi355x preview: smaller by pruning, unpacked", 100 * (1 - unpacked / before[1]), "%")
+    report.add(
+        "mi355x preview: smaller by pruning, compressed",
+        100 * (1 - size / before[0]),
+        "%",
+        ("≥", 40.0),
+    )
+    report.add(
+        "mi355x preview: smaller by pruning, unpacked", 100 * (1 - unpacked / before[1]), "%"
+    )
     report.notes.append(
         "Pruning leaves out kernel files of other GPUs, their code in libraries (whose files keep their length, with "
         "zeros in its place: only compressed layers get smaller), and NVIDIA's tools in Triton"
@@ -218,7 +264,9 @@ def _processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _unpruned(workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+def _unpruned(
+    workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]
+) -> dict[str, Layer]:
     """Return the image's layers, with pruned layers replaced by unpruned ones."""
     files, whole = workspace.files, dict(layers)
     with tempfile.TemporaryDirectory(dir=workspace.folder) as folder:
@@ -230,7 +278,9 @@ def _unpruned(workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]
                 found: list[Entry] = []
                 for deb in action.files:
                     patterns = spec["kernels"][deb.name]
-                    found += kernel_files(None, files.path(deb.sha256), patterns, Path(folder) / deb.name)
+                    found += kernel_files(
+                        None, files.path(deb.sha256), patterns, Path(folder) / deb.name
+                    )
                 whole[action.name] = write_layer(store, found)
             elif "without" in spec:
                 prefix = Prefix(root=spec["prefix"], python=spec["python"])

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from benchmarks.buildkit import BuildKit
 from benchmarks.measure import PRIMUS, Finished, run
-from primus.errors import CheckFailed, HostError, InputError
-from primus.files import read_sealed
-from primus.oci.store import Layer, Store
-from primus.plan.action import ImagePlan
-from primus.plan.layers import plan_image
-from primus.plan.project import Project, Workspace
-from primus.plan.resolve import ResolvedTarget, resolve
-from primus.versions.lock import LockedFile
+from primus_images.errors import CheckFailed, HostError, InputError
+from primus_images.files import read_sealed
+from primus_images.oci.store import Layer, Store
+from primus_images.plan.action import ImagePlan
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project, Workspace
+from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.versions.lock import LockedFile
 
 _BASE = "primus-base"
 
@@ -35,7 +35,13 @@ class ImageProject:
 
     def command(self, targets: Sequence[str], *, offline: bool = True) -> list[str]:
         """Return the command line that builds ``targets``."""
-        places = ["--project", str(self.root), "--store", str(self.store), *(["--offline"] if offline else [])]
+        places = [
+            "--project",
+            str(self.root),
+            "--store",
+            str(self.store),
+            *(["--offline"] if offline else []),
+        ]
         return [*PRIMUS, "build", *targets, *places]
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
@@ -68,9 +74,7 @@ class ImageProject:
         """Start a process that writes the base layer's tar archive to its standard output."""
         record = read_sealed(self._base_record())
         digest = record["layer"]["blob"]["digest"].removeprefix("sha256:")
-        code = (
-            "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
-        )
+        code = "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
         blob = str(self.store / "blobs" / "sha256" / digest)
         return subprocess.Popen([sys.executable, "-c", code, blob], stdout=subprocess.PIPE)
 
@@ -82,7 +86,9 @@ class ImageProject:
         lock = self.resolved.lock
         builds = [a.key for a in self._plan().actions() if a.kind == "build"]
         records = [read_sealed(self.store / "actions" / f"{key}.json") for key in builds]
-        built = [LockedFile(kind="wheel", name=r["name"], version="", **r["wheel"]) for r in records]
+        built = [
+            LockedFile(kind="wheel", name=r["name"], version="", **r["wheel"]) for r in records
+        ]
         return [*(lock.of("wheel") if lock else ()), *built]
 
     def layers(self) -> list[Layer]:
@@ -111,7 +117,9 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
     for name in ("versions.yaml", "images", "recipes", "src"):
         source, copy = repository / name, root / name
         if source.is_dir():
-            shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif source.is_file():
             shutil.copy2(source, copy)
     print(f"fetching what the {target} image needs, building it once", file=sys.stderr, flush=True)
@@ -146,20 +154,42 @@ def _describe_for_docker(ours: ImageProject) -> None:
         (root / "wheels" / wheel.file).hardlink_to(cache.path(wheel.sha256))
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
-        raise CheckFailed(f"the {target} image contains no pip wheel, so BuildKit's side cannot install its wheels")
+        raise CheckFailed(
+            f"the {target} image contains no pip wheel, so BuildKit's side cannot install its wheels"
+        )
     python = ".".join(resolved.versions.bases[base].python.split(".")[:2])
     # A bind mount and no cache folder: the wheels stay out of the image, which is BuildKit's fastest way.
-    install: list[str] = [f"/usr/bin/python{python}", f"/wheels/{pip}/pip", "install", "--no-index", "--no-deps"]
-    install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]
-    install += ["--break-system-packages", "--prefix=/opt/venv", *(f"/wheels/{w.file}" for w in wheels)]
+    install: list[str] = [
+        f"/usr/bin/python{python}",
+        f"/wheels/{pip}/pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+    ]
+    install += [
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--root-user-action=ignore",
+        "--quiet",
+    ]
+    install += [
+        "--break-system-packages",
+        "--prefix=/opt/venv",
+        *(f"/wheels/{w.file}" for w in wheels),
+    ]
     local = {name: pin for name, pin in resolved.pins.items() if pin.path}
     site = f"/opt/venv/lib/python{python}/site-packages"
     ordered = [pin for _, pin in sorted(local.items(), key=lambda item: item[0] == "recipes")]
     copies = [f"COPY {pin.path} {(pin.to or '').replace('{site}', site)}" for pin in ordered]
-    lines = [f"FROM {_BASE} AS {target}", f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}"]
+    lines = [
+        f"FROM {_BASE} AS {target}",
+        f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}",
+    ]
     (root / "Dockerfile").write_text("\n".join([*lines, *copies, ""]))
     wanted = ["wheels", *(pin.path for pin in local.values() if pin.path)]
-    (root / ".dockerignore").write_text("\n".join(["*", *(f"!{path}" for path in wanted), "**/__pycache__", ""]))
+    (root / ".dockerignore").write_text(
+        "\n".join(["*", *(f"!{path}" for path in wanted), "**/__pycache__", ""])
+    )
 
 
 def _exec(words: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import PRIMUS, result, run, summary
-from primus.errors import HostError, PrimusError
+from primus_images.errors import HostError, PrimusError
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "launcher.json"
@@ -26,7 +26,9 @@ _START, _SHOW = 1.0, 0.15
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results. Returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench-launcher --", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=_REPEATS, help=f"pairs of starts (default: {_REPEATS})")
+    parser.add_argument(
+        "--repeats", type=int, default=_REPEATS, help=f"pairs of starts (default: {_REPEATS})"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
     args = parser.parse_args(argv)
     words = ["--", "--repeats", str(args.repeats)] if args.repeats != _REPEATS else []
@@ -49,11 +51,25 @@ def _measure(repeats: int) -> dict[str, Any]:
     places = ["--project", str(ROOT)]
     run([*PRIMUS, "build", "cpu", *places], cwd=ROOT)
     inside = [
-        *PRIMUS, "run", "cpu", *places, "--no-entrypoint", "-e", f"PYTHONPATH={_INSIDE}",
-        "-v", f"{ROOT / 'benchmarks'}:{_INSIDE}/benchmarks:ro",
-        "--", "python3", "-m", "benchmarks.starts", "--repeats", str(repeats),
-    ]  # fmt: skip
-    done = subprocess.run(inside, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+        *PRIMUS,
+        "run",
+        "cpu",
+        *places,
+        "--no-entrypoint",
+        "-e",
+        f"PYTHONPATH={_INSIDE}",
+        "-v",
+        f"{ROOT / 'benchmarks'}:{_INSIDE}/benchmarks:ro",
+        "--",
+        "python3",
+        "-m",
+        "benchmarks.starts",
+        "--repeats",
+        str(repeats),
+    ]
+    done = subprocess.run(
+        inside, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         raise HostError(f"the measurement inside the image ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -70,7 +86,10 @@ def _rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for ranks, pairs in found["pairs"].items()
     ]
-    before = {"name": f"`{found['commands']['plan']}`, the part before any rank", "ours": summary(found["plan"])}
+    before = {
+        "name": f"`{found['commands']['plan']}`, the part before any rank",
+        "ours": summary(found["plan"]),
+    }
     show = {"name": f"`{found['commands']['show']}`", **_judged("ours", found["show"], _SHOW)}
     return [*rows, {"unit": "s", **before}, {"unit": "s", **show}]
 

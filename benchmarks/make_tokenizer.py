@@ -74,9 +74,16 @@ MORALS = (
 def sentence(draw: random.Random, pattern: str) -> str:
     quality, other = draw.sample(QUALITIES, 2)
     return pattern.format(
-        p=draw.choice(PEOPLE), m=draw.choice(ANIMALS), t=draw.choice(THINGS), l=draw.choice(PLACES),
-        q=quality, q2=other, a=draw.choice(ACTS), w=draw.choice(TIMES), n=draw.choice(NUMBERS),
-    )  # fmt: skip
+        p=draw.choice(PEOPLE),
+        m=draw.choice(ANIMALS),
+        t=draw.choice(THINGS),
+        l=draw.choice(PLACES),
+        q=quality,
+        q2=other,
+        a=draw.choice(ACTS),
+        w=draw.choice(TIMES),
+        n=draw.choice(NUMBERS),
+    )
 
 
 def documents() -> list[str]:
@@ -93,7 +100,9 @@ def main(folder: Path) -> None:
 
     texts = documents()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

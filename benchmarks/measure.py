@@ -15,10 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from primus.errors import HostError
+from primus_images.errors import HostError
 
 # The code of the installed `primus` script, run by this interpreter.
-PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
+PRIMUS = (
+    sys.executable,
+    "-c",
+    "import sys; from primus_images.cli.main import main; sys.exit(main())",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,9 @@ class Finished:
     lines: tuple[str, ...]
 
 
-def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> Finished:
+def run(
+    command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> Finished:
     """Run ``command``. Raises HostError, with the end of its output, if it fails."""
     # Otherwise dirty pages of the previous run would be written back during this one.
     os.sync()
@@ -43,10 +49,14 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path 
     if child.returncode:
         tail = "\n".join(out.splitlines()[-15:])
         raise HostError(f"{' '.join(command[:6])} … ended with {child.returncode}:\n{tail}")
-    return Finished(seconds=seconds, megabytes=usage.ru_maxrss / 1024, lines=tuple(out.splitlines()))
+    return Finished(
+        seconds=seconds, megabytes=usage.ru_maxrss / 1024, lines=tuple(out.splitlines())
+    )
 
 
-def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> float:
+def peak_megabytes(
+    command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> float:
     """Return the peak memory of ``command`` and all its descendants together, in MB.
 
     ``ru_maxrss`` covers only the largest process, so a builder with workers would seem smaller than it is. This
@@ -88,9 +98,13 @@ def peak_of_tree(root: int) -> Iterator[list[float]]:
         found.append(peak)
 
 
-def _start(command: Sequence[str], env: dict[str, str] | None, cwd: Path | None) -> subprocess.Popen[str]:
+def _start(
+    command: Sequence[str], env: dict[str, str] | None, cwd: Path | None
+) -> subprocess.Popen[str]:
     # Installed Python programs cache their compiled modules. With this variable, each start would compile them again.
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     return subprocess.Popen(
         command,
         env={**inherited, **(env or {})},
@@ -109,7 +123,9 @@ def _parents() -> dict[int, int]:
         if folder.name.isdecimal():
             with suppress(OSError, IndexError):
                 # Field 4 of stat. The command's name before it may contain spaces and brackets.
-                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder.name)] = int(
+                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     return found
 
 
@@ -126,7 +142,9 @@ def _megabytes(pids: Iterable[int]) -> float:
     for pid in pids:
         with suppress(OSError):
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            total += sum(
+                int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+            )
     return total / 1024
 
 
@@ -144,10 +162,24 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Return a description of the machine, without its name."""
     cpu = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "unknown",
     )
-    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    system = next((line.partition("=")[2].strip('"') for line in _lines("/etc/os-release") if "PRETTY" in line), "")
+    memory = next(
+        (int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0
+    )
+    system = next(
+        (
+            line.partition("=")[2].strip('"')
+            for line in _lines("/etc/os-release")
+            if "PRETTY" in line
+        ),
+        "",
+    )
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
@@ -174,7 +206,10 @@ def result(
         "command": command,
         "machine": machine(),
         "versions": {"primus-images": metadata.version("primus-images"), **versions},
-        "load_average": {"before": [round(v, 2) for v in load], "after": [round(v, 2) for v in os.getloadavg()]},
+        "load_average": {
+            "before": [round(v, 2) for v in load],
+            "after": [round(v, 2) for v in os.getloadavg()],
+        },
         "rows": rows,
     }
 

@@ -22,9 +22,22 @@ import torch
 from benchmarks.gpu import host
 
 # (out, in) of the linear layers of Llama 3.1 8B (and Mistral 7B), Qwen 2.5 7B and DeepSeek V2 Lite.
-LINEARS = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (3584, 3584), (18944, 3584), (3584, 18944),
-           (10944, 2048), (2048, 10944))  # fmt: skip
-HEADS = (("llama3.1-8b", 32, 8, 128, 128), ("qwen2.5-7b", 28, 4, 128, 128), ("deepseek-16b", 16, 16, 192, 128))
+LINEARS = (
+    (4096, 4096),
+    (1024, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (3584, 3584),
+    (18944, 3584),
+    (3584, 18944),
+    (10944, 2048),
+    (2048, 10944),
+)
+HEADS = (
+    ("llama3.1-8b", 32, 8, 128, 128),
+    ("qwen2.5-7b", 28, 4, 128, 128),
+    ("deepseek-16b", 16, 16, 192, 128),
+)
 EXPERTS = (("deepseek-16b", 64, 2048, 1408), ("mixtral-8x7b", 8, 4096, 14336))
 # Rounding the result to BF16 alone gives 2^-9 / √3 = 0.0011. In FP8, rounding a factor of 3 explicit bits gives about
 # 0.026, one of 2 bits 0.052: two of the first kind 0.037, one of each 0.058.
@@ -34,9 +47,12 @@ BF16, FP8, FP8_GRADIENT, ROUNDED = 5e-3, 5e-2, 7.5e-2, 5e-3
 def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     cases: dict[str, Callable[[], dict[str, Any]]] = {
-        "linear_bf16": linear_bf16, "linear_fp8": linear_fp8, "attention": attention, "experts": experts,
+        "linear_bf16": linear_bf16,
+        "linear_fp8": linear_fp8,
+        "attention": attention,
+        "experts": experts,
         "first_step": first_step,
-    }  # fmt: skip
+    }
     results: list[dict[str, Any]] = []
     for name in sys.argv[2:] or cases:
         torch.manual_seed(7)
@@ -46,14 +62,24 @@ def main() -> int:
         except Exception as error:  # noqa: BLE001 - the next case must run
             traceback.print_exc()
             found = {"passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}
-        found = {"case": name, "what": cases[name].__doc__, **found, "seconds": round(time.monotonic() - at, 1)}
+        found = {
+            "case": name,
+            "what": cases[name].__doc__,
+            **found,
+            "seconds": round(time.monotonic() - at, 1),
+        }
         results.append(found)
         print(json.dumps(found), flush=True)
         torch.cuda.empty_cache()
         versions = {n: metadata.version(n) for n in ("torch", "triton", "torchtitan", "torchao")}
-        document = {"what": "Numerics of this GPU's products, attention and first training step against FP64.",
-                    "date": time.strftime("%Y-%m-%d"), "command": "python -m benchmarks.numerics OUT.json",
-                    "host": host(), "versions": versions, "results": results}  # fmt: skip
+        document = {
+            "what": "Numerics of this GPU's products, attention and first training step against FP64.",
+            "date": time.strftime("%Y-%m-%d"),
+            "command": "python -m benchmarks.numerics OUT.json",
+            "host": host(),
+            "versions": versions,
+            "results": results,
+        }
         Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(result["passed"] for result in results) else 1
 
@@ -96,7 +122,7 @@ def linear_fp8() -> dict[str, Any]:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    from primus.turbo.fp8 import linear
+    from primus_images.turbo.fp8 import linear
 
     found: dict[str, Any] = {"passed": True, "limits": [FP8, FP8_GRADIENT], "off": {}}
     config = Float8LinearConfig()
@@ -107,14 +133,17 @@ def linear_fp8() -> dict[str, Any]:
         layer.weight = torch.nn.Parameter(w)
         layer = Float8Linear.from_float(layer, config)
         wanted = (
-            x[:_ROWS].detach().double() @ w.double().t(), g[:_ROWS].double() @ w.double(),
+            x[:_ROWS].detach().double() @ w.double().t(),
+            g[:_ROWS].double() @ w.double(),
             g[:, :_ROWS].double().t() @ x.detach().double(),
-        )  # fmt: skip
+        )
         rows = {}
         for name in ("torchao", "fp8-linear"):
             made = layer(x) if name == "torchao" else linear(x, layer.weight, config)
             of_x, of_w = torch.autograd.grad(made, (x, layer.weight), g)
-            rows[name] = [_off(a[:_ROWS], b) for a, b in zip((made.detach(), of_x, of_w), wanted, strict=True)]
+            rows[name] = [
+                _off(a[:_ROWS], b) for a, b in zip((made.detach(), of_x, of_w), wanted, strict=True)
+            ]
             found["passed"] &= rows[name][0] < FP8 and max(rows[name]) < FP8_GRADIENT
         found["off"][f"{out}x{into}"] = rows
     return found
@@ -129,7 +158,10 @@ def attention() -> dict[str, Any]:
     hidden = torch.ones(length, length, device="cuda", dtype=torch.bool).triu(1)
     for name, heads, kv_heads, size, value_size in HEADS:
         shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size))
-        inputs = [torch.randn(1, h, length, s, device="cuda").bfloat16().requires_grad_() for h, s in shapes]
+        inputs = [
+            torch.randn(1, h, length, s, device="cuda").bfloat16().requires_grad_()
+            for h, s in shapes
+        ]
         grad = torch.randn(1, heads, length, value_size, device="cuda").bfloat16()
         wide = [t.detach().double().requires_grad_() for t in inputs]
         q, k, v = wide[0], *(t.repeat_interleave(heads // kv_heads, 1) for t in wide[1:])
@@ -142,7 +174,9 @@ def attention() -> dict[str, Any]:
         ):
             try:
                 with sdpa_kernel(backends):
-                    made = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+                    made = torch.nn.functional.scaled_dot_product_attention(
+                        *inputs, is_causal=True, enable_gqa=True
+                    )
                 got = [made.detach(), *torch.autograd.grad(made, inputs, grad)]
             except RuntimeError as error:
                 rows[way] = f"not available: {error}"[:200]
@@ -175,9 +209,10 @@ def experts() -> dict[str, Any]:
                 continue
             a, b, c = x[part].detach().double(), w[number].detach().double(), g[part].double()
             for key, got, want in (
-                ("output", made[part].detach(), a @ b), ("input_gradient", of_x[part], c @ b.t()),
+                ("output", made[part].detach(), a @ b),
+                ("input_gradient", of_x[part], c @ b.t()),
                 ("weight_gradient", of_w[number], a.t() @ c),
-            ):  # fmt: skip
+            ):
                 off[key] = max(off[key], _off(got, want))
         found["off"][name] = off
         found["passed"] &= max(off.values()) < BF16
@@ -240,23 +275,27 @@ def first_step() -> dict[str, Any]:
     from torchtitan.models.llama3.model.model import FeedForward
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from primus.recipes.resolve import resolve
-    from primus.recipes.setting import Choices
-    from primus.training.reference.model import Model
-    from primus.training.reference.names import to_canonical
-    from primus.training.torchtitan import turbo
-    from primus.training.torchtitan.render import model_arguments
+    from primus_images.recipes.resolve import resolve
+    from primus_images.recipes.setting import Choices
+    from primus_images.training.backends.torchtitan import turbo
+    from primus_images.training.backends.torchtitan.render import model_arguments
+    from primus_images.training.judge.reference.model import Model
+    from primus_images.training.judge.reference.names import to_canonical
 
-    recipe = resolve("llama3.1-8b", ["ranks=1"], Choices(backend="torchtitan", mode="pretrain", gpu="h200"))
+    recipe = resolve(
+        "llama3.1-8b", ["ranks=1"], Choices(backend="torchtitan", mode="pretrain", gpu="h200")
+    )
     spec = get_train_spec("llama3")
-    from primus.training.torchtitan.entry import _arguments
+    from primus_images.training.backends.torchtitan.entry import _arguments
 
     described = model_arguments(recipe.architecture, recipe.precision)
     arguments = _arguments(type(next(iter(spec.model_args.values()))), described)
     arguments.max_seq_len = 1024
     corpus, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
     assert corpus and tokenizer
-    text = "\n".join(json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()[:200])
+    text = "\n".join(
+        json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()[:200]
+    )
     tokens = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(text).ids[:1025]
     given = torch.tensor([tokens[:-1]], device="cuda")
     labels = torch.tensor([tokens[1:]], device="cuda")
@@ -266,11 +305,15 @@ def first_step() -> dict[str, Any]:
     def run(name: str, model: Any) -> None:
         logits = model(given)
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        found[name] = dict(zip(("loss", "grad_norm"), _norm_and_loss(loss, list(model.parameters())), strict=True))
+        found[name] = dict(
+            zip(("loss", "grad_norm"), _norm_and_loss(loss, list(model.parameters())), strict=True)
+        )
 
     run("bf16", model)
     convert_to_float8_training(
-        model, config=Float8LinearConfig(), module_filter_fn=lambda _, name: not name.endswith("output")
+        model,
+        config=Float8LinearConfig(),
+        module_filter_fn=lambda _, name: not name.endswith("output"),
     )
     run("fp8", model)
     stock = Float8Linear.forward, FeedForward.forward
@@ -284,20 +327,34 @@ def first_step() -> dict[str, Any]:
         name: weight.cuda().float().requires_grad_()
         for name, weight in to_canonical("torchtitan", recipe.architecture, small).items()
     }
-    for name, reference in (("reference", Model(recipe.architecture)),
-                            ("rounded", Model(recipe.architecture, between=_Rounded.apply))):  # fmt: skip
+    for name, reference in (
+        ("reference", Model(recipe.architecture)),
+        ("rounded", Model(recipe.architecture, between=_Rounded.apply)),
+    ):
         losses, _ = reference.losses(weights, {"inputs": given, "labels": labels})
         loss = losses.mean()
-        found[name] = dict(zip(("loss", "grad_norm"), _norm_and_loss(loss, list(weights.values())), strict=True))
+        found[name] = dict(
+            zip(("loss", "grad_norm"), _norm_and_loss(loss, list(weights.values())), strict=True)
+        )
     exact = found["reference"]
     off = {
         name: {key: abs(row[key] / exact[key] - 1) for key in exact}
-        for name, row in found.items() if name != "reference"
-    }  # fmt: skip
+        for name, row in found.items()
+        if name != "reference"
+    }
     limits = {"loss": {"bf16": 1e-3, "fp8": 5e-3}, "grad_norm": {"bf16": 2e-2, "fp8": 5e-2}}
-    passed = all(off[name][key] < limit[name[:4].rstrip("-")] for key, limit in limits.items()
-                 for name in ("bf16", "fp8", "fp8-turbo"))  # fmt: skip
-    return {"passed": passed, "tokens": labels.numel(), "found": found, "off": off, "limits": limits}
+    passed = all(
+        off[name][key] < limit[name[:4].rstrip("-")]
+        for key, limit in limits.items()
+        for name in ("bf16", "fp8", "fp8-turbo")
+    )
+    return {
+        "passed": passed,
+        "tokens": labels.numel(),
+        "found": found,
+        "off": off,
+        "limits": limits,
+    }
 
 
 if __name__ == "__main__":

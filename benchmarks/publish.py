@@ -28,7 +28,10 @@ _PORT = 5077
 _NAME = f"127.0.0.1:{_PORT}/rocm/primus"
 # Other work of the machine must not count, on either side.
 _FIRST = ("chrt", "--fifo", "1") if os.geteuid() == 0 else ()
-_PARTS_OF_OURS = ([sys.executable, "-c", "pass"], [sys.executable, "-c", "import benchmarks.publish_once"])
+_PARTS_OF_OURS = (
+    [sys.executable, "-c", "pass"],
+    [sys.executable, "-c", "import benchmarks.publish_once"],
+)
 
 
 def make_project(root: Path, gigabytes: float) -> None:
@@ -38,7 +41,10 @@ def make_project(root: Path, gigabytes: float) -> None:
         for part in _PARTS
     )
     head = "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents:\n"
-    texts = {"versions.yaml": head + pins, "images/demo.yaml": "description: random\nchannels: [local]\n"}
+    texts = {
+        "versions.yaml": head + pins,
+        "images/demo.yaml": "description: random\nchannels: [local]\n",
+    }
     texts["images/demo.yaml"] += f"components: [{', '.join(_PARTS)}]\ncommand: [sh]\n"
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +62,13 @@ def _registry(folder: Path) -> Iterator[Path]:
     """Run a registry, and yield its access log."""
     config, log = folder / "config.yml", folder / "log"
     storage = f"storage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}"
-    config.write_text(f"version: 0.1\n{storage}\nhttp: {{addr: '127.0.0.1:{_PORT}'}}\n", encoding="utf-8")
+    config.write_text(
+        f"version: 0.1\n{storage}\nhttp: {{addr: '127.0.0.1:{_PORT}'}}\n", encoding="utf-8"
+    )
     with log.open("wb") as file:
-        process = subprocess.Popen([*_FIRST, "docker-registry", "serve", str(config)], stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [*_FIRST, "docker-registry", "serve", str(config)], stdout=file, stderr=file
+        )
     try:
         time.sleep(2)
         yield log
@@ -69,7 +79,9 @@ def _registry(folder: Path) -> Iterator[Path]:
 
 def _sent(log: str) -> tuple[set[str], list[str]]:
     """Return the digests of the blobs that were sent, and the references of the manifests."""
-    blobs = re.findall(r'"PUT /v2/\S+/blobs/uploads/\S*digest=(sha256)(?:%3A|:)([0-9a-f]{64})\S* HTTP', log)
+    blobs = re.findall(
+        r'"PUT /v2/\S+/blobs/uploads/\S*digest=(sha256)(?:%3A|:)([0-9a-f]{64})\S* HTTP', log
+    )
     return {":".join(pair) for pair in blobs}, re.findall(r'"PUT /v2/\S+/manifests/(\S+) HTTP', log)
 
 
@@ -82,7 +94,14 @@ def main(gigabytes: float) -> None:
         run(build)
         ours = [sys.executable, "-m", "benchmarks.publish_once", str(root), _NAME]
         source = f"oci:{root / '.primus/store'}:v26.11-demo"
-        theirs = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false", source, f"docker://{_NAME}:by-skopeo"]
+        theirs = [
+            "skopeo",
+            "copy",
+            "--quiet",
+            "--dest-tls-verify=false",
+            source,
+            f"docker://{_NAME}:by-skopeo",
+        ]
         with _registry(Path(name)) as log:
             first = run(ours)
             run(theirs)
@@ -112,19 +131,28 @@ def main(gigabytes: float) -> None:
                 "skopeo_s": round(median(theirs for _, theirs, *_ in rounds), 3),
                 "ratio": round(median(ours / theirs for ours, theirs, *_ in rounds), 2),
                 "of publish_s: start of Python": round(median(start for *_, start, _ in rounds), 3),
-                "of publish_s: imports": round(median(imports - start for *_, start, imports in rounds), 3),
-                "of publish_s: checks and requests": round(median(ours - imports for ours, *_, imports in rounds), 3),
+                "of publish_s: imports": round(
+                    median(imports - start for *_, start, imports in rounds), 3
+                ),
+                "of publish_s: checks and requests": round(
+                    median(ours - imports for ours, *_, imports in rounds), 3
+                ),
                 "rounds": [[round(seconds, 3) for seconds in row] for row in rounds],
-                "blobs sent": len(same[0]), "manifests sent": len(same[1]), "new": nothing["new"],
+                "blobs sent": len(same[0]),
+                "manifests sent": len(same[1]),
+                "new": nothing["new"],
             },
             "one component changed": {
-                "seconds": round(changed.seconds, 2), "bytes of layers sent": done["bytes_sent"],
-                "layers sent": len(layers), "layers that differ": len({*after["layers"]} - {*before["layers"]}),
+                "seconds": round(changed.seconds, 2),
+                "bytes of layers sent": done["bytes_sent"],
+                "layers sent": len(layers),
+                "layers that differ": len({*after["layers"]} - {*before["layers"]}),
                 "configs sent": len(blobs & {after["config"]}),
-                "documents": len(done["attached"]), "other blobs sent": len(blobs - layers - {after["config"]}),
+                "documents": len(done["attached"]),
+                "other blobs sent": len(blobs - layers - {after["config"]}),
                 "manifests sent": manifests,
             },
-        }  # fmt: skip
+        }
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(RESULT.read_text(encoding="utf-8"))
 

@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from primus.plan.layers import plan_image
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.progress import Progress
-from primus.release.policy import Policy
-from primus.release.publish import prepare, publish
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.progress import Progress
+from primus_images.release.policy import Policy
+from primus_images.release.publish import prepare, publish
 
 
 def main(root: str, repository: str) -> None:
@@ -21,12 +21,23 @@ def main(root: str, repository: str) -> None:
     project = Project(Path(root))
     plan = plan_image(resolve(project, "demo"), project.workspace.stats)
     ready = prepare(
-        plan, project.workspace, records=project.root / "none", policy=Policy(), preview=False, progress=Progress()
+        plan,
+        project.workspace,
+        records=project.root / "none",
+        policy=Policy(),
+        preview=False,
+        progress=Progress(),
     )
     done = publish(replace(ready, objections=()), project.workspace.store, repository, Progress())
     layers = {layer.blob.digest for layer in ready.image.layers}
     print(
-        json.dumps({**done, "layers": sorted(layers), "config": json.loads(ready.image.manifest)["config"]["digest"]})
+        json.dumps(
+            {
+                **done,
+                "layers": sorted(layers),
+                "config": json.loads(ready.image.manifest)["config"]["digest"],
+            }
+        )
     )
 
 

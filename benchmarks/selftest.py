@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from primus.turbo import selftest
+from primus_images.turbo import selftest
 
 
 def _scaled(tensor: torch.Tensor) -> None:
@@ -45,10 +45,17 @@ def _tile(tensor: torch.Tensor) -> None:
     """A tile of 64 × 64 values is not written, and holds zeros of an earlier use of the memory."""
     rows = tensor.view(-1, tensor.shape[-1])
     height, width = (max(1, min(64, size // 2)) for size in rows.shape)
-    rows[:height, :width] = torch.zeros_like(rows[:height, :width], dtype=torch.float32).to(tensor.dtype)
+    rows[:height, :width] = torch.zeros_like(rows[:height, :width], dtype=torch.float32).to(
+        tensor.dtype
+    )
 
 
-KINDS: dict[str, Callable[[torch.Tensor], None]] = {"scaled": _scaled, "row": _row, "nan": _nan, "tile": _tile}
+KINDS: dict[str, Callable[[torch.Tensor], None]] = {
+    "scaled": _scaled,
+    "row": _row,
+    "nan": _nan,
+    "tile": _tile,
+}
 
 
 @dataclass(frozen=True)
@@ -68,30 +75,43 @@ class Place:
 
 
 PLACES = (
-    Place("linear-cross-entropy", "primus.turbo.kernels", "cross_entropy_", 0, argument=True),
-    Place("linear-cross-entropy", "primus.turbo.kernels", "cross_entropy_", 2, argument=True),
-    Place("fp8-weight-cast", "primus.turbo.kernels", "cast_fp8"),
-    Place("fp8-linear", "primus.turbo.fp8_kernels", "cast_both", 0),
-    Place("fp8-linear", "primus.turbo.fp8_kernels", "cast_both", 1),
-    Place("fp8-linear", "primus.turbo.fp8_kernels", "flip"),
-    Place("fp8-projections", "primus.turbo.fp8_kernels", "cast_both", 0),
-    Place("fp8-projections", "primus.turbo.fp8_kernels", "cast_both", 1),
-    Place("fp8-feed-forward", "primus.turbo.fp8_kernels", "swiglu_cast"),
-    *(Place("fp8-feed-forward", "primus.turbo.fp8_kernels", "swiglu_backward", index) for index in range(5)),
-    Place("reduce-scatter-copy-in", "primus.turbo.kernels", "copy_in", 1, argument=True),
-    Place("peer-copies", "primus.turbo.sharded", "sum_of_ranks", 1, argument=True),
-    Place("peer-copies", "primus.turbo.sharded", "reduce", 1, argument=True),
-    *(Place("fused-adamw", "primus.turbo.kernels", "adamw_", index, argument=True, row=0) for index in (0, 2, 3)),
-    Place("fused-adamw", "primus.turbo.kernels", "adamw_", 0, argument=True, row=1),
-    Place("adapter-products", "primus.turbo.adapters", "add_low_rank"),
-    Place("real-rope", "primus.turbo.attention", "rotate"),
-    Place("expert-routing", "primus.turbo.experts", "_gathered"),
-    Place("expert-routing", "primus.turbo.experts", "_summed"),
-    Place("expert-routing", "primus.turbo.experts", "_weighted_back", 0),
-    Place("expert-products", "primus.turbo.experts", "_expert_rows"),
-    Place("expert-products", "primus.turbo.experts", "_expert_weights"),
-    Place("flex-attention", "primus.turbo.attention", "windowed_attention", compiled=True),
-    *(Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_bwd", index) for index in range(3)),
+    Place(
+        "linear-cross-entropy", "primus_images.turbo.kernels", "cross_entropy_", 0, argument=True
+    ),
+    Place(
+        "linear-cross-entropy", "primus_images.turbo.kernels", "cross_entropy_", 2, argument=True
+    ),
+    Place("fp8-weight-cast", "primus_images.turbo.kernels", "cast_fp8"),
+    Place("fp8-linear", "primus_images.turbo.fp8_kernels", "cast_both", 0),
+    Place("fp8-linear", "primus_images.turbo.fp8_kernels", "cast_both", 1),
+    Place("fp8-linear", "primus_images.turbo.fp8_kernels", "flip"),
+    Place("fp8-projections", "primus_images.turbo.fp8_kernels", "cast_both", 0),
+    Place("fp8-projections", "primus_images.turbo.fp8_kernels", "cast_both", 1),
+    Place("fp8-feed-forward", "primus_images.turbo.fp8_kernels", "swiglu_cast"),
+    *(
+        Place("fp8-feed-forward", "primus_images.turbo.fp8_kernels", "swiglu_backward", index)
+        for index in range(5)
+    ),
+    Place("reduce-scatter-copy-in", "primus_images.turbo.kernels", "copy_in", 1, argument=True),
+    Place("peer-copies", "primus_images.turbo.sharded", "sum_of_ranks", 1, argument=True),
+    Place("peer-copies", "primus_images.turbo.sharded", "reduce", 1, argument=True),
+    *(
+        Place("fused-adamw", "primus_images.turbo.kernels", "adamw_", index, argument=True, row=0)
+        for index in (0, 2, 3)
+    ),
+    Place("fused-adamw", "primus_images.turbo.kernels", "adamw_", 0, argument=True, row=1),
+    Place("adapter-products", "primus_images.turbo.adapters", "add_low_rank"),
+    Place("real-rope", "primus_images.turbo.attention", "rotate"),
+    Place("expert-routing", "primus_images.turbo.experts", "_gathered"),
+    Place("expert-routing", "primus_images.turbo.experts", "_summed"),
+    Place("expert-routing", "primus_images.turbo.experts", "_weighted_back", 0),
+    Place("expert-products", "primus_images.turbo.experts", "_expert_rows"),
+    Place("expert-products", "primus_images.turbo.experts", "_expert_weights"),
+    Place("flex-attention", "primus_images.turbo.attention", "windowed_attention", compiled=True),
+    *(
+        Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_bwd", index)
+        for index in range(3)
+    ),
     Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_fwd"),
 )
 
@@ -120,31 +140,44 @@ def planted(place: Place, damage: Callable[[torch.Tensor], None]) -> Iterator[No
 
 def main() -> int:
     from benchmarks.gpu import host
-    from primus.recipes.resolve import resolve
-    from primus.recipes.setting import Choices
-    from primus.turbo.optimizations import candidates, shapes_of
+    from primus_images.recipes.resolve import resolve
+    from primus_images.recipes.setting import Choices
+    from primus_images.turbo.optimizations import candidates, shapes_of
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("recipes", nargs="+", help="RECIPE:BACKEND:PRECISION[:key=value]…")
     parser.add_argument("--healthy", type=int, default=3)
-    parser.add_argument("--until", type=float, default=300, help="seconds after which nothing new begins")
+    parser.add_argument(
+        "--until", type=float, default=300, help="seconds after which nothing new begins"
+    )
     parser.add_argument("--gpu", default="h200")
     options = parser.parse_args()
     began, rows = time.monotonic(), []
     for text in options.recipes:
         name, backend, precision, *words = text.split(":")
-        recipe = resolve(name, words, Choices(backend=backend, precision=precision, gpu=options.gpu))
+        recipe = resolve(
+            name, words, Choices(backend=backend, precision=precision, gpu=options.gpu)
+        )
         shapes = shapes_of(recipe)
         for optimization in candidates(recipe):
-            row: dict[str, Any] = {"recipe": text, "optimization": optimization, "healthy": [], "faults": {}}
+            row: dict[str, Any] = {
+                "recipe": text,
+                "optimization": optimization,
+                "healthy": [],
+                "faults": {},
+            }
             rows.append(row)
             for seed in range(options.healthy):
                 at = time.monotonic()
                 reason = selftest.fault(optimization, shapes, seed=seed)
                 row["healthy"].append({"fault": reason, "seconds": round(time.monotonic() - at, 2)})
             for place in PLACES:
-                if place.optimization != optimization or place.compiled or time.monotonic() - began > options.until:
+                if (
+                    place.optimization != optimization
+                    or place.compiled
+                    or time.monotonic() - began > options.until
+                ):
                     continue
                 for kind, damage in KINDS.items():
                     try:
@@ -156,9 +189,11 @@ def main() -> int:
             print(json.dumps(row), flush=True)
             document = {
                 "what": "The self-test: planted faults, and healthy kernels with other random numbers.",
-                "date": time.strftime("%Y-%m-%d"), "host": host(),
-                "versions": {p: version(p) for p in ("torch", "triton", "torchao")}, "rows": rows,
-            }  # fmt: skip
+                "date": time.strftime("%Y-%m-%d"),
+                "host": host(),
+                "versions": {p: version(p) for p in ("torch", "triton", "torchao")},
+                "rows": rows,
+            }
             options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -39,12 +39,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from primus.launch.kubernetes import RUNS, Cluster, manifests
-from primus.launch.plan import Plan
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import identity, launch, outcome
-from primus.training.job import Job, steps
+from primus_images.launch.kubernetes import RUNS, Cluster, manifests
+from primus_images.launch.plan import Plan
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import identity, outcome, processes
+from primus_images.training.run.job import Job, steps
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/soak.json"
@@ -99,7 +99,9 @@ class Command:
         library = folder / "clock.so"
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler:
-            subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True)
+            subprocess.run(
+                [compiler, "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True
+            )
         fake = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(self._clock)} if compiler else {}
         self.impossible = set() if compiler else {"clock_jump"}
         # A network that only this job has.
@@ -110,11 +112,19 @@ class Command:
         ):
             self.impossible.add("network")
             space = []
-        variables = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+        variables = {
+            "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+        }
         self._server = subprocess.Popen(
-            [*space, python, "-W", "ignore", str(WARM)], env=os.environ | variables | fake, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        )  # fmt: skip
+            [*space, python, "-W", "ignore", str(WARM)],
+            env=os.environ | variables | fake,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
 
     def jump(self, days: float) -> None:
         """Set the clock of all its processes to ``days`` after now."""
@@ -123,14 +133,33 @@ class Command:
 
     def network(self, state: str) -> None:
         """Set the network of its processes ``up`` or ``down``."""
-        words = ["nsenter", "--net", "--target", str(self._server.pid), "ip", "link", "set", "lo", state]
+        words = [
+            "nsenter",
+            "--net",
+            "--target",
+            str(self._server.pid),
+            "ip",
+            "link",
+            "set",
+            "lo",
+            state,
+        ]
         subprocess.run(words, check=True)
 
     def start(self, job: Job, *more: str) -> None:
         """Start ``job``, with ``more`` options."""
-        words = ["-m", "primus.cli.main", *job.arguments(), "--json", "--no-preflight", *more]
+        words = [
+            "-m",
+            "primus_images.cli.main",
+            *job.arguments(),
+            "--json",
+            "--no-preflight",
+            *more,
+        ]
         assert self._server.stdin
-        self._server.stdin.write(json.dumps({"words": words, "variables": {"HF_HUB_OFFLINE": "1"}}) + "\n")
+        self._server.stdin.write(
+            json.dumps({"words": words, "variables": {"HF_HUB_OFFLINE": "1"}}) + "\n"
+        )
         self._server.stdin.flush()
 
     def ended(self, seconds: float) -> dict[str, Any] | None:
@@ -145,7 +174,7 @@ class Command:
         """Return the processes of the ranks: this server's great-grandchildren."""
         family = {self._server.pid}
         for _ in range(3):
-            family = {pid for pid, (parent, _) in launch.processes().items() if parent in family}
+            family = {pid for pid, (parent, _) in processes.processes().items() if parent in family}
         return sorted(family)
 
     def close(self) -> None:
@@ -193,7 +222,10 @@ def read_only(attempt: Attempt) -> bool:
     attempt.undo.append(lambda: subprocess.run(["umount", "-l", folder], check=True))
     # It is refused while a rank has opened a file there for writing since the first mount.
     remount = ["mount", "-o", "remount,bind,ro", folder]
-    return any(subprocess.run(remount, check=False, stderr=subprocess.DEVNULL).returncode == 0 for _ in range(50))
+    return any(
+        subprocess.run(remount, check=False, stderr=subprocess.DEVNULL).returncode == 0
+        for _ in range(50)
+    )
 
 
 def purge(attempt: Attempt) -> bool:
@@ -233,11 +265,17 @@ STALL_S = 30
 def job_of(backend: str, output: Path, resume_from: Path | None = None) -> Job:
     """Return the job of ``backend``; ``resume_from`` is the folder of a run."""
     name = "flux.1-dev" if backend == "flux" else "llama3.1-8b"
-    words = [f"steps={STEPS}", f"checkpoint={EVERY}", *(["model.layers=2", "seq_len=64"] if backend != "flux" else [])]
+    words = [
+        f"steps={STEPS}",
+        f"checkpoint={EVERY}",
+        *(["model.layers=2", "seq_len=64"] if backend != "flux" else []),
+    ]
     words += ["checkpoint.keep_latest_k=2"] if backend == "torchtitan" else []
     choices = Choices(backend=backend, mode=MODES.get(backend, "pretrain"), gpu="cpu", proxy=True)
     recipe = resolve(name, words, choices)
-    newest = resume_from and next(s for s in reversed(steps(resume_from / "checkpoint")) if identity.complete(s))
+    newest = resume_from and next(
+        s for s in reversed(steps(resume_from / "checkpoint")) if identity.complete(s)
+    )
     return Job(name="soak", recipe=recipe, output=output, resume_from=newest)
 
 
@@ -250,13 +288,18 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run it with faults at random steps. Returns these, and how the command ended."""
     chance, rows = attempt.chance, list[dict[str, Any]]()
     survived, ending = (
-        [f for f in kinds if f.__name__ not in attempt.command.impossible] for kinds in (SURVIVED, ENDING)
+        [f for f in kinds if f.__name__ not in attempt.command.impossible]
+        for kinds in (SURVIVED, ENDING)
     )
-    faults: list[Callable[[Attempt], bool]] = [chance.choice(survived) for _ in range(chance.randint(2, 6))]
+    faults: list[Callable[[Attempt], bool]] = [
+        chance.choice(survived) for _ in range(chance.randint(2, 6))
+    ]
     faults += [chance.choice(ending)] if chance.random() < 0.85 else []
     first = attempt.job.first_step
     places = sorted(chance.randint(first, min(STEPS, first + 3 * EVERY)) for _ in faults)
-    attempt.command.start(attempt.job, *(["--stall-timeout", str(STALL_S)] if network in faults else []))
+    attempt.command.start(
+        attempt.job, *(["--stall-timeout", str(STALL_S)] if network in faults else [])
+    )
     began = time.monotonic()
     while (end := attempt.command.ended(0.05)) is None:
         with suppress(OSError):
@@ -265,7 +308,13 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 time.sleep(chance.random() * 0.3)
                 fault, place = faults.pop(0), places.pop(0)
                 if fault(attempt):
-                    rows.append({"backend": attempt.job.recipe.backend, "fault": fault.__name__, "step": place})
+                    rows.append(
+                        {
+                            "backend": attempt.job.recipe.backend,
+                            "fault": fault.__name__,
+                            "step": place,
+                        }
+                    )
         if time.monotonic() - began > attempt.limit_s:
             return rows, {"code": None, "err": f"it did not end within {attempt.limit_s:.0f} s"}
     for undo in reversed(attempt.undo):
@@ -273,7 +322,9 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, end
 
 
-def soak(command: Command, backend: str, disk: Path, seed: int, until: float) -> Iterator[list[dict[str, Any]]]:
+def soak(
+    command: Command, backend: str, disk: Path, seed: int, until: float
+) -> Iterator[list[dict[str, Any]]]:
     """Yield the faults of one attempt after the other, each with the reason if it is lost."""
     chance = random.Random(seed)
     whole = job_of(backend, disk / "whole")
@@ -285,7 +336,13 @@ def soak(command: Command, backend: str, disk: Path, seed: int, until: float) ->
         return
     expected = losses(whole, end["code"]) if end["code"] == 0 else {}
     if sorted(expected) != [*range(1, STEPS + 1)]:
-        yield [{"backend": backend, "fault": "none", "lost": f"without faults: {end['code']}: {end['err'][-600:]}"}]
+        yield [
+            {
+                "backend": backend,
+                "fault": "none",
+                "lost": f"without faults: {end['code']}: {end['err'][-600:]}",
+            }
+        ]
         return
     limit_s = 60 + 3 * (time.monotonic() - began)
     yield [{"left_out": name} for name in sorted(command.impossible)]
@@ -315,7 +372,9 @@ def soak(command: Command, backend: str, disk: Path, seed: int, until: float) ->
 
 
 def _whole(run: Path | None) -> Path | None:
-    return run if run and any(identity.complete(step) for step in steps(run / "checkpoint")) else None
+    return (
+        run if run and any(identity.complete(step) for step in steps(run / "checkpoint")) else None
+    )
 
 
 def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: list[str]) -> str:
@@ -326,11 +385,19 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
     if "Traceback" in text:
         return f"a traceback: {text[-1500:]}"
     if end["code"] and not {"kill", "full_disk", "read_only", "network"} & {*faults}:
-        log = (job.output / "log.txt").read_text(errors="replace") if (job.output / "log.txt").exists() else ""
+        log = (
+            (job.output / "log.txt").read_text(errors="replace")
+            if (job.output / "log.txt").exists()
+            else ""
+        )
         return f"it failed without a reason: {text[-600:]} {log[-1500:]}"
     logged = losses(job, end["code"])
     # A step that was not written exactly, as on a full disk, is in the log with 5 decimals.
-    wrong = [step for step, loss in logged.items() if loss not in (expected[step], float(f"{expected[step]:.5f}"))]
+    wrong = [
+        step
+        for step, loss in logged.items()
+        if loss not in (expected[step], float(f"{expected[step]:.5f}"))
+    ]
     if wrong:
         return f"step {wrong[0]} has loss {logged[wrong[0]]!r}, and {expected[wrong[0]]!r} without faults"
     if end["code"] == 0 and max(logged, default=0) != STEPS:
@@ -346,12 +413,22 @@ class Pods:
         words = [word for word in recipe.overrides if not word.startswith("ranks=")]
         two = replace(recipe.choices, nodes=2)
         plan = Plan(recipe=resolve(recipe.name, [*words, "ranks=1"], two))
-        script = manifests(plan, Cluster(image="a/b:c", name="x", claim="runs"))[1]["spec"]["template"]["spec"]
-        self._script = script["containers"][0]["command"][2].replace("$$(", "$(").replace(RUNS, str(folder))
-        self._folder, self.nodes, self.codes = folder, dict[int, subprocess.Popen[bytes]](), list[int]()
+        script = manifests(plan, Cluster(image="a/b:c", name="x", claim="runs"))[1]["spec"][
+            "template"
+        ]["spec"]
+        self._script = (
+            script["containers"][0]["command"][2].replace("$$(", "$(").replace(RUNS, str(folder))
+        )
+        self._folder, self.nodes, self.codes = (
+            folder,
+            dict[int, subprocess.Popen[bytes]](),
+            list[int](),
+        )
         (folder / "bin").mkdir(parents=True)
         program = folder / "bin/primus"
-        program.write_text(f'#!/bin/sh\nexec {python} -W ignore -m primus.cli.main "$@"\n', encoding="utf-8")
+        program.write_text(
+            f'#!/bin/sh\nexec {python} -W ignore -m primus_images.cli.main "$@"\n', encoding="utf-8"
+        )
         program.chmod(0o755)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
@@ -359,7 +436,12 @@ class Pods:
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT / 'src'}:{os.environ['PYTHONPATH']}",
         }
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NODE_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
         self._variables = {**os.environ, **path, **meeting, "RUN_ID": "1"}
 
     def look(self) -> bool:
@@ -372,14 +454,18 @@ class Pods:
                 variables = {**self._variables, "JOB_COMPLETION_INDEX": str(node)}
                 with (self._folder / f"pod-{node}.txt").open("ab") as out:
                     words = ["bash", "-c", self._script]
-                    self.nodes[node] = subprocess.Popen(words, env=variables, stdout=out, stderr=out)
+                    self.nodes[node] = subprocess.Popen(
+                        words, env=variables, stdout=out, stderr=out
+                    )
         return all(pod.poll() == 0 for pod in self.nodes.values())
 
     def kill(self, node: int, number: signal.Signals) -> None:
         """Send a pod's first process SIGTERM, as at its deletion, or SIGKILL to all, as when its node is lost."""
         family = {self.nodes[node].pid}
         while number == signal.SIGKILL:
-            more = {pid for pid, (parent, _) in launch.processes().items() if parent in family} - family
+            more = {
+                pid for pid, (parent, _) in processes.processes().items() if parent in family
+            } - family
             if not more:
                 break
             family |= more
@@ -389,12 +475,21 @@ class Pods:
 
     def attempts(self) -> list[Path]:
         """Return the folders of its attempts, in order."""
-        return sorted(self._folder.glob("x-1/attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+        return sorted(
+            self._folder.glob("x-1/attempt-*"),
+            key=lambda path: int(path.name.removeprefix("attempt-")),
+        )
 
     def losses(self) -> list[tuple[int, float]]:
         """Return the step and the loss of all that was logged, in order."""
-        files = [path / "exact.jsonl" for path in self.attempts() if (path / "exact.jsonl").exists()]
-        rows = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+        files = [
+            path / "exact.jsonl" for path in self.attempts() if (path / "exact.jsonl").exists()
+        ]
+        rows = [
+            json.loads(line)
+            for path in files
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
         return [(row["step"], row["loss"]) for row in rows]
 
     def close(self) -> None:
@@ -415,12 +510,26 @@ def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[di
         while not job.look() and not reason:
             time.sleep(0.1)
             logged = job.losses()
-            if moments and len(logged) >= moments[0] and all(pod.poll() is None for pod in job.nodes.values()):
+            if (
+                moments
+                and len(logged) >= moments[0]
+                and all(pod.poll() is None for pod in job.nodes.values())
+            ):
                 name = chance.choice(("lost", "deleted"))
-                job.kill(chance.choice((0, 1)), signal.SIGKILL if name == "lost" else signal.SIGTERM)
-                rows.append({"backend": f"{backend}, two pods", "fault": f"pod_{name}", "step": logged[-1][0]})
+                job.kill(
+                    chance.choice((0, 1)), signal.SIGKILL if name == "lost" else signal.SIGTERM
+                )
+                rows.append(
+                    {
+                        "backend": f"{backend}, two pods",
+                        "fault": f"pod_{name}",
+                        "step": logged[-1][0],
+                    }
+                )
                 # Three attempts without a new checkpoint would end the job.
-                moments = [len(logged) + chance.randint(EVERY + 2, 3 * EVERY)] if len(rows) < 4 else []
+                moments = (
+                    [len(logged) + chance.randint(EVERY + 2, 3 * EVERY)] if len(rows) < 4 else []
+                )
             if time.monotonic() - began > LIMIT_S * (1 + len(rows)):
                 reason = f"it did not end: {(folder / str(number) / 'pod-0.txt').read_text(errors='replace')[-600:]}"
         steps_logged = job.losses()
@@ -432,7 +541,9 @@ def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[di
         job.close()
         for row in rows:
             row |= {"seed": seed, "attempt": number, "lost": reason, "trained": len(steps_logged)}
-        yield rows or ([{"backend": f"{backend}, two pods", "fault": "none", "lost": reason}] if reason else [])
+        yield rows or (
+            [{"backend": f"{backend}, two pods", "fault": "none", "lost": reason}] if reason else []
+        )
         if reason or time.monotonic() > until:
             return
 
@@ -440,13 +551,18 @@ def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[di
 def small_disk(folder: Path, stack: ExitStack) -> set[str]:
     """Mount an empty disk of ``DISK_MIB`` on ``folder``. Returns the faults that are impossible without it."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode
+    ):
         return {"full_disk", "read_only"}
     stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
     return set()
 
 
-def work(options: argparse.Namespace, backend: str, seed: int, processors: set[int], until: float) -> None:
+def work(
+    options: argparse.Namespace, backend: str, seed: int, processors: set[int], until: float
+) -> None:
     """Disturb jobs of ``backend`` on ``processors``, and append the faults to ROWS."""
     os.sched_setaffinity(0, processors)
     with ExitStack() as stack:
@@ -454,7 +570,9 @@ def work(options: argparse.Namespace, backend: str, seed: int, processors: set[i
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="soak-")))
             write(options.rows, pods(options.python, folder, seed, until))
             return
-        folder, disk = (Path(stack.enter_context(TemporaryDirectory(prefix="soak-"))) for _ in range(2))
+        folder, disk = (
+            Path(stack.enter_context(TemporaryDirectory(prefix="soak-"))) for _ in range(2)
+        )
         impossible = small_disk(disk, stack)
         command = Command(options.python, folder)
         stack.callback(command.close)
@@ -479,16 +597,25 @@ def record(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> None:
         counts.setdefault(row["backend"], Counter())[row["fault"]] += 1
     lost = [f"{row['backend']}, {row['fault']}: {row['lost']}" for row in faults if row["lost"]]
     lost = earlier.get("lost_because", []) + lost
-    trained = {(row["backend"], row.get("seed"), row.get("attempt")): row.get("trained", 0) for row in faults}
+    trained = {
+        (row["backend"], row.get("seed"), row.get("attempt")): row.get("trained", 0)
+        for row in faults
+    }
     document = {
         "generated": "by `python -m benchmarks.soak`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "processors": sorted({*earlier.get("processors", []), *(row["processors"] for row in rows)}),
-        "steps": STEPS, "checkpoint_every": EVERY, "faults": earlier.get("faults", 0) + len(faults),
-        "lost": len(lost), "attempts": earlier.get("attempts", 0) + len(trained),
+        "processors": sorted(
+            {*earlier.get("processors", []), *(row["processors"] for row in rows)}
+        ),
+        "steps": STEPS,
+        "checkpoint_every": EVERY,
+        "faults": earlier.get("faults", 0) + len(faults),
+        "lost": len(lost),
+        "attempts": earlier.get("attempts", 0) + len(trained),
         "steps_trained": earlier.get("steps_trained", 0) + sum(trained.values()),
-        "by_backend": dict(sorted(counts.items())), "lost_because": lost,
-    }  # fmt: skip
+        "by_backend": dict(sorted(counts.items())),
+        "lost_because": lost,
+    }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         json.dumps(document, indent=1),
@@ -502,17 +629,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("backends", nargs="*")
-    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and the backends")
+    parser.add_argument(
+        "--python", default=sys.executable, help="a Python with PyTorch and the backends"
+    )
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=1, help="jobs at once; backends take turns")
-    parser.add_argument("--merge", action="store_true", help="add to the result what it has not counted yet")
+    parser.add_argument(
+        "--merge", action="store_true", help="add to the result what it has not counted yet"
+    )
     options = parser.parse_args()
     # The disk is unmounted at the end in any case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    jobs = [*enumerate(islice(cycle(options.backends), max(options.parallel, len(options.backends))), options.seed)]
+    jobs = [
+        *enumerate(
+            islice(cycle(options.backends), max(options.parallel, len(options.backends))),
+            options.seed,
+        )
+    ]
     processors = sorted(os.sched_getaffinity(0))
-    shares = [{*processors[place :: options.parallel]} or {*processors} for place in range(options.parallel)]
+    shares = [
+        {*processors[place :: options.parallel]} or {*processors}
+        for place in range(options.parallel)
+    ]
     for first in range(0, len(jobs), options.parallel):
         until = time.monotonic() + options.seconds
         workers = [

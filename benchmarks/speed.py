@@ -23,7 +23,16 @@ from typing import Any
 
 from benchmarks.gpu import host
 
-PACKAGES = ("torch", "triton", "torchtitan", "torchao", "flash-attn-4", "transformers", "diffusers", "peft")
+PACKAGES = (
+    "torch",
+    "triton",
+    "torchtitan",
+    "torchao",
+    "flash-attn-4",
+    "transformers",
+    "diffusers",
+    "peft",
+)
 _VARIANTS = {
     "default": [],
     "stock": ["--turbo", "off"],
@@ -42,12 +51,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=5, help="steps that do not count")
-    parser.add_argument("--until", type=float, default=3600, help="seconds after which no run begins")
+    parser.add_argument(
+        "--until", type=float, default=3600, help="seconds after which no run begins"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds that one run may take")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-speed"))
     options = parser.parse_args()
     began = time.monotonic()
-    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["results"] if options.out.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(options.out.read_text())["results"] if options.out.exists() else []
+    )
     for _ in range(options.repeats):
         for case in options.cases:
             for variant in options.variants:
@@ -66,7 +79,9 @@ def main() -> int:
                     "seconds",
                 )
                 print(json.dumps({key: row.get(key) for key in shown}), flush=True)
-                options.out.write_text(json.dumps(document(rows, options), indent=1) + "\n", encoding="utf-8")
+                options.out.write_text(
+                    json.dumps(document(rows, options), indent=1) + "\n", encoding="utf-8"
+                )
     return 0
 
 
@@ -78,23 +93,41 @@ def one_run(case: str, variant: str, options: argparse.Namespace) -> dict[str, A
     stock_only = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "stock"}
     words = [w for w in words if w != "stock" and (variant != "default" or w not in stock_only)]
     command = [
-        sys.executable, "-m", "primus.cli.main", "train", recipe, "--gpu", options.gpu,
-        "--ranks", str(options.ranks), "--steps", str(options.steps), "--output", str(output),
-        "--compile-cache", str(options.runs / "compile-cache"), *words,
+        sys.executable,
+        "-m",
+        "primus_images.cli.main",
+        "train",
+        recipe,
+        "--gpu",
+        options.gpu,
+        "--ranks",
+        str(options.ranks),
+        "--steps",
+        str(options.steps),
+        "--output",
+        str(output),
+        "--compile-cache",
+        str(options.runs / "compile-cache"),
+        *words,
         *_VARIANTS[variant],
-    ]  # fmt: skip
+    ]
     began = time.time()
     with (options.runs.parent / "speed.log").open("a") as log:
         log.write(f"\n== {' '.join(command)}\n")
         log.flush()
         try:
-            code = subprocess.run(command, stdout=log, stderr=log, timeout=options.limit, check=False).returncode
+            code = subprocess.run(
+                command, stdout=log, stderr=log, timeout=options.limit, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             code = -1
     row: dict[str, Any] = {
-        "name": name, "variant": variant, "command": " ".join(["primus", *command[3:]]), "exit_code": code,
+        "name": name,
+        "variant": variant,
+        "command": " ".join(["primus", *command[3:]]),
+        "exit_code": code,
         "seconds": round(time.time() - began, 1),
-    }  # fmt: skip
+    }
     try:
         row |= figures(output, began, options.warmup)
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -112,14 +145,19 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
     rates = sorted(step["tokens_per_second"] for step in steps if step["step"] > warmup)
     joules = [step["joules"] for step in steps if step["step"] > warmup and step["joules"]]
     return {
-        "passed": result["passed"], "summary": result["summary"], "optimizations": result["optimizations"],
+        "passed": result["passed"],
+        "summary": result["summary"],
+        "optimizations": result["optimizations"],
         "off": result["optimizations_off"],
         "failed_checks": [v["name"] for v in result["verdicts"] if not v["passed"]],
-        "tokens_per_second": rates[len(rates) // 2], "slowest": rates[0], "fastest": rates[-1],
+        "tokens_per_second": rates[len(rates) // 2],
+        "slowest": rates[0],
+        "fastest": rates[-1],
         "memory_gib": max((step.get("memory_gib") or 0 for step in steps), default=None),
         "loss": [step["loss"] for step in steps],
-        "first_step_seconds": _first_step(output, began), "joules_per_step": median(joules) if joules else None,
-    }  # fmt: skip
+        "first_step_seconds": _first_step(output, began),
+        "joules_per_step": median(joules) if joules else None,
+    }
 
 
 def _first_step(output: Path, began: float) -> float | None:
@@ -128,7 +166,9 @@ def _first_step(output: Path, began: float) -> float | None:
     match = re.search(r"\[titan\] (\S+ \S+),(\d+) .*step: +1 ", text)
     if match is None:
         return None
-    return round(time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1e3 - began, 1)
+    return round(
+        time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1e3 - began, 1
+    )
 
 
 def document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -141,11 +181,16 @@ def document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
     for (name, variant), there in rates.items():
         here = rates.get((name, "default"))
         if variant != "default" and here:
-            ratios.append({
-                "name": name, "ratio": round(median(here) / median(there), 4),
-                "default": median(here), variant: median(there), "runs": [len(here), len(there)],
-                "spread": [round(max(each) / min(each) - 1, 4) for each in (here, there)],
-            })  # fmt: skip
+            ratios.append(
+                {
+                    "name": name,
+                    "ratio": round(median(here) / median(there), 4),
+                    "default": median(here),
+                    variant: median(there),
+                    "runs": [len(here), len(there)],
+                    "spread": [round(max(each) / min(each) - 1, 4) for each in (here, there)],
+                }
+            )
     versions = {}
     for package in PACKAGES:
         try:
@@ -153,9 +198,15 @@ def document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
         except PackageNotFoundError:
             continue
     return {
-        "what": options.what, "date": time.strftime("%Y-%m-%d"), "host": host(), "versions": versions,
-        "ranks": options.ranks, "warmup_steps": options.warmup, "ratios": ratios, "results": rows,
-    }  # fmt: skip
+        "what": options.what,
+        "date": time.strftime("%Y-%m-%d"),
+        "host": host(),
+        "versions": versions,
+        "ranks": options.ranks,
+        "warmup_steps": options.warmup,
+        "ratios": ratios,
+        "results": rows,
+    }
 
 
 if __name__ == "__main__":

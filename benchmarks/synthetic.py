@@ -24,7 +24,11 @@ class Graph:
 
     def change_component(self, turn: int) -> None:
         """Rewrite one component's blob with different bytes of the same size."""
-        _blob(self.root / "components" / _names()[turn % COMPONENTS] / "blob.bin", self.blob_megabytes, f"turn {turn}")
+        _blob(
+            self.root / "components" / _names()[turn % COMPONENTS] / "blob.bin",
+            self.blob_megabytes,
+            f"turn {turn}",
+        )
 
     def change_recipe(self, turn: int) -> None:
         """Rewrite one recipe file."""
@@ -90,7 +94,11 @@ def _describe_for_primus(root: Path) -> None:
     paths["recipes"] = ("recipes", "/opt/primus/recipes")
     lines = ["release: v26.11", "created: 2026-11-20", "bases: {}", "components:"]
     for name, (path, to) in paths.items():
-        lines += [f"  {name}:", f"    name: {name}", f"    pins: [{{path: {path}, to: {to}, channel: local}}]"]
+        lines += [
+            f"  {name}:",
+            f"    name: {name}",
+            f"    pins: [{{path: {path}, to: {to}, channel: local}}]",
+        ]
     (root / "versions.yaml").write_text("\n".join(lines) + "\n")
     (root / "images").mkdir()
     for target in TARGETS:

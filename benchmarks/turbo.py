@@ -30,7 +30,15 @@ from typing import Any
 
 from benchmarks.gpu import host
 
-PACKAGES = ("torch", "triton", "torchtitan", "torchao", "flash-attn-4", "nvidia-cutlass-dsl", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "torchtitan",
+    "torchao",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "transformers",
+)
 
 
 def main() -> int:
@@ -41,8 +49,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=150, help="seconds that one variant may take")
-    parser.add_argument("--until", type=float, default=560, help="seconds after which no variant is started")
+    parser.add_argument(
+        "--limit", type=float, default=150, help="seconds that one variant may take"
+    )
+    parser.add_argument(
+        "--until", type=float, default=560, help="seconds after which no variant is started"
+    )
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-turbo"))
     options = parser.parse_args()
     options.wait = False
@@ -52,7 +64,9 @@ def main() -> int:
     import torchtitan.train  # noqa: F401
 
     print(f"imported after {time.monotonic() - began:.1f} s", flush=True)
-    results: list[dict[str, Any]] = json.loads(options.out.read_text())["results"] if options.out.exists() else []
+    results: list[dict[str, Any]] = (
+        json.loads(options.out.read_text())["results"] if options.out.exists() else []
+    )
     for variant in options.variants:
         if time.monotonic() - began > options.until:
             print(f"no time left for {variant}", flush=True)
@@ -61,20 +75,36 @@ def main() -> int:
         try:
             result = one(variant, options.runs / f"{time.time_ns()}", options)
         except Exception as error:  # noqa: BLE001 - the next variant must run
-            result = {"variant": variant, "passed": False, "error": f"{type(error).__name__}: {error}"}
+            result = {
+                "variant": variant,
+                "passed": False,
+                "error": f"{type(error).__name__}: {error}",
+            }
             traceback.print_exc()
         result["wall_seconds"] = round(time.monotonic() - at, 1)
         results.append(result)
         shown = {
-            k: result.get(k) for k in ("variant", "passed", "tokens_per_second", "memory_gib", "turbo", "wall_seconds")
+            k: result.get(k)
+            for k in (
+                "variant",
+                "passed",
+                "tokens_per_second",
+                "memory_gib",
+                "turbo",
+                "wall_seconds",
+            )
         }
         print(json.dumps(shown), flush=True)
         document = {
-            "what": options.what, "date": time.strftime("%Y-%m-%d"), "host": host(),
+            "what": options.what,
+            "date": time.strftime("%Y-%m-%d"),
+            "host": host(),
             "python": platform.python_version(),
             "versions": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
-            "ranks": options.ranks, "warmup_steps": options.warmup, "results": results,
-        }  # fmt: skip
+            "ranks": options.ranks,
+            "warmup_steps": options.warmup,
+            "results": results,
+        }
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -89,24 +119,36 @@ def _installed(name: str) -> bool:
 
 def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one variant. Returns its figures and series."""
-    from primus.recipes.resolve import resolve
-    from primus.recipes.setting import Choices
-    from primus.training import logs, ranks, start
-    from primus.training.job import Job
+    from primus_images.recipes.resolve import resolve
+    from primus_images.recipes.setting import Choices
+    from primus_images.training.run import logs, ranks, start
+    from primus_images.training.run.job import Job
 
     name, _, rest = variant.partition("@")
     recipe_name, precision, *words = rest.split(":")
-    flags = {word for word in words if word in ("bare", "profile") or word.startswith(("budget=", "NCCL_"))}
-    recipe_name, backend, mode = (recipe_name.split("/") + ["torchtitan", "pretrain"][recipe_name.count("/") :])[:3]
-    steps = next((int(w.partition("=")[2]) for w in words if w.startswith("training.steps=")), options.steps)
-    ranks_asked = next((int(w.partition("=")[2]) for w in words if w.startswith("ranks=")), options.ranks)
+    flags = {
+        word
+        for word in words
+        if word in ("bare", "profile") or word.startswith(("budget=", "NCCL_"))
+    }
+    recipe_name, backend, mode = (
+        recipe_name.split("/") + ["torchtitan", "pretrain"][recipe_name.count("/") :]
+    )[:3]
+    steps = next(
+        (int(w.partition("=")[2]) for w in words if w.startswith("training.steps=")), options.steps
+    )
+    ranks_asked = next(
+        (int(w.partition("=")[2]) for w in words if w.startswith("ranks=")), options.ranks
+    )
     options = argparse.Namespace(**{**vars(options), "steps": steps, "ranks": ranks_asked})
     settings = [
         f"ranks={options.ranks}",
         f"training.steps={options.steps}",
         *(w for w in words if w not in flags and not w.startswith(("training.steps=", "ranks="))),
     ]
-    recipe = resolve(recipe_name, settings, Choices(backend=backend, mode=mode, precision=precision, gpu="h200"))
+    recipe = resolve(
+        recipe_name, settings, Choices(backend=backend, mode=mode, precision=precision, gpu="h200")
+    )
     job = Job(name=name, recipe=recipe, output=output)
     output.mkdir(parents=True)
     start.prepare(job)
@@ -114,18 +156,27 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     if backend != "torchtitan":
         config = Path(backend)
     environment = ranks.environment(job, os.environ) | {
-        "TORCHINDUCTOR_CACHE_DIR": str(options.runs / "inductor"), "TRITON_CACHE_DIR": str(options.runs / "triton"),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + time.time_ns() // 1000 % 20000),
-        "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks),
+        "TORCHINDUCTOR_CACHE_DIR": str(options.runs / "inductor"),
+        "TRITON_CACHE_DIR": str(options.runs / "triton"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + time.time_ns() // 1000 % 20000),
+        "WORLD_SIZE": str(options.ranks),
+        "LOCAL_WORLD_SIZE": str(options.ranks),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(options.runs / "cute"),
         **dict(flag.split("=", 1) for flag in flags if flag.startswith("NCCL_")),
-    }  # fmt: skip
+    }
     if options.wait:
         _wait_for_memory()
     options.wait = True
     began, began_at = time.monotonic(), time.time()
     watts = output / "watts.csv"
-    query = ["nvidia-smi", "--query-gpu=timestamp,power.draw", "--format=csv,noheader,nounits", "-lms", "250"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=timestamp,power.draw",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "250",
+    ]
     with watts.open("w") as file, subprocess.Popen(query, stdout=file) as meter:
         try:
             codes = _ranks(config, flags, environment, output, options)
@@ -139,30 +190,46 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     left_out = (_PROFILED, _PROFILED + 1) if "profile" in flags else ()
     counted = [s for s in series.steps if s.step > options.warmup and s.step not in left_out]
     rates = sorted(s.tokens_per_second for s in counted)
-    facts = json.loads((output / "facts.json").read_text()) if (output / "facts.json").exists() else {}
+    facts = (
+        json.loads((output / "facts.json").read_text()) if (output / "facts.json").exists() else {}
+    )
     passed = not any(codes) and len(series.steps) == options.steps
     if not passed:
         for rank in range(options.ranks):
             log = (output / f"log{rank}.txt").read_text(errors="replace").splitlines()
-            print("\n".join([*[line for line in log if "Error" in line][:6], *log[-12:]])[-3000:], flush=True)
+            print(
+                "\n".join([*[line for line in log if "Error" in line][:6], *log[-12:]])[-3000:],
+                flush=True,
+            )
     profile = output / "profile.json"
     return {
-        "name": name, "variant": rest, "passed": passed, "exit_codes": codes, "steps": options.steps,
-        "seconds": round(time.monotonic() - began, 1), "ranks": options.ranks,
-        "local_batch": recipe.local_batch, "seq_len": recipe.seq_len,
+        "name": name,
+        "variant": rest,
+        "passed": passed,
+        "exit_codes": codes,
+        "steps": options.steps,
+        "seconds": round(time.monotonic() - began, 1),
+        "ranks": options.ranks,
+        "local_batch": recipe.local_batch,
+        "seq_len": recipe.seq_len,
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
-        "slowest": rates[0] if rates else None, "fastest": rates[-1] if rates else None,
+        "slowest": rates[0] if rates else None,
+        "fastest": rates[-1] if rates else None,
         "first_step_seconds": round(times[1] - began_at, 1) if 1 in times else None,
         "joules_per_token": _joules(watts, times, options, tokens) if passed else None,
         "memory_gib": max((s.memory_gib or 0 for s in series.steps), default=None),
-        "turbo": facts.get("turbo", []), "turbo_calls": facts.get("turbo_calls", {}),
+        "turbo": facts.get("turbo", []),
+        "turbo_calls": facts.get("turbo_calls", {}),
         "gpu_kernels": facts.get("gpu_kernels", []),
-        "loss": [s.loss for s in series.steps], "grad_norm": [s.grad_norm for s in series.steps],
-        "exact": (output / "exact.jsonl").read_text().splitlines() if (output / "exact.jsonl").exists() else [],
+        "loss": [s.loss for s in series.steps],
+        "grad_norm": [s.grad_norm for s in series.steps],
+        "exact": (output / "exact.jsonl").read_text().splitlines()
+        if (output / "exact.jsonl").exists()
+        else [],
         "step_tokens_per_second": [s.tokens_per_second for s in series.steps],
         **({"kernel_ms": json.loads(profile.read_text())} if profile.exists() else {}),
         **({"idle": json.loads((output / "idle.json").read_text())} if profile.exists() else {}),
-    }  # fmt: skip
+    }
 
 
 def _wait_for_memory() -> None:
@@ -177,8 +244,13 @@ def _wait_for_memory() -> None:
 
 def _times(text: str) -> dict[int, float]:
     """Return step → the time of its log line."""
-    found = re.findall(r"\[titan\] (\S+ \S+),(\d+) .*step: +(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", text))
-    return {int(step): time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms, step in found}
+    found = re.findall(
+        r"\[titan\] (\S+ \S+),(\d+) .*step: +(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", text)
+    )
+    return {
+        int(step): time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3
+        for at, ms, step in found
+    }
 
 
 def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
@@ -191,7 +263,9 @@ def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
     return found
 
 
-def _joules(watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int) -> float | None:
+def _joules(
+    watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int
+) -> float | None:
     """Return joules per token: the GPUs' mean power during the counted steps ÷ tokens per second. ``tokens`` is per
     step.
     """
@@ -215,24 +289,38 @@ _PROFILED = 8
 
 def _bare_config(job: Any) -> Path:
     """Write a configuration for torchtitan's own model of the same size, with its own data loader and the same text."""
-    from primus.training.torchtitan import render
+    from primus_images.training.backends.torchtitan import render
 
     corpus = job.output / "corpus"
     corpus.mkdir()
     (corpus / "corpus.jsonl").write_bytes(job.recipe.asset("corpus").read_bytes())
-    text = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
-    (job.output / "bare.toml").write_text(text.replace(f'"{job.recipe.asset("corpus")}"', f'"{corpus}"'))
+    text = (
+        render.toml(job)
+        .replace('flavor = "recipe"', 'flavor = "8B"')
+        .replace('"recipe_corpus"', '"c4_test"')
+    )
+    (job.output / "bare.toml").write_text(
+        text.replace(f'"{job.recipe.asset("corpus")}"', f'"{corpus}"')
+    )
     return Path(job.output / "bare.toml")
 
 
-def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: Path, options: Any) -> list[int]:
+def _ranks(
+    config: Path, flags: set[str], environment: dict[str, str], output: Path, options: Any
+) -> list[int]:
     """Fork the ranks and wait. If one fails or the time is up, end the others."""
     sys.stdout.flush()
     running: dict[int, int] = {}
     for rank in range(options.ranks):
         child = os.fork()
         if child == 0:
-            _rank(config, flags, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output, rank)
+            _rank(
+                config,
+                flags,
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                output,
+                rank,
+            )
         running[child] = rank
     codes = [-1] * options.ranks
     deadline = time.monotonic() + options.limit
@@ -252,7 +340,9 @@ def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: P
     return codes
 
 
-def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Path, rank: int) -> None:
+def _rank(
+    config: Path, flags: set[str], environment: dict[str, str], output: Path, rank: int
+) -> None:
     """In a child process: train, and never return."""
     code = 1
     try:
@@ -281,8 +371,8 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
 
             train(_profiled(Trainer, output) if "profile" in flags else Trainer)
         else:
-            from primus.training import facts
-            from primus.training.torchtitan import entry
+            from primus_images.training.backends.torchtitan import entry
+            from primus_images.training.run import facts
 
             # Hashing 32 GB of weights takes as long as the steps and is irrelevant to speed.
             facts.digest = lambda parts: ""
@@ -302,11 +392,11 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
 def _own_loop(backend: str, output: Path) -> None:
     from importlib import import_module
 
-    from primus.training import facts
-    from primus.training.loop import process
+    from primus_images.training.backends.loop import process
+    from primus_images.training.run import facts
 
     facts.digest = lambda parts: ""
-    entry = import_module(f"primus.training.{backend}.entry")
+    entry = import_module(f"primus_images.training.{backend}.entry")
     if backend == "megatron":
         entry.main(str(output))
     else:
@@ -322,7 +412,9 @@ def _profiled(trainer: type, output: Path) -> type:
             if self.step != _PROFILED or os.environ["RANK"] != "0":
                 super().train_step(iterator)
                 return
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
                 super().train_step(iterator)
                 torch.cuda.synchronize()
             _write_profile(profile, output)
@@ -341,7 +433,7 @@ def _profile_own_loop(output: Path) -> None:
     """Do the same for our own loop: from the forward pass of one step to the end of its update."""
     import torch
 
-    from primus.training.loop.session import Sharded
+    from primus_images.training.backends.loop.session import Sharded
 
     forward_backward, step = Sharded.forward_backward, Sharded.step
     running: list[Any] = []
@@ -351,7 +443,9 @@ def _profile_own_loop(output: Path) -> None:
         nonlocal count
         count += 1
         if count == _PROFILED and os.environ["RANK"] == "0":
-            running.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+            running.append(
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            )
             running[0].start()
         return forward_backward(self, *words)
 
@@ -374,9 +468,11 @@ def _idle(profile: Any) -> dict[str, Any]:
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name()[:80])
         for event in profile.profiler.kineto_results.events()
-        if "CUDA" in str(event.device_type()) and "nccl" not in event.name() and event.duration_ns()
+        if "CUDA" in str(event.device_type())
+        and "nccl" not in event.name()
+        and event.duration_ns()
         and not event.name().startswith(("ProfilerStep", "FSDP", "Optimizer", "aten::"))
-    )  # fmt: skip
+    )
     pauses, end, before = [], spans[0][1], spans[0][2]
     for start, stop, name in spans[1:]:
         if start > end:
@@ -384,7 +480,11 @@ def _idle(profile: Any) -> dict[str, Any]:
         if stop > end:
             end, before = stop, name
     total = round(sum(ms for ms, _, _ in pauses), 1)
-    return {"ms": total, "step_ms": round((end - spans[0][0]) / 1e6, 1), "longest": sorted(pauses, reverse=True)[:14]}
+    return {
+        "ms": total,
+        "step_ms": round((end - spans[0][0]) / 1e6, 1),
+        "longest": sorted(pauses, reverse=True)[:14],
+    }
 
 
 if __name__ == "__main__":

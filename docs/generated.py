@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from docs.json_schema import json_schema
-from primus.errors import InputError, PrimusError
-from primus.gates.rules import gates
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.plan.target import Target
-from primus.recipes import schema
-from primus.recipes.setting import WORDS
-from primus.release.diff import HEAD, NONE, ROWS, escaped_rows, legend, row, section, table
-from primus.release.history import History, load_history, newest_first
-from primus.schema import build
-from primus.turbo.optimizations import optimizations
-from primus.versions.components import Versions
-from primus.versions.filecache import FileCache
-from primus.versions.lock import Lock
-from primus.yamlfile import read, read_values, spell
+from primus_images.errors import InputError, PrimusError
+from primus_images.gates.rules import gates
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.plan.target import Target
+from primus_images.recipes import schema
+from primus_images.recipes.setting import WORDS
+from primus_images.release.diff import HEAD, NONE, ROWS, escaped_rows, legend, row, section, table
+from primus_images.release.history import History, load_history, newest_first
+from primus_images.schema import build
+from primus_images.turbo.optimizations import optimizations
+from primus_images.versions.components import Versions
+from primus_images.versions.filecache import FileCache
+from primus_images.versions.lock import Lock
+from primus_images.yamlfile import read, read_values, spell
 
 _OURS = "primus"
-_FOLDER = "src/primus/recipes/keys"
+_FOLDER = "src/primus_images/recipes/keys"
 _SOURCES = Path(__file__).with_name("backend_keys.yaml")
 _MEANINGS = Path(schema.__file__).with_name("meanings.yaml")
 
@@ -42,7 +42,10 @@ def generated(root: Path) -> dict[str, str]:
     project = Project.find(root)
     targets = [resolve(project, name) for name in project.target_names()]
     files = {
-        f"docs/schemas/{name}.json": json.dumps(json_schema(cls, title=title), indent=2, ensure_ascii=False) + "\n"
+        f"docs/schemas/{name}.json": json.dumps(
+            json_schema(cls, title=title), indent=2, ensure_ascii=False
+        )
+        + "\n"
         for name, cls, title in (
             ("versions", Versions, "versions.yaml: the file of pins"),
             ("image", Target, "images/<target>.yaml: the contents of one image"),
@@ -94,7 +97,7 @@ def _releases(history: History) -> str:
     rows = [row(release) for release in every]
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
     lines = [
-        "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
+        "<!-- Generated from src/primus_images/release/history.yaml by `nox -s docs`; do not edit. -->",
         "# Published releases",
         "",
         "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
@@ -124,9 +127,12 @@ def _literal(text: str | None) -> str:
 
 
 def _recipe_keys() -> str:
-    rules = {**schema.recipe_rules(), **{f"model.{key}": rule for key, rule in schema.model_rules().items()}}
+    rules = {
+        **schema.recipe_rules(),
+        **{f"model.{key}": rule for key, rule in schema.model_rules().items()},
+    }
     lines = [
-        "<!-- Generated from src/primus/recipes by `nox -s docs`; do not edit. -->",
+        "<!-- Generated from src/primus_images/recipes by `nox -s docs`; do not edit. -->",
         "# Keys of a recipe",
         "",
         "[Recipes](recipes.md) explains how they are used.",
@@ -134,29 +140,43 @@ def _recipe_keys() -> str:
     ]
     described: Any = read_values(_MEANINGS, _MEANINGS.name).data
     for part in described["sections"]:
-        rows = [(f"`{key}`", meaning, *_accepted(rules.pop(key))) for key, meaning in part["keys"].items()]
-        lines += section(part["title"], ("key", "meaning", "default", "accepted"), rows, part.get("text", ""))
+        rows = [
+            (f"`{key}`", meaning, *_accepted(rules.pop(key)))
+            for key, meaning in part["keys"].items()
+        ]
+        lines += section(
+            part["title"], ("key", "meaning", "default", "accepted"), rows, part.get("text", "")
+        )
     if rules:
-        raise InputError(f"{', '.join(rules)}: the meaning is missing", where=f"src/primus/recipes/{_MEANINGS.name}")
+        raise InputError(
+            f"{', '.join(rules)}: the meaning is missing",
+            where=f"src/primus_images/recipes/{_MEANINGS.name}",
+        )
     return "\n".join(lines)
 
 
 def _accepted(rule: schema.Rule) -> tuple[str, str]:
     words = " or ".join(sorted(WORDS.get(name, name) for name in rule.types))
-    accepted = ", ".join(f"`{word}`" for word in rule.choices) or (f"`{rule.bounds}`" if rule.bounds else words)
+    accepted = ", ".join(f"`{word}`" for word in rule.choices) or (
+        f"`{rule.bounds}`" if rule.bounds else words
+    )
     return f"`{spell(rule.default)}`" if rule.default else "", accepted
 
 
 def _gates() -> list[str]:
     rules = gates().items()
     return table(
-        ("gate", "what must hold"), [(name, str(rule.__doc__).partition("\n")[0].rstrip(".")) for name, rule in rules]
+        ("gate", "what must hold"),
+        [(name, str(rule.__doc__).partition("\n")[0].rstrip(".")) for name, rule in rules],
     )
 
 
 def _optimizations() -> list[str]:
     rows = optimizations().values()
-    return table(("optimization", "what it does", "replaces"), [(row.name, row.title, row.replaces) for row in rows])
+    return table(
+        ("optimization", "what it does", "replaces"),
+        [(row.name, row.title, row.replaces) for row in rows],
+    )
 
 
 def _targets(root: Path) -> list[str]:
@@ -165,10 +185,20 @@ def _targets(root: Path) -> list[str]:
         for channel in Project(root).target(name)[0].channels:
             resolved = resolve(Project(root, channel=channel), name)
             lock, preview = resolved.lock, resolved.choice.preview
-            status = "not locked yet" if lock is None else "stale lock" if resolved.stale else "locked"
+            status = (
+                "not locked yet" if lock is None else "stale lock" if resolved.stale else "locked"
+            )
             size = f"{sum(file.size for file in lock.distinct) / 1e6:,.0f} MB" if lock else "–"
             files = len(lock.distinct) if lock else "–"
-            rows.append((f"`{name}`", channel, files, size, f"{status}{f'; preview: {preview}' if preview else ''}"))
+            rows.append(
+                (
+                    f"`{name}`",
+                    channel,
+                    files,
+                    size,
+                    f"{status}{f'; preview: {preview}' if preview else ''}",
+                )
+            )
     return table(("target", "channel", "files in the lock", "size of the files", "status"), rows)
 
 
@@ -191,7 +221,9 @@ class _Sources:
     backends: Mapping[str, tuple[Declared, ...]]
 
 
-def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched: FileCache) -> dict[str, str]:
+def backend_keys(
+    root: Path, versions: Versions, locks: Sequence[Lock], fetched: FileCache
+) -> dict[str, str]:
     """Return path in the repository at ``root`` → text, for every backend's file of keys.
 
     The result is empty if the repository has no folder for these files. Raises InputError if a pin has changed and the
@@ -199,7 +231,11 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
     """
     if not (root / _FOLDER).is_dir():
         return {}
-    pins = {pin.wheel: pin.version for component in versions.components.values() for pin in component.pins}
+    pins = {
+        pin.wheel: pin.version
+        for component in versions.components.values()
+        for pin in component.pins
+    }
     files: dict[str, str] = {}
     for backend, classes in build(_Sources, read(_SOURCES)).backends.items():
         name = f"{_FOLDER}/{backend}.json"
@@ -208,22 +244,35 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
         keys: dict[str, Any] = {}
         for item, text in sources:
             prefix = f"{item.under}." if item.under else ""
-            keys |= {prefix + key: entry for key, entry in dataclass_keys(text, item.name).items()} if text else {}
+            keys |= (
+                {prefix + key: entry for key, entry in dataclass_keys(text, item.name).items()}
+                if text
+                else {}
+            )
         if all(text for _, text in sources):
-            lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items())
-            files[name] = f'{{\n  "versions": {json.dumps(pinned)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
+            lines = ",\n".join(
+                f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items()
+            )
+            files[name] = (
+                f'{{\n  "versions": {json.dumps(pinned)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
+            )
             continue
         files[name] = committed = (root / name).read_text(encoding="utf-8")
         if json.loads(committed)["versions"] != pinned:
             raise InputError(
                 f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins {pinned}",
-                where=name, hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
-            )  # fmt: skip
+                where=name,
+                hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
+            )
     return files
 
 
 def _source(
-    item: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
+    item: Declared,
+    versions: Mapping[str, str],
+    root: Path,
+    locks: Sequence[Lock],
+    fetched: FileCache,
 ) -> str | None:
     if item.wheel == _OURS:
         return (root / "src" / item.file).read_text(encoding="utf-8")
@@ -252,7 +301,9 @@ def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
             match field:
                 case ast.AnnAssign(target=ast.Name(id=key)) if key.startswith("_"):
                     continue
-                case ast.AnnAssign(target=ast.Name(id=key), annotation=ast.Name(id=inner)) if inner in classes:
+                case ast.AnnAssign(target=ast.Name(id=key), annotation=ast.Name(id=inner)) if (
+                    inner in classes
+                ):
                     walk(inner, f"{prefix}{key}.")
                 case ast.AnnAssign(target=ast.Name(id=key)):
                     keys[prefix + key] = _entry(field)
@@ -303,9 +354,13 @@ def _read(annotation: ast.expr, types: list[str], choices: list[str], items: lis
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
             pass
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            choices.extend(str(word.value) for word in _elements(inner) if isinstance(word, ast.Constant))
+            choices.extend(
+                str(word.value) for word in _elements(inner) if isinstance(word, ast.Constant)
+            )
             types.append("str")
-        case ast.Subscript(value=ast.Name(id="List" | "Tuple" | "list" | "tuple" as name), slice=inner):
+        case ast.Subscript(
+            value=ast.Name(id="List" | "Tuple" | "list" | "tuple" as name), slice=inner
+        ):
             types.append(name.lower())
             return any(_read(element, items, choices, []) for element in _elements(inner))
         case ast.Name(id=name):
@@ -325,7 +380,9 @@ def main() -> int:
     """Write the files, or with ``--check`` name those that are out of date, with exit code 1."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--project", type=Path, default=Path(__file__).parents[1], help="the repository")
+    parser.add_argument(
+        "--project", type=Path, default=Path(__file__).parents[1], help="the repository"
+    )
     options = parser.parse_args()
     try:
         names = stale(options.project) if options.check else write(options.project)

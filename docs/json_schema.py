@@ -1,4 +1,4 @@
-"""JSON Schema of file formats, from the dataclasses that declare them (:mod:`primus.schema`)."""
+"""JSON Schema of file formats, from the dataclasses that declare them (:mod:`primus_images.schema`)."""
 
 import dataclasses
 import types
@@ -6,10 +6,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Union, cast
 
-from primus.schema import fields_of, hints_of, notes_of
+from primus_images.schema import fields_of, hints_of, notes_of
 
 # A YAML editor reads 26.11 as a number where primus reads text.
-_TYPES: dict[type, str | list[str]] = {str: ["string", "number"], int: "integer", float: "number", bool: "boolean"}
+_TYPES: dict[type, str | list[str]] = {
+    str: ["string", "number"],
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+}
 
 
 def json_schema(cls: type, *, title: str) -> dict[str, Any]:
@@ -38,7 +43,10 @@ def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[st
             for word, field in fields_of(cls).items():
                 inner = _schema(hints[field.name], defs, notes[word])
                 properties[word] = {"description": notes[word].get("doc", ""), **inner}
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                if (
+                    field.default is dataclasses.MISSING
+                    and field.default_factory is dataclasses.MISSING
+                ):
                     required.append(word)
             defs[cls.__name__] = {
                 "type": "object",

@@ -26,7 +26,7 @@ from sandbox_kit import BUSYBOX, Entry, add_layer, directory, sha, tar
 import gits
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
 from loopback import make_wheel, serve
-from primus.versions.components import Pin
+from primus_images.versions.components import Pin
 from project_kit import SOURCE, Kit, free_port
 
 REPOSITORY = Path(__file__).parents[1]
@@ -43,14 +43,24 @@ NEEDS = {
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 # What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
 OTHERS = {
-    "numpy": "2.5.5", "pybind11": "3.0.4", "filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3",
-    "setuptools-scm": "10.3.4", "pandas": "3.0.3", "psutil": "7.2.2", "scipy": "1.17.0", "jinja2": "3.1.6",
-}  # fmt: skip
-LOCAL = ("src/primus", "recipes", "images/workspace")
+    "numpy": "2.5.5",
+    "pybind11": "3.0.4",
+    "filelock": "3.20.0",
+    "einops": "0.8.2",
+    "ninja": "1.11.1.3",
+    "setuptools-scm": "10.3.4",
+    "pandas": "3.0.3",
+    "psutil": "7.2.2",
+    "scipy": "1.17.0",
+    "jinja2": "3.1.6",
+}
+LOCAL = ("src/primus_images", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
 
 
-def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[str, tuple[str, str]]) -> str:
+def channel_versions(
+    indexes: Mapping[str, str], image: str, commits: Mapping[str, tuple[str, str]]
+) -> str:
     """The repository's versions.yaml with these index addresses, this base image and these commits."""
     text = (REPOSITORY / "versions.yaml").read_text()
     for name, url in indexes.items():
@@ -59,15 +69,24 @@ def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[st
     head = re.sub(r"image: \S+", f"image: {image}", head).replace("suite: noble", "suite: bookworm")
     head = re.sub(r"python: 3\.12\.3", "python: 3.11.2", head).replace("3.12", "3.11")
     # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no compressed archive.
-    head = head.replace("      - libpython3.11-stdlib\n", "      - dash\n      - gzip\n      - libpython3.11-stdlib\n")
-    head = head.replace("      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1)
-    text = f"{head}\n  bookworm:\n{rest}".replace("debs: [g++, libpython3.12-dev, make]", "debs: [make]")
+    head = head.replace(
+        "      - libpython3.11-stdlib\n",
+        "      - dash\n      - gzip\n      - libpython3.11-stdlib\n",
+    )
+    head = head.replace(
+        "      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1
+    )
+    text = f"{head}\n  bookworm:\n{rest}".replace(
+        "debs: [g++, libpython3.12-dev, make]", "debs: [make]"
+    )
     text = text.replace("debs: [g++, libpython3-dev]", "debs: [make]")
     text = text.replace("compiler: [g++, libpython3.11-dev]", "compiler: [make]")
     for name, (url, commit) in commits.items():
         found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
         assert found is not None
-        text = text.replace(found[0], found[0].replace(found[1], commit).replace(found[0].split()[1], url))
+        text = text.replace(
+            found[0], found[0].replace(found[1], commit).replace(found[0].split()[1], url)
+        )
     return text
 
 
@@ -81,10 +100,20 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
         needs, files = _inside(component, rocm or "", arch)
         if component == "pytorch":
             triton = next(one.version for name, one in pins.items() if name == "triton")
-            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock", "jinja2", "setuptools")
+            needs = (
+                f"rocm[libraries]=={rocm}",
+                f"triton=={triton}",
+                "filelock",
+                "jinja2",
+                "setuptools",
+            )
         tag = "cp311-cp311-manylinux_2_28_x86_64" if component == "pytorch" else "py3-none-any"
-        padding = 3_000_000 if component in ("pytorch", "rocm-sdk-libraries", "rocm-sdk-device") else 0
-        make_wheel(folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding)
+        padding = (
+            3_000_000 if component in ("pytorch", "rocm-sdk-libraries", "rocm-sdk-device") else 0
+        )
+        make_wheel(
+            folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding
+        )
     for name, version in OTHERS.items():
         make_wheel(pypi, name, version)
     # The one that AITER is built with; the image has another.
@@ -101,14 +130,22 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
 def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict[str, bytes]]:
     code = code_object(MACHS[arch])
     if component == "rocm-sdk-libraries":
-        return (), {f"{LIBRARIES}/lib/librocblas.so.5": pack_host("librocblas", "../.kpack/blas_@GFXARCH@.kpack")}
+        return (), {
+            f"{LIBRARIES}/lib/librocblas.so.5": pack_host(
+                "librocblas", "../.kpack/blas_@GFXARCH@.kpack"
+            )
+        }
     if component == "rocm-sdk-device":
         return (f"rocm-sdk-libraries=={rocm}",), {
             f"{LIBRARIES}/.kpack/blas_{arch}.kpack": kernel_pack({"librocblas": [arch]}),
             f"{LIBRARIES}/lib/rocblas/library/Kernels.so-000-{arch}.hsaco": code,
         }
     if component == "pytorch":
-        return (), {"torch/lib/libtorch_hip.so": pack_host("libtorch_hip", "../.kpack/torch_@GFXARCH@.kpack")}
+        return (), {
+            "torch/lib/libtorch_hip.so": pack_host(
+                "libtorch_hip", "../.kpack/torch_@GFXARCH@.kpack"
+            )
+        }
     if component == "pytorch-device":
         return (), {f"torch/.kpack/torch_{arch}.kpack": kernel_pack({"libtorch_hip": [arch]})}
     if component == "transformer-engine-core":
@@ -116,7 +153,10 @@ def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict
         return (), {"transformer_engine/libtransformer_engine.so": elf({".hip_fatbin": both})}
     if component == "pyyaml":
         # The image's entry point reads a table. The package works without its compiled part.
-        return (), {f"yaml/{path.name}": path.read_bytes() for path in Path(yaml.__file__).parent.glob("*.py")}
+        return (), {
+            f"yaml/{path.name}": path.read_bytes()
+            for path in Path(yaml.__file__).parent.glob("*.py")
+        }
     return (), {}
 
 
@@ -143,22 +183,38 @@ def fetch_build_tools(folder: Path, kit: Kit) -> None:
     """The real pip, setuptools and wheel in every pinned version, from where this host's pip takes them."""
     pins = kit_pins(kit, "mi300x").values()
     wanted = {f"{pin.wheel}=={pin.version}" for pin in pins if pin.wheel in BUILD_TOOLS}
-    built = {word for pin in pins if pin.build for word in pin.build.wheels if word.partition("==")[0] in BUILD_TOOLS}
+    built = {
+        word
+        for pin in pins
+        if pin.build
+        for word in pin.build.wheels
+        if word.partition("==")[0] in BUILD_TOOLS
+    }
     words = sorted({*wanted, *(word for word in built if "==" in word), "packaging"})
     # pip downloads one version of a project at a time.
     downloads = []
     while words:
         once = list({word.partition("==")[0]: word for word in words}.values())
         words = [word for word in words if word not in once]
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *once]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            str(folder),
+            *once,
+        ]
         downloads.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
     assert {download.wait() for download in downloads} == {0}
 
 
 def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
     """Every pin that the target's lock on channel amd answers."""
-    from primus.plan.project import Project
-    from primus.plan.resolve import resolve
+    from primus_images.plan.project import Project
+    from primus_images.plan.resolve import resolve
 
     return dict(resolve(Project(kit.root, channel="amd"), target).pins)
 
@@ -227,7 +283,10 @@ def make_base(folder: Path) -> str:
 
     tools = ("mkdir", "cat", "sed", "printf", "rm", "ls", "env", "true")
     lower = [
-        *(directory(name) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),
+        *(
+            directory(name)
+            for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")
+        ),
         directory("tmp", 0o1777),
         *(Entry(name=name, link=f"usr/{name}") for name in ("bin", "lib", "lib64")),
         Entry(name="usr/bin/busybox", data=Path(BUSYBOX).read_bytes(), mode=0o755),
@@ -236,7 +295,10 @@ def make_base(folder: Path) -> str:
     ]
     upper = [directory("etc"), Entry(name="etc/passwd", data=b"root:x:0:0::/:/bin/sh\n")]
     made = [add_layer(blobs, tar(entries), "tar+gzip") for entries in (lower, upper)]
-    layers = [{"mediaType": layer.media_type, "digest": layer.digest, "size": layer.size} for layer in made]
+    layers = [
+        {"mediaType": layer.media_type, "digest": layer.digest, "size": layer.size}
+        for layer in made
+    ]
     platforms = []
     for architecture in ("arm64", "amd64"):
         platform = {"os": "linux", "architecture": architecture}
@@ -244,9 +306,16 @@ def make_base(folder: Path) -> str:
         about = blob({**platform, "rootfs": rootfs}, "config")
         # Of the other platform nothing but its name is needed.
         own = layers if architecture == "amd64" else layers[:1]
-        manifest = {"schemaVersion": 2, "mediaType": f"{oci}.manifest.v1+json", "config": about, "layers": own}
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": f"{oci}.manifest.v1+json",
+            "config": about,
+            "layers": own,
+        }
         platforms.append({**blob(manifest, "manifest"), "platform": platform})
-    top = blob({"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": platforms}, "index")
+    top = blob(
+        {"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": platforms}, "index"
+    )
     annotated = {**top, "annotations": {"org.opencontainers.image.ref.name": "24.04"}}
     (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [annotated]}))
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
@@ -268,7 +337,9 @@ def registry(folder: Path, logins: str = "") -> Iterator[int]:
         with config.open("a") as more:
             more.write(f"auth: {{htpasswd: {{realm: tests, path: {folder / 'htpasswd'}}}}}\n")
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["docker-registry", "serve", str(config)], stdout=log, stderr=log
+        )
     try:
         for _ in range(200):
             with socket.socket() as probe:
@@ -291,7 +362,9 @@ def mirrored_home(home: Path, port: int) -> Path:
     """A home whose containers-registries.conf names a mirror for Docker Hub's images."""
     conf = home / ".config/containers/registries.conf"
     conf.parent.mkdir(parents=True)
-    conf.write_text(f'[[registry]]\nprefix = "docker.io"\nlocation = "127.0.0.1:{port}"\ninsecure = true\n')
+    conf.write_text(
+        f'[[registry]]\nprefix = "docker.io"\nlocation = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
     return home
 
 
@@ -337,13 +410,20 @@ def copy_project(kit: Kit) -> None:
     for name in TARGETS:
         kit.write(f"images/{name}.yaml", (REPOSITORY / f"images/{name}.yaml").read_text())
     for name in LOCAL:
-        shutil.copytree(REPOSITORY / name, kit.root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, kit.root / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
 
 
 def loopback_environment(pypi: str, home: Path) -> dict[str, str]:
     """Variables under which pip and skopeo know loopback alone."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": pypi, "NO_PROXY": "127.0.0.1", "HOME": str(home)}
+    return kept | {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": pypi,
+        "NO_PROXY": "127.0.0.1",
+        "HOME": str(home),
+    }
 
 
 @contextmanager
@@ -352,13 +432,29 @@ def amd_channel(root: Path) -> Iterator[Channel]:
     amd, pypi, gits = root / "amd/files", root / "pypi/files", root / "git"
     for folder in (amd, pypi):
         folder.mkdir(parents=True)
-    commits = {n: (f"file://{gits / n}", make_repository(gits, n, package)) for n, package in REPOSITORIES.items()}
-    with serve(root / "amd") as indexes, serve(root / "pypi") as plain, registry(root / "registry") as port:
+    commits = {
+        n: (f"file://{gits / n}", make_repository(gits, n, package))
+        for n, package in REPOSITORIES.items()
+    }
+    with (
+        serve(root / "amd") as indexes,
+        serve(root / "pypi") as plain,
+        registry(root / "registry") as port,
+    ):
         base = make_base(root / "base")
-        push = ["skopeo", "copy", "-q", "--all", "--dest-tls-verify=false", f"oci:{root / 'base'}:24.04"]
+        push = [
+            "skopeo",
+            "copy",
+            "-q",
+            "--all",
+            "--dest-tls-verify=false",
+            f"oci:{root / 'base'}:24.04",
+        ]
         subprocess.run([*push, f"docker://127.0.0.1:{port}/library/ubuntu:24.04"], check=True)
         home = mirrored_home(root / "home", port)
-        kit = Loopback(root / "project", variables=loopback_environment(f"{plain.url}/simple", home))
+        kit = Loopback(
+            root / "project", variables=loopback_environment(f"{plain.url}/simple", home)
+        )
         names = ("rocm-core", "rocm-pytorch", "rocm-transformer-engine", "rocm-frameworks-staging")
         own = dict.fromkeys(names, f"{indexes.url}/simple")
         kit.write("versions.yaml", channel_versions(own, f"ubuntu@{base}", commits))

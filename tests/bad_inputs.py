@@ -35,17 +35,22 @@ _LONG = {
     "{dashes}": "- " * 200_000,
     "{long alias}": "a: &a " + "x" * 100_000 + "\nb: [" + ",".join(["*a"] * 15_000) + "]\n",
     "{deep}": "name: " + "{a: " * 5000 + "1" + "}" * 5000,
-    "{bomb}": "a0: &a0 {k: 1, l: 2}\n" + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),
+    "{bomb}": "a0: &a0 {k: 1, l: 2}\n"
+    + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),
 }
 _STANDING = (
-    "HF_TOKEN", "EXP", "BACKEND", "NNODES", "GPUS_PER_NODE",
+    "HF_TOKEN",
+    "EXP",
+    "BACKEND",
+    "NNODES",
+    "GPUS_PER_NODE",
     "PRIMUS_HIPBLASLT_TUNING_STAGE",
-)  # fmt: skip
+)
 
 
 def fault(given: Mapping[str, Any], folder: Path) -> str | None:
     """Run one bad input in the empty ``folder``; what is wrong with the answer, None when it is as it should be."""
-    from primus.cli.main import main
+    from primus_images.cli.main import main
 
     for name, text in given.get("files", {}).items():
         if name.endswith("/"):
@@ -58,7 +63,9 @@ def fault(given: Mapping[str, Any], folder: Path) -> str | None:
         (folder / name).symlink_to(target)
     for name, digits in given.get("hex", {}).items():
         (folder / name).write_bytes(bytes.fromhex(digits))
-    variables = {name: value for name, value in os.environ.items() if name not in _STANDING} | given.get("env", {})
+    variables = {
+        name: value for name, value in os.environ.items() if name not in _STANDING
+    } | given.get("env", {})
     out, error = io.StringIO(), io.StringIO()
     with _inside(folder), mock.patch.dict(os.environ, variables, clear=True):
         began = time.process_time()

@@ -56,12 +56,30 @@ def archive(suite: str, folder: Path) -> Path:
     made = folder / f"{suite}.tar"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=apt,ca-certificates,python3"]
+        command = [
+            "mmdebstrap",
+            "--quiet",
+            "--variant=minbase",
+            "--include=apt,ca-certificates,python3",
+        ]
         if suite in UBUNTU:
-            if not all(os.environ.get(name) for name in ("PRIMUS_UBUNTU_MIRROR", "PRIMUS_UBUNTU_KEYRING")):
-                sys.exit(f"{suite}: set PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING to an archive of Ubuntu")
-            mirror, keyring = os.environ["PRIMUS_UBUNTU_MIRROR"], os.environ["PRIMUS_UBUNTU_KEYRING"]
-            more = ["--components=main,universe", f"--keyring={keyring}", suite, f"{made}.part.tar", *mirror.split()]
+            if not all(
+                os.environ.get(name) for name in ("PRIMUS_UBUNTU_MIRROR", "PRIMUS_UBUNTU_KEYRING")
+            ):
+                sys.exit(
+                    f"{suite}: set PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING to an archive of Ubuntu"
+                )
+            mirror, keyring = (
+                os.environ["PRIMUS_UBUNTU_MIRROR"],
+                os.environ["PRIMUS_UBUNTU_KEYRING"],
+            )
+            more = [
+                "--components=main,universe",
+                f"--keyring={keyring}",
+                suite,
+                f"{made}.part.tar",
+                *mirror.split(),
+            ]
         else:
             more = [suite, f"{made}.part.tar"]
         subprocess.run([*command, *more], check=True)
@@ -77,13 +95,17 @@ def furnish(root: Path, suite: str, user: bool) -> None:
     shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs")
     for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
         shutil.copy(certificate, root / "usr/local/share/ca-certificates")
-    codename = re.search(r"^VERSION_CODENAME=(\S+)", Path("/etc/os-release").read_text(encoding="utf-8"), re.M)
+    codename = re.search(
+        r"^VERSION_CODENAME=(\S+)", Path("/etc/os-release").read_text(encoding="utf-8"), re.M
+    )
     sources = Path("/etc/apt/sources.list.d/debian.sources")
     if codename and codename[1] == suite and sources.exists():
         shutil.copy(sources, root / "etc/apt/sources.list.d")
         (root / "etc/apt/sources.list").unlink(missing_ok=True)
     if user:
-        subprocess.run(["chroot", root, "useradd", "--create-home", "--shell", "/bin/sh", "me"], check=True)
+        subprocess.run(
+            ["chroot", root, "useradd", "--create-home", "--shell", "/bin/sh", "me"], check=True
+        )
     clone = root / CHECKOUT[1:]
     clone.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["git", "clone", "--quiet", "--no-local", HERE, clone], check=True)
@@ -100,12 +122,28 @@ def readme_line(name: str) -> str:
 
 def main() -> int:
     """Run the command; its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", choices=("bookworm", "trixie", "noble"))
-    parser.add_argument("command", help="a command of README (validate, tests), or any shell command")
+    parser.add_argument(
+        "command", help="a command of README (validate, tests), or any shell command"
+    )
     parser.add_argument("--user", action="store_true", help="as an ordinary user")
-    parser.add_argument("--bind", action="append", default=[], metavar="DIR", help="a folder of this machine to show")
-    parser.add_argument("--work", type=Path, default=HERE / ".primus/bare", metavar="DIR", help="where roots are made")
+    parser.add_argument(
+        "--bind",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder of this machine to show",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=HERE / ".primus/bare",
+        metavar="DIR",
+        help="where roots are made",
+    )
     words, more = sys.argv[1:], []
     if "--" in words:
         more = words[words.index("--") + 1 :]
@@ -123,14 +161,29 @@ def main() -> int:
         path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         become = ["setpriv", "--reuid=me", "--regid=me", "--init-groups"] if args.user else []
         home = "HOME=/home/me" if args.user else "HOME=/root"
-        inside = ["env", "-i", path, home, *brought, *become, "sh", "-c", f"cd {CHECKOUT} && {command}"]
+        inside = [
+            "env",
+            "-i",
+            path,
+            home,
+            *brought,
+            *become,
+            "sh",
+            "-c",
+            f"cd {CHECKOUT} && {command}",
+        ]
         print(f"$ {command}", flush=True)
         began = time.monotonic()
         spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc"]
         code = subprocess.run(
-            [*spaces, "sh", "-c", ENTER, "sh", root, *args.bind, "--", *inside], stdin=subprocess.DEVNULL, check=False
+            [*spaces, "sh", "-c", ENTER, "sh", root, *args.bind, "--", *inside],
+            stdin=subprocess.DEVNULL,
+            check=False,
         ).returncode
-        print(f"exit code {code} after {time.monotonic() - began:.0f} s in a bare {args.suite} root", flush=True)
+        print(
+            f"exit code {code} after {time.monotonic() - began:.0f} s in a bare {args.suite} root",
+            flush=True,
+        )
         return code
     finally:
         shutil.rmtree(root, ignore_errors=True)

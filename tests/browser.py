@@ -11,13 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 
 
 class Browser:
     """One page in a window of ``width`` × ``height`` CSS pixels. A context manager."""
 
-    def __init__(self, page: Path, folder: Path, *, width: int, height: int = 900, phone: bool = False) -> None:
+    def __init__(
+        self, page: Path, folder: Path, *, width: int, height: int = 900, phone: bool = False
+    ) -> None:
         assert CHROMIUM
         self._ids = itertools.count(1)
         self._left = b""
@@ -26,25 +31,41 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         # Chromium reads commands from descriptor 3 and answers on descriptor 4.
         words = [
-            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank",
-        ]  # fmt: skip
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+            "about:blank",
+        ]
         shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
-            ["/bin/bash", "-c", shell, "bash", *words], pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["/bin/bash", "-c", shell, "bash", *words],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._out, self._in, self._session = ours_out, ours_in, ""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.ask(f"{domain}.enable")
         self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1,
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
             mobile=phone,
-        )  # fmt: skip
+        )
         if phone:
             self.ask("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
         self.open(page)
@@ -56,16 +77,29 @@ class Browser:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._read()
 
-    def show(self, width: int, media: str = "screen", scheme: str = "light", *, phone: bool = False) -> None:
+    def show(
+        self, width: int, media: str = "screen", scheme: str = "light", *, phone: bool = False
+    ) -> None:
         """Set the width of the window in CSS pixels, what the page is shown on, and the colours."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         scheme = {"name": "prefers-color-scheme", "value": scheme}
         self.ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait(20)
         os.close(self._out)
@@ -97,14 +131,26 @@ class Browser:
 
     def js(self, expression: str) -> Any:
         """What the page's script says to an expression, which may be a promise."""
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
         """A mouse event of the left button: mousePressed, mouseMoved, mouseReleased."""
-        self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)
+        self.ask(
+            "Input.dispatchMouseEvent",
+            type=kind,
+            x=x,
+            y=y,
+            button="left",
+            buttons=1,
+            clickCount=clicks,
+        )
 
     def touch(self, kind: str, *points: tuple[float, float]) -> None:
         """A touch event: touchStart, touchMove, touchEnd."""
-        self.ask("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points])
+        self.ask(
+            "Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points]
+        )

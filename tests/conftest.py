@@ -16,7 +16,9 @@ for name in ("COLUMNS", "TERM", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
 
 # The tests start primus thousands of times, and compiling its modules anew takes longer than most of those runs. The
 # bytecode lies outside the source tree, because a note of a build names the engine's folders.
-os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache/bytecode"))
+os.environ.setdefault(
+    "PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
+)
 # A worker inherits the variable, but tests of bytecode compare paths with this interpreter's.
 sys.pycache_prefix, sys.dont_write_bytecode = None, True
 
@@ -28,8 +30,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What is written anew, and whether the long runs run."""
     parser.addoption("--regenerate-golden", action="store_true", help="write the golden files anew")
-    parser.addoption("--slurm-events", default="1", metavar="N", help="repetitions of each event in a Slurm job")
-    parser.addoption("--slurm-seed", default="1", metavar="N", help="seed for the moments of these events")
+    parser.addoption(
+        "--slurm-events", default="1", metavar="N", help="repetitions of each event in a Slurm job"
+    )
+    parser.addoption(
+        "--slurm-seed", default="1", metavar="N", help="seed for the moments of these events"
+    )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
@@ -58,8 +64,13 @@ class _Failures:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             lines = report.longreprtext.strip().splitlines()
-            what = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1] if lines else "")
-            self.reporter.write_line(f"\n{report.nodeid}: {report.when} failed: {what[:300]}", red=True)
+            what = next(
+                (line[1:].strip() for line in lines if line.startswith("E ")),
+                lines[-1] if lines else "",
+            )
+            self.reporter.write_line(
+                f"\n{report.nodeid}: {report.when} failed: {what[:300]}", red=True
+            )
 
 
 # Deadlines measure the machine, not the code: two busy cores break them.

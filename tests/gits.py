@@ -10,8 +10,19 @@ def git(folder: Path, *words: str) -> str:
     """Run git in ``folder``, without the user's settings. Returns what it prints."""
     environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@example.invalid", *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.strip()
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.invalid",
+        *words,
+    ]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout.strip()
 
 
 def head(folder: Path) -> str:

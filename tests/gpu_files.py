@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 import zstandard
 
-from primus.gates.examined import LayerFacts
-from primus.oci.tar import Member
+from primus_images.gates.examined import LayerFacts
+from primus_images.oci.tar import Member
 
 HOST = "host-x86_64-unknown-linux-gnu-"
 
@@ -27,7 +27,9 @@ def elf(
     needed: Sequence[str] = (),
 ) -> bytes:
     """A 64-bit ELF file (by default an x86-64 shared object) with these sections."""
-    parts: list[tuple[str, int, bytes, int]] = [(name, 1, data, 0) for name, data in (sections or {}).items()]
+    parts: list[tuple[str, int, bytes, int]] = [
+        (name, 1, data, 0) for name, data in (sections or {}).items()
+    ]
     if soname or needed:
         strings, entries = b"\0", b""
         for tag, name in [(1, one) for one in needed] + ([(14, soname)] if soname else []):
@@ -45,12 +47,27 @@ def elf(
     for (_, section, data, link), name_at in zip(parts, offsets, strict=True):
         body += b"\0" * (-len(body) % 16)
         entry = 16 if section == 6 else 0
-        headers += struct.pack("<IIQQQQIIQQ", name_at, section, 0, 0, 64 + len(body), len(data), link, 0, 16, entry)
+        headers += struct.pack(
+            "<IIQQQQIIQQ", name_at, section, 0, 0, 64 + len(body), len(data), link, 0, 16, entry
+        )
         body += data
     body += b"\0" * (-len(body) % 16)
     ident = b"\x7fELF" + bytes([2, 1, 1, 64 if machine == 224 else 0, abi]) + b"\0" * 7
     head = struct.pack(
-        "<HHIQQQIHHHHHH", kind, machine, 1, 0, 0, 64 + len(body), flags, 64, 56, 0, 64, len(parts) + 1, len(parts)
+        "<HHIQQQIHHHHHH",
+        kind,
+        machine,
+        1,
+        0,
+        0,
+        64 + len(body),
+        flags,
+        64,
+        56,
+        0,
+        64,
+        len(parts) + 1,
+        len(parts),
     )
     return ident + head + body + headers
 
@@ -65,7 +82,9 @@ def entry(target: str) -> str:
     return f"hipv4-amdgcn-amd-amdhsa--{target}"
 
 
-def bundle(targets: Sequence[str], payload: bytes = b"code" * 64, empty: Sequence[str] = ()) -> bytes:
+def bundle(
+    targets: Sequence[str], payload: bytes = b"code" * 64, empty: Sequence[str] = ()
+) -> bytes:
     """An offload bundle with an empty entry for the host and one entry per target, each on a page of its own."""
     entries = [(HOST, b""), *((entry(t), b"" if t in empty else payload) for t in targets)]
     size = 32 + sum(24 + len(name) for name, _ in entries)
@@ -82,7 +101,9 @@ def compressed(plain: bytes, *, version: int = 2, method: int = 1) -> bytes:
     data = zstandard.ZstdCompressor().compress(plain) if method == 1 else zlib.compress(plain)
     digest = hashlib.md5(plain).digest()[:8]
     form, size = ("<HHII", 24) if version == 2 else ("<HHQQ", 32)
-    return b"CCOB" + struct.pack(form, version, method, size + len(data), len(plain)) + digest + data
+    return (
+        b"CCOB" + struct.pack(form, version, method, size + len(data), len(plain)) + digest + data
+    )
 
 
 def pages(*bundles: bytes) -> bytes:
@@ -96,15 +117,25 @@ def kernel_pack(kernels: Mapping[str, Sequence[str]]) -> bytes:
     table = {
         "format_version": 1,
         "gfx_arches": arches,
-        "toc": {name: {t: {"type": "hsaco", "ordinal": 0} for t in by} for name, by in kernels.items()},
+        "toc": {
+            name: {t: {"type": "hsaco", "ordinal": 0} for t in by} for name, by in kernels.items()
+        },
     }
     blob = b"K" * 128
-    return struct.pack("<4sIQ", b"KPAK", 1, 64 + len(blob)) + b"\0" * 48 + blob + msgpack.packb(table)
+    return (
+        struct.pack("<4sIQ", b"KPAK", 1, 64 + len(blob)) + b"\0" * 48 + blob + msgpack.packb(table)
+    )
 
 
 def pack_host(kernel: str, *packs: str) -> bytes:
     """A host library whose GPU code lies in kernel packs."""
-    return elf({".rocm_kpack_ref": msgpack.packb({"kernel_name": kernel, "kpack_search_paths": list(packs)})})
+    return elf(
+        {
+            ".rocm_kpack_ref": msgpack.packb(
+                {"kernel_name": kernel, "kpack_search_paths": list(packs)}
+            )
+        }
+    )
 
 
 def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:

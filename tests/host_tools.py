@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM
-from primus import programs
-from primus.errors import HostError
+from primus_images import programs
+from primus_images.errors import HostError
 
 # Program → package.
 PACKAGES = {
@@ -34,7 +34,9 @@ PACKAGES = {
 }
 # The same, from Debian's unstable suite: stable's does not have the bundles that registries list. It needs libc only.
 UNSTABLE = {"cosign": "cosign"}
-PLUGINS = [Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")]
+PLUGINS = [
+    Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")
+]
 
 
 def _system(key: str) -> str:
@@ -80,7 +82,10 @@ def needs(*programs: str) -> pytest.MarkDecorator:
 def install_unstable(package: str) -> None:
     """Install a package of Debian's unstable suite from the archive that this host uses, and leave its apt as it is."""
     asked = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(SITE)"], capture_output=True, text=True, check=True
+        ["apt-get", "indextargets", "--format", "$(SITE)"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     site = next(line for line in asked.stdout.splitlines() if line.endswith("/debian"))
     with tempfile.TemporaryDirectory(prefix="primus-unstable-") as name:
@@ -89,11 +94,15 @@ def install_unstable(package: str) -> None:
         keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
         (folder / "sources").write_text(f"deb [signed-by={keyring}] {site} sid main\n")
         own = {"etc::sourcelist": "sources", "state::lists": "lists"}
-        options = [word for key, part in own.items() for word in ("-o", f"Dir::{key}={folder / part}")]
+        options = [
+            word for key, part in own.items() for word in ("-o", f"Dir::{key}={folder / part}")
+        ]
         for words in (["update"], ["download", package]):
             command = ["apt-get", "-q", *options, "-o", "Dir::Etc::sourceparts=/dev/null", *words]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
-        subprocess.run(["dpkg", "-i", *map(str, folder.glob("*.deb"))], check=True, capture_output=True)
+        subprocess.run(
+            ["dpkg", "-i", *map(str, folder.glob("*.deb"))], check=True, capture_output=True
+        )
 
 
 def main() -> int:

@@ -22,17 +22,17 @@ from typing import Any, Literal
 
 import yaml
 
-from primus.cli.main import main
-from primus.engine.pipeline import KINDS
-from primus.engine.workshop import Workshop
-from primus.errors import PrimusError
-from primus.oci.layer import assembler
-from primus.plan.action import Action, Input
-from primus.plan.project import Project, Workspace
-from primus.plan.resolve import resolve
-from primus.plan.skeleton import BYTECODE as SCRIPT
-from primus.progress import Progress
-from primus.versions.lock import Lock, LockedFile, dumps
+from primus_images.cli.main import main
+from primus_images.engine.pipeline import KINDS
+from primus_images.engine.workshop import Workshop
+from primus_images.errors import PrimusError
+from primus_images.oci.layer import assembler
+from primus_images.plan.action import Action, Input
+from primus_images.plan.project import Project, Workspace
+from primus_images.plan.resolve import resolve
+from primus_images.plan.skeleton import BYTECODE as SCRIPT
+from primus_images.progress import Progress
+from primus_images.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project
 
 _PLANTED: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -93,7 +93,9 @@ def call(root: Path, words: Sequence[str]) -> Answer:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
         os.chdir(before)
-    return Answer(code, out.getvalue(), err.getvalue(), time.process_time() - cpu, time.monotonic() - wall)
+    return Answer(
+        code, out.getvalue(), err.getvalue(), time.process_time() - cpu, time.monotonic() - wall
+    )
 
 
 class Bench:
@@ -139,7 +141,11 @@ class Bench:
     def _wrong(self, fault: Fault, answer: Answer) -> str | None:
         if answer.code not in fault.codes:
             return f"exit code {answer.code}: {answer.err[-500:]}"
-        if answer.code == 0 and fault.words[0] == "build" and answer.out.split()[:1] != [self.digest]:
+        if (
+            answer.code == 0
+            and fault.words[0] == "build"
+            and answer.out.split()[:1] != [self.digest]
+        ):
             return f"it built something else: {answer.out}"
         if answer.code and (wrong := no_sentence(answer.err)):
             return wrong
@@ -179,10 +185,15 @@ def damage_in(store: Path) -> str | None:
         if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
             return f"blob {digest} is damaged"
     for digest in list(todo):
-        manifest = json.loads((store / "blobs/sha256" / digest.removeprefix("sha256:")).read_bytes())
+        manifest = json.loads(
+            (store / "blobs/sha256" / digest.removeprefix("sha256:")).read_bytes()
+        )
         for entry in (manifest["config"], *manifest["layers"]):
             data = (store / "blobs/sha256" / entry["digest"].removeprefix("sha256:")).read_bytes()
-            if f"sha256:{hashlib.sha256(data).hexdigest()}" != entry["digest"] or len(data) != entry["size"]:
+            if (
+                f"sha256:{hashlib.sha256(data).hexdigest()}" != entry["digest"]
+                or len(data) != entry["size"]
+            ):
                 return f"blob {entry['digest']} is damaged"
     return None
 
@@ -257,11 +268,28 @@ def _stored() -> Iterator[Fault]:
     }
     for kind, pattern in kinds.items():
         for what, damage in _DAMAGES.items():
-            yield Fault(f"store: {kind}, {what}", partial(_damage_stored, pattern, damage), codes=_ANY)
+            yield Fault(
+                f"store: {kind}, {what}", partial(_damage_stored, pattern, damage), codes=_ANY
+            )
     yield Fault("store: lists of paths, gone", _drop_lists, codes=_ANY)
-    yield Fault("store: a pipe in tmp", lambda kit: os.mkfifo(kit.root / ".primus/store/tmp/x"), codes=frozenset((0,)))
-    for name in ("store/blobs", "store/actions", "store/targets", "store/tmp", "store/locks", "cache", "store", ""):
-        yield Fault(f"store: .primus/{name} is gone", partial(_drop_stored, name), codes=frozenset((0, 3)))
+    yield Fault(
+        "store: a pipe in tmp",
+        lambda kit: os.mkfifo(kit.root / ".primus/store/tmp/x"),
+        codes=frozenset((0,)),
+    )
+    for name in (
+        "store/blobs",
+        "store/actions",
+        "store/targets",
+        "store/tmp",
+        "store/locks",
+        "cache",
+        "store",
+        "",
+    ):
+        yield Fault(
+            f"store: .primus/{name} is gone", partial(_drop_stored, name), codes=frozenset((0, 3))
+        )
 
 
 def _drop_stored(name: str, kit: Kit) -> None:
@@ -281,7 +309,9 @@ def _stored_file(work: Path, pattern: str) -> Path:
         return sorted(work.glob(pattern))[0]
     store = work / "store"
     blobs = store / "blobs/sha256"
-    entry = next(m for m in json.loads((store / "index.json").read_bytes())["manifests"] if "demo" in str(m))
+    entry = next(
+        m for m in json.loads((store / "index.json").read_bytes())["manifests"] if "demo" in str(m)
+    )
     manifest = blobs / entry["digest"].removeprefix("sha256:")
     if pattern == "manifest":
         return manifest
@@ -298,10 +328,13 @@ def _drop_lists(kit: Kit) -> None:
 
 # -- the project's own files -------------------------------------------------------------------------------------
 
-_BOMB = "a0: &a0 {k: 1, l: 2}\n" + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40))
+_BOMB = "a0: &a0 {k: 1, l: 2}\n" + "".join(
+    f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)
+)
 _YAML: Mapping[str, str] = {
     "an alias bomb": _BOMB,
-    "a bomb of lists": "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)),
+    "a bomb of lists": "a0: &a0 [x, x]\n"
+    + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)),
     "a hundred thousand brackets": "[" * 100_000,
     "a hundred thousand braces": "{a: " * 100_000,
     "deep indentation": "".join(" " * n + "a:\n" for n in range(500)),
@@ -328,12 +361,19 @@ def _inputs() -> Iterator[Fault]:
             make = partial(_damage, file, damage)
             # A flipped bit or a cut can leave a valid file that asks for another image.
             if any(word in what for word in ("bit", "half", "end")):
-                yield Fault(f"project: {file}, {what}", make, words=("plan", "demo"), codes=frozenset((0, 2)))
+                yield Fault(
+                    f"project: {file}, {what}",
+                    make,
+                    words=("plan", "demo"),
+                    codes=frozenset((0, 2)),
+                )
             else:
                 yield Fault(f"project: {file}, {what}", make, codes=_READ)
     for what, (old, new) in _PLANTED["pins"].items():
         yield Fault(
-            f"pins: {what}", lambda kit, old=old, new=new: kit.edit("versions.yaml", old, new), codes=frozenset((1, 2))
+            f"pins: {what}",
+            lambda kit, old=old, new=new: kit.edit("versions.yaml", old, new),
+            codes=frozenset((1, 2)),
         )
 
 
@@ -357,7 +397,9 @@ def _trees() -> Iterator[Fault]:
     for what, build in kinds.items():
         if what == "a device" and os.geteuid() != 0:
             continue
-        yield Fault(f"special files: {what}", partial(_damage, "parts/alpha/thing", build), codes=_INPUT)
+        yield Fault(
+            f"special files: {what}", partial(_damage, "parts/alpha/thing", build), codes=_INPUT
+        )
 
     def folder(kit: Kit) -> None:
         _remove(kit.root / "parts/alpha")
@@ -385,14 +427,21 @@ def _based(kit: Kit) -> None:
     kit.write("images/based.yaml", target)
     layer, wheel = b"layer", b"wheel"
     files = (replace(_locked("layer", layer), name="tiny-01", base="tiny"), _locked("wheel", wheel))
-    lock = Lock(target="based", channel="pypi", pins=resolve(Project(kit.root), "based").request.flat(), files=files)
+    lock = Lock(
+        target="based",
+        channel="pypi",
+        pins=resolve(Project(kit.root), "based").request.flat(),
+        files=files,
+    )
     kit.write("images/locks/pypi/based.json", dumps(lock))
 
 
 def _locked(kind: Literal["layer", "wheel"], data: bytes) -> LockedFile:
     sha256 = hashlib.sha256(data).hexdigest()
     file = "demo_pkg-1.0-py3-none-any.whl" if kind == "wheel" else f"{sha256}.tar.gz"
-    return LockedFile(kind=kind, name="demo-pkg", version="1.0", file=file, size=len(data), sha256=sha256)
+    return LockedFile(
+        kind=kind, name="demo-pkg", version="1.0", file=file, size=len(data), sha256=sha256
+    )
 
 
 _LOCK = "images/locks/pypi/based.json"
@@ -418,7 +467,9 @@ def _locks() -> Iterator[Fault]:
         if key != "generated":
             changes[f"without {key}"] = lambda data, key=key: data.pop(key)
         for what, value in {"null": None, "a number": 3, "an object": {"a": {}}}.items():
-            changes[f"{key} is {what}"] = lambda data, key=key, value=value: data.update({key: value})
+            changes[f"{key} is {what}"] = lambda data, key=key, value=value: data.update(
+                {key: value}
+            )
     for key in ("kind", "name", "version", "file", "size", "sha256"):
         changes[f"a file without {key}"] = lambda data, key=key: data["files"][1].pop(key)
         for what, value in {"null": None, "a list": ["x"]}.items():
@@ -435,14 +486,28 @@ def _locks() -> Iterator[Fault]:
         yield Fault(f"locks: {what}", changed(change), words=words, codes=codes)
     for what, damage in _DAMAGES.items():
         codes = frozenset((0, 2)) if "bit" in what else _READ
-        yield Fault(f"locks: the file is damaged, {what}", partial(_damage, _LOCK, damage), words=words, codes=codes)
+        yield Fault(
+            f"locks: the file is damaged, {what}",
+            partial(_damage, _LOCK, damage),
+            words=words,
+            codes=codes,
+        )
     for what, text in _PLANTED["lock texts"].items():
-        yield Fault(f"locks: {what}", partial(_write, _LOCK, text.encode("latin-1")), words=words, codes=_INPUT)
+        yield Fault(
+            f"locks: {what}",
+            partial(_write, _LOCK, text.encode("latin-1")),
+            words=words,
+            codes=_INPUT,
+        )
 
 
 # -- wheels and layers: through the same actions as a build, in a store of their own --------------------------------
 
-_PATHS = {**_PLANTED["paths"], "a very long name": "demo/" + "n" * 300, "a very long path": "d/" * 2500 + "x"}
+_PATHS = {
+    **_PLANTED["paths"],
+    "a very long name": "demo/" + "n" * 300,
+    "a very long path": "d/" * 2500 + "x",
+}
 _INFO = "demo_pkg-1.0.dist-info"
 _WHEEL = {
     f"{_INFO}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -453,7 +518,9 @@ _WHEEL = {
 
 
 def _zip(
-    files: Mapping[str, bytes], change: Callable[[zipfile.ZipFile], object] = lambda _: None, drop: str = ""
+    files: Mapping[str, bytes],
+    change: Callable[[zipfile.ZipFile], object] = lambda _: None,
+    drop: str = "",
 ) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -512,14 +579,23 @@ def _wheels() -> Iterator[tuple[str, bytes]]:
     yield "a size of 4 GiB in the directory", _lying(0xFFFFFFF0)
     yield "a size too small in the directory", _lying(10)
     yield "a size too large in the directory", _lying(6000)
-    yield "an unknown compression", _patched(b"PK\1\2\x14\x03\x14\0\0\0\x08\0", b"PK\1\2\x14\x03\x14\0\0\0\x63\0")
-    yield "encrypted", _patched(b"PK\1\2\x14\x03\x14\0\0\0\x08\0", b"PK\1\2\x14\x03\x14\0\1\0\x08\0")
+    yield (
+        "an unknown compression",
+        _patched(b"PK\1\2\x14\x03\x14\0\0\0\x08\0", b"PK\1\2\x14\x03\x14\0\0\0\x63\0"),
+    )
+    yield (
+        "encrypted",
+        _patched(b"PK\1\2\x14\x03\x14\0\0\0\x08\0", b"PK\1\2\x14\x03\x14\0\1\0\x08\0"),
+    )
 
 
 def _bomb_wheel() -> bytes:
     """A file whose few bytes stand for 200 MB: more than a hundred times as many, beyond what is free."""
     out = io.BytesIO(_zip(_WHEEL))
-    with zipfile.ZipFile(out, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("demo/bomb", "w") as stream:
+    with (
+        zipfile.ZipFile(out, "a", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("demo/bomb", "w") as stream,
+    ):
         for _ in range(200):
             stream.write(bytes(1 << 20))
     return out.getvalue()
@@ -587,7 +663,12 @@ def _good(kind: str) -> bytes:
     return _zip(_WHEEL) if kind == "wheel" else gzip.compress(_tar(_FILE), mtime=0)
 
 
-def _take(kind: Literal["wheel", "layer"], data: bytes, damage: Callable[[Path], object] | None, root: Path) -> str:
+def _take(
+    kind: Literal["wheel", "layer"],
+    data: bytes,
+    damage: Callable[[Path], object] | None,
+    root: Path,
+) -> str:
     """Let the engine take the archive into its store; what is wrong with the outcome."""
     workspace = Project(root).workspace
     workspace.store.prepare()
@@ -608,7 +689,10 @@ def _take(kind: Literal["wheel", "layer"], data: bytes, damage: Callable[[Path],
 
 
 def _made(
-    workspace: Workspace, kind: Literal["wheel", "layer"], data: bytes, damage: Callable[[Path], object] | None
+    workspace: Workspace,
+    kind: Literal["wheel", "layer"],
+    data: bytes,
+    damage: Callable[[Path], object] | None,
 ) -> str:
     """The digest of the layer that the action makes of ``data``, whose copy in the cache is damaged first."""
     file = _locked(kind, data)

@@ -17,9 +17,18 @@ import yaml
 
 from project_kit import free_port
 
-PACKAGES = {"go": "golang-go", "etcd": "etcd-server", "openssl": "openssl", "kubectl": "kubernetes-client"}
+PACKAGES = {
+    "go": "golang-go",
+    "etcd": "etcd-server",
+    "openssl": "openssl",
+    "kubectl": "kubernetes-client",
+}
 SERVERS = ("kube-apiserver", "kube-controller-manager")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "primus-tests" / "kubernetes-1.20"
+CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    / "primus-tests"
+    / "kubernetes-1.20"
+)
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 ROOT = "k8s.io/kubernetes"
 # The source's own copy iterates over maps as Go before 1.18 did: custom resources crash a server built with it.
@@ -52,11 +61,21 @@ def build() -> Path:
         text = SOURCES.read_text().replace("Types: deb\n", "Types: deb-src\n")
         (folder / "parts/debian.sources").write_text(text)
         apt = [
-            "apt-get", "-q", "-o", "Dir::Etc::sourcelist=/dev/null", "-o", f"Dir::Etc::sourceparts={folder}/parts",
-            "-o", f"Dir::State::lists={folder}/lists",
-        ]  # fmt: skip
+            "apt-get",
+            "-q",
+            "-o",
+            "Dir::Etc::sourcelist=/dev/null",
+            "-o",
+            f"Dir::Etc::sourceparts={folder}/parts",
+            "-o",
+            f"Dir::State::lists={folder}/lists",
+        ]
         subprocess.run([*apt, "update"], check=True)
-        subprocess.run([*apt, "source", "--download-only", "--only-source", "kubernetes"], check=True, cwd=folder)
+        subprocess.run(
+            [*apt, "source", "--download-only", "--only-source", "kubernetes"],
+            check=True,
+            cwd=folder,
+        )
         (source,) = folder.glob("*.orig.tar.gz")
         subprocess.run(["tar", "-xzf", source, "--strip-components=1", "-C", tree], check=True)
         vendored = tree / "vendor/github.com/modern-go/reflect2"
@@ -68,12 +87,18 @@ def build() -> Path:
 
 def _compile(folder: Path, tree: Path) -> None:
     environment = {
-        **os.environ, "GOPATH": f"{folder}/go", "GO111MODULE": "off", "GOFLAGS": "", "CGO_ENABLED": "0",
+        **os.environ,
+        "GOPATH": f"{folder}/go",
+        "GO111MODULE": "off",
+        "GOFLAGS": "",
+        "CGO_ENABLED": "0",
         "GOCACHE": f"{folder}/cache",
-    }  # fmt: skip
+    }
 
     def go(output: Path, *packages: str) -> None:
-        subprocess.run(["go", "build", "-o", output, *packages], check=True, cwd=tree, env=environment)
+        subprocess.run(
+            ["go", "build", "-o", output, *packages], check=True, cwd=tree, env=environment
+        )
 
     go(folder / "openapi-gen", f"{ROOT}/vendor/k8s.io/kube-openapi/cmd/openapi-gen")
     packages = set()
@@ -81,16 +106,28 @@ def _compile(folder: Path, tree: Path) -> None:
         for file in (tree / top).rglob("*.go"):
             name = file.parent.relative_to(tree / top).as_posix()
             away = ("k8s.io/code-generator", "k8s.io/sample-apiserver")
-            if not name.startswith(away) and "+k8s:openapi-gen=" in file.read_text(errors="replace"):
+            if not name.startswith(away) and "+k8s:openapi-gen=" in file.read_text(
+                errors="replace"
+            ):
                 packages.add(f"{ROOT}/{place}/{name}")
     subprocess.run(
         [
-            folder / "openapi-gen", "-i", ",".join(sorted(packages)), "-p", f"{ROOT}/pkg/generated/openapi",
-            "-O", "zz_generated.openapi", "-h", "vendor/k8s.io/code-generator/hack/boilerplate.go.txt",
-            "-r", folder / "violations",
+            folder / "openapi-gen",
+            "-i",
+            ",".join(sorted(packages)),
+            "-p",
+            f"{ROOT}/pkg/generated/openapi",
+            "-O",
+            "zz_generated.openapi",
+            "-h",
+            "vendor/k8s.io/code-generator/hack/boilerplate.go.txt",
+            "-r",
+            folder / "violations",
         ],
-        check=True, cwd=tree, env=environment,
-    )  # fmt: skip
+        check=True,
+        cwd=tree,
+        env=environment,
+    )
     (folder / "bin").mkdir()
     go(folder / "bin", *(f"{ROOT}/cmd/{name}" for name in SERVERS))
     for name in SERVERS:
@@ -119,25 +156,65 @@ class Kubernetes:
         wrapper.chmod(0o755)
         try:
             self._start(
-                "etcd", "etcd", "--data-dir", folder / "etcd", "--listen-client-urls", client,
-                "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                "--initial-cluster", f"default={peer}",
-            )  # fmt: skip
+                "etcd",
+                "etcd",
+                "--data-dir",
+                folder / "etcd",
+                "--listen-client-urls",
+                client,
+                "--advertise-client-urls",
+                client,
+                "--listen-peer-urls",
+                peer,
+                "--initial-advertise-peer-urls",
+                peer,
+                "--initial-cluster",
+                f"default={peer}",
+            )
             self._start(
-                "kube-apiserver", programs / "kube-apiserver", "--etcd-servers", client, "--secure-port", port,
-                "--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1",
-                "--cert-dir", folder / "certificates",
-                "--token-auth-file", folder / "tokens.csv", "--authorization-mode", "AlwaysAllow",
-                "--disable-admission-plugins", "ServiceAccount", "--service-account-issuer", "https://127.0.0.1",
-                "--service-account-key-file", key, "--service-account-signing-key-file", key,
-            )  # fmt: skip
+                "kube-apiserver",
+                programs / "kube-apiserver",
+                "--etcd-servers",
+                client,
+                "--secure-port",
+                port,
+                "--bind-address",
+                "127.0.0.1",
+                "--advertise-address",
+                "127.0.0.1",
+                "--cert-dir",
+                folder / "certificates",
+                "--token-auth-file",
+                folder / "tokens.csv",
+                "--authorization-mode",
+                "AlwaysAllow",
+                "--disable-admission-plugins",
+                "ServiceAccount",
+                "--service-account-issuer",
+                "https://127.0.0.1",
+                "--service-account-key-file",
+                key,
+                "--service-account-signing-key-file",
+                key,
+            )
             self._until_ready()
             self._start(
-                "kube-controller-manager", programs / "kube-controller-manager", "--kubeconfig", self.config,
-                "--leader-elect=false", "--controllers", "job,garbagecollector,namespace",
-                "--bind-address", "127.0.0.1", "--secure-port", free_port(), "--port", "0",
-                "--cert-dir", folder / "certificates",
-            )  # fmt: skip
+                "kube-controller-manager",
+                programs / "kube-controller-manager",
+                "--kubeconfig",
+                self.config,
+                "--leader-elect=false",
+                "--controllers",
+                "job,garbagecollector,namespace",
+                "--bind-address",
+                "127.0.0.1",
+                "--secure-port",
+                free_port(),
+                "--port",
+                "0",
+                "--cert-dir",
+                folder / "certificates",
+            )
         except BaseException:
             self.stop()
             raise
@@ -146,23 +223,31 @@ class Kubernetes:
         """A kubeconfig for the server at ``port``. Its certificate is its own, made at start."""
         cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}
         document = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
             "clusters": [{"name": "test", "cluster": cluster}],
             "users": [{"name": "test", "user": {"token": token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-        }  # fmt: skip
+        }
         path.write_text(yaml.safe_dump(document))
 
     def _start(self, name: str, *words: object) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._servers[name] = subprocess.Popen(
-                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder
+                [str(word) for word in words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
             )
 
     def kubectl(self, *words: str, stdin: str | None = None) -> str:
         """What kubectl prints."""
         command = ["kubectl", f"--kubeconfig={self.config}", "--request-timeout=5s", *words]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=True
+        ).stdout
 
     def names(self, kind: str) -> set[str]:
         """The names of the objects of a kind."""
@@ -179,7 +264,9 @@ class Kubernetes:
         raise AssertionError(self._logs())
 
     def _logs(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log"))
+        )
 
     def stop(self) -> None:
         """End the servers, the last one first."""

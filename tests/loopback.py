@@ -89,13 +89,18 @@ def serve(root: Path, *, hashes: bool = True, certificate: Path | None = None) -
             self.end_headers()
 
         def _page(self, name: str, body: bool) -> None:
-            files = [f for f in sorted((server.root / "files").iterdir()) if _project(f.name) == name]
+            files = [
+                f for f in sorted((server.root / "files").iterdir()) if _project(f.name) == name
+            ]
             if not files:
                 self._short(404, {})
                 return
             digests = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
             tails = {f.name: f"#sha256={digests[f.name]}" if hashes else "" for f in files}
-            text = "".join(f'<a href="../../files/{quote(f.name)}{tails[f.name]}">{f.name}</a>\n' for f in files)
+            text = "".join(
+                f'<a href="../../files/{quote(f.name)}{tails[f.name]}">{f.name}</a>\n'
+                for f in files
+            )
             data = text.encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
@@ -146,7 +151,9 @@ def serve(root: Path, *, hashes: bool = True, certificate: Path | None = None) -
         httpd.socket = context.wrap_socket(httpd.socket, server_side=True)
     scheme = "https" if certificate else "http"
     server = Server(root=root, port=httpd.server_address[1], faults=Faults(), scheme=scheme)
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -159,9 +166,27 @@ def serve(root: Path, *, hashes: bool = True, certificate: Path | None = None) -
 
 def make_certificate(path: Path) -> Path:
     """A self-signed certificate for 127.0.0.1 and its key, in one file."""
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3650", "-subj", "/CN=test"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "3650",
+        "-subj",
+        "/CN=test",
+    ]
     command += ["-addext", "basicConstraints=critical,CA:FALSE"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{path}.key", "-out", str(path)]
+    command += [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        f"{path}.key",
+        "-out",
+        str(path),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     path.write_text(path.read_text() + Path(f"{path}.key").read_text())
     return path
@@ -205,13 +230,21 @@ def make_wheel(
 
 
 def make_deb(
-    pool: Path, name: str, version: str, *, needs: str = "", essential: bool = False, padding: int = 0
+    pool: Path,
+    name: str,
+    version: str,
+    *,
+    needs: str = "",
+    essential: bool = False,
+    padding: int = 0,
 ) -> Path:
     """A real, nearly empty deb."""
     tree = pool.parent / "trees" / f"{name}_{version.replace(':', '%')}"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "usr/share/doc" / name).mkdir(parents=True)
-    (tree / "usr/share/doc" / name / "data").write_bytes(hashlib.shake_256(name.encode()).digest(padding or 10))
+    (tree / "usr/share/doc" / name / "data").write_bytes(
+        hashlib.shake_256(name.encode()).digest(padding or 10)
+    )
     control = f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: Test <test@example.invalid>\n"
     control += f"Depends: {needs}\n" if needs else ""
     control += "Essential: yes\n" if essential else ""
@@ -224,14 +257,19 @@ def make_deb(
 
 
 def index_debs(
-    root: Path, suite: str, keep: Callable[[str], bool] = lambda file: True, valid_until: str | None = None
+    root: Path,
+    suite: str,
+    keep: Callable[[str], bool] = lambda file: True,
+    valid_until: str | None = None,
 ) -> None:
     """Write dists/SUITE for the debs under ``root``/pool whose file name ``keep`` accepts."""
     stanzas = []
     for deb in sorted((root / "pool").rglob("*.deb")):
         if not keep(deb.name):
             continue
-        control = subprocess.run(["dpkg-deb", "-f", str(deb)], check=True, capture_output=True, text=True).stdout
+        control = subprocess.run(
+            ["dpkg-deb", "-f", str(deb)], check=True, capture_output=True, text=True
+        ).stdout
         data = deb.read_bytes()
         stanzas.append(
             control.rstrip()
@@ -245,7 +283,9 @@ def index_debs(
     packages = (binary / "Packages").read_bytes()
     release = (
         f"Origin: Debian\nSuite: {suite}\nCodename: {suite}\nArchitectures: amd64\nComponents: main\n"
-        "Date: Wed, 01 Jan 2020 00:00:00 UTC\n" + (f"Valid-Until: {valid_until}\n" if valid_until else "") + "SHA256:\n"
+        "Date: Wed, 01 Jan 2020 00:00:00 UTC\n"
+        + (f"Valid-Until: {valid_until}\n" if valid_until else "")
+        + "SHA256:\n"
         f" {hashlib.sha256(packages).hexdigest()} {len(packages)} main/binary-amd64/Packages\n"
     )
     (dist / "Release").write_text(release, encoding="utf-8")

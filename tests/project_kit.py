@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
-import primus
-from primus.cli.main import main
-from primus.cli.verb import VERBS
-from primus.plan.action import ImagePlan
-from primus.plan.layers import plan_image
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.versions.lock import Lock
+import primus_images
+from primus_images.cli.main import main
+from primus_images.cli.verb import VERBS
+from primus_images.plan.action import ImagePlan
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.versions.lock import Lock
 from tables import FIXTURES
 
-SOURCE = Path(primus.__file__).parents[1]
+SOURCE = Path(primus_images.__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Kit:
         path.write_text(text.replace(old, new))
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "primus.cli.main", *words]
+        return [sys.executable, "-m", "primus_images.cli.main", *words]
 
     @property
     def env(self) -> dict[str, str]:
@@ -67,12 +67,20 @@ class Kit:
     def primus(self, *words: str, timeout: int = 900, stdin: str = "") -> Result:
         """Run a command in a fork of this process, which has its modules already."""
         importlib.import_module(
-            f"primus.cli.{VERBS[words[0]].call.rpartition('.')[0]}" if words[0] in VERBS else "primus.cli.main"
+            f"primus_images.cli.{VERBS[words[0]].call.rpartition('.')[0]}"
+            if words[0] in VERBS
+            else "primus_images.cli.main"
         )
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
             given.write(stdin.encode())
             given.seek(0)
-            with warnings.catch_warnings(action="ignore"):  # of threads, which the child does without
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of threads, which the child does without
                 child = os.fork()
             if not child:
                 self._become(words, (given, out, err), timeout)
@@ -85,7 +93,9 @@ class Kit:
         assert "Traceback" not in result.err, result.err
         return result
 
-    def _become(self, words: Sequence[str], streams: tuple[IO[bytes], ...], timeout: int) -> NoReturn:
+    def _become(
+        self, words: Sequence[str], streams: tuple[IO[bytes], ...], timeout: int
+    ) -> NoReturn:
         code = 70
         try:
             for number, stream in enumerate(streams):
@@ -112,7 +122,11 @@ class Kit:
     def locked(self, target: str, package: str, channel: str = "pypi") -> str:
         """The version of a wheel in the lock of ``target``."""
         lock = json.loads((self.root / f"images/locks/{channel}/{target}.json").read_text())
-        (version,) = {one["version"] for one in lock["files"] if (one["kind"], one["name"]) == ("wheel", package)}
+        (version,) = {
+            one["version"]
+            for one in lock["files"]
+            if (one["kind"], one["name"]) == ("wheel", package)
+        }
         return str(version)
 
     def build(self, *words: str) -> Result:

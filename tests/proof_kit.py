@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primus.recipes.architecture import architecture, shapes
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.recipes.weights import model_of
-from primus.training import identity, logs, metrics, ranks
-from primus.training.checks import Verdict
-from primus.training.job import Job
+from primus_images.recipes.architecture import architecture, shapes
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.recipes.weights import model_of
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.run import identity, logs, metrics, ranks
+from primus_images.training.run.job import Job
 
 # Of one token.
 FLOPS = 3e6
@@ -24,21 +24,41 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     """The content of ``proof.json`` for step → (loss, gradient norm) of a healthy run in float32."""
     rows = [
         {
-            "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
-            "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [], "biases": [],
+            "step": step,
+            "data": [],
+            "loss": loss,
+            "grad_norm": norm,
+            "rate": 0.01,
+            "rates": [0.01],
+            "own_gradient": True,
+            "gaps": {"a.weight": (1e-6, "a.1.weight")},
+            "missing": [],
+            "stale": [],
+            "biases": [],
             "apart": [],
             "blocks": [
                 {
-                    "name": "logits", "balanced": False, "certain": 1.0, "typical": 1.0, "token": 1.0,
-                    "token_at": [0, 0], "position": 1.0, "position_at": 0, "share": 0.0, "noise": 1e-6,
+                    "name": "logits",
+                    "balanced": False,
+                    "certain": 1.0,
+                    "typical": 1.0,
+                    "token": 1.0,
+                    "token_at": [0, 0],
+                    "position": 1.0,
+                    "position_at": 0,
+                    "share": 0.0,
+                    "noise": 1e-6,
                 },
             ],
-            "used_norm": norm, "rounded": 0.0,
-            "update": {"gap": 0.0, "name": ""}, "closest": 1.0, "regular": step == 1,
+            "used_norm": norm,
+            "rounded": 0.0,
+            "update": {"gap": 0.0, "name": ""},
+            "closest": 1.0,
+            "regular": step == 1,
             "noise": {"loss": 1e-9, "grad_norm": 1e-8, "gaps": {"a.weight": (1e-7, "a.0.weight")}},
         }
         for step, (loss, norm) in seen.items()
-    ]  # fmt: skip
+    ]
     epsilon = {"share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False}
     return {
         "precision": "fp32",
@@ -63,30 +83,48 @@ H200 = Choices(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf1
 
 def verdicts(passed: bool) -> tuple[Verdict, ...]:
     return (
-        Verdict(name="exit code", passed=True, reason="all ranks ended with 0", measured="0", limit="0"),
-        Verdict(name="finite", passed=passed, reason="loss <b>is</b> NaN at step 3", measured="1 bad", limit="0 bad"),
+        Verdict(
+            name="exit code", passed=True, reason="all ranks ended with 0", measured="0", limit="0"
+        ),
+        Verdict(
+            name="finite",
+            passed=passed,
+            reason="loss <b>is</b> NaN at step 3",
+            measured="1 bad",
+            limit="0 bad",
+        ),
     )
 
 
 def series_of(speed: float) -> logs.Series:
-    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A"
+    line = (
+        "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A"
+    )
     return logs.read_steps("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
 
 
 def finished_run(
-    output: Path, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0,
-    passed: bool = True, facts: dict[str, Any] = FACTS,
-) -> Path:  # fmt: skip
+    output: Path,
+    *,
+    recipe: str = "llama3.1-8b",
+    choices: Choices = H200,
+    speed: float = 9000.0,
+    passed: bool = True,
+    facts: dict[str, Any] = FACTS,
+) -> Path:
     """The folder ``output`` as `primus train` leaves it, made by the functions that make it there."""
     job = Job(name=output.name, recipe=resolve(recipe, (), choices), output=output)
     output.mkdir(parents=True)
     series = series_of(speed)
     summary = metrics.summarize(series, job.recipe, facts)
     result = {
-        "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,
+        "exit_code": 0,
+        "seconds": 61.5,
+        "argv": [],
+        "passed": passed,
         "verdicts": [vars(verdict) for verdict in verdicts(passed)],
         "summary": {**vars(summary), "mfu": vars(summary.mfu) if summary.mfu else None},
-    }  # fmt: skip
+    }
     (output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
     (output / "result.json").write_text(json.dumps(result), encoding="utf-8")
     (output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -106,10 +144,17 @@ def kept(folder: Path, recipe: Recipe) -> Path:
 
 def sparse_weights(folder: Path) -> None:
     """Write the headers of all tensors of the folder's config.json, before a hole of their size."""
-    model = {key.removeprefix("model."): setting.value for key, setting in model_of(folder, "llama3").items()}
+    model = {
+        key.removeprefix("model."): setting.value
+        for key, setting in model_of(folder, "llama3").items()
+    }
     rows, end = {}, 0
     for name, shape in shapes(architecture(model)).items():
-        rows[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * math.prod(shape)]}
+        rows[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [end, end := end + 2 * math.prod(shape)],
+        }
     head = json.dumps(rows).encode()
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
     os.truncate(folder / "model.safetensors", 8 + len(head) + end)

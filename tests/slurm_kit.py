@@ -52,28 +52,52 @@ class Slurm:
             raise
 
     def _configure(self) -> None:
-        folder, host, cpus = self.folder, socket.gethostname().partition(".")[0], os.cpu_count() or 1
+        folder, host, cpus = (
+            self.folder,
+            socket.gethostname().partition(".")[0],
+            os.cpu_count() or 1,
+        )
         lines = [
-            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", f"SlurmctldPort={free_port()}",
-            "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge",
-            f"AuthInfo=socket={folder}/munge/socket,cred_expire=1", "CryptoType=crypto/munge",
-            f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool/%n",
-            f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/%n.pid",
-            f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/%n.log",
-            "SelectType=select/cons_tres", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
-            "MpiDefault=none", "ReturnToService=2", "GresTypes=gpu", "JobAcctGatherType=jobacct_gather/none",
-            "AccountingStorageType=accounting_storage/none", "SlurmdTimeout=10", "KillWait=10", "MessageTimeout=10",
-            "UnkillableStepTimeout=30", "JobRequeue=1", "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
+            "ClusterName=test",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={free_port()}",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={folder}/munge/socket,cred_expire=1",
+            "CryptoType=crypto/munge",
+            f"StateSaveLocation={folder}/state",
+            f"SlurmdSpoolDir={folder}/spool/%n",
+            f"SlurmctldPidFile={folder}/slurmctld.pid",
+            f"SlurmdPidFile={folder}/%n.pid",
+            f"SlurmctldLogFile={folder}/slurmctld.log",
+            f"SlurmdLogFile={folder}/%n.log",
+            "SelectType=select/cons_tres",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "MpiDefault=none",
+            "ReturnToService=2",
+            "GresTypes=gpu",
+            "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none",
+            "SlurmdTimeout=10",
+            "KillWait=10",
+            "MessageTimeout=10",
+            "UnkillableStepTimeout=30",
+            "JobRequeue=1",
+            "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
             *(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} "
                 "RealMemory=1000 Gres=gpu:8"
                 for name in self.names
             ),
             f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=EXCLUSIVE",
-        ]  # fmt: skip
+        ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         files = ",".join(str(folder / "gpus" / str(number)) for number in range(8))
-        (folder / "gres.conf").write_text("".join(f"Name=gpu File={one}\n" for one in files.split(",")))
+        (folder / "gres.conf").write_text(
+            "".join(f"Name=gpu File={one}\n" for one in files.split(","))
+        )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _start_munge(self) -> None:
@@ -81,15 +105,27 @@ class Slurm:
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
         self._start(
-            "munged", "munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/socket",
-            f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed",
-        )  # fmt: skip
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={folder}/key",
+            f"--socket={folder}/socket",
+            f"--pid-file={folder}/pid",
+            f"--log-file={folder}/log",
+            f"--seed-file={folder}/seed",
+        )
         until((folder / "socket").exists, 20)
 
     def _start(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                words, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                words,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def start_node(self, name: str) -> None:
@@ -101,7 +137,11 @@ class Slurm:
         daemon = self._daemons.pop(name)
         tasks = [pid for pid, given in self._processes() if given.get("SLURMD_NODENAME") == name]
         # slurmstepd itself carries no node's name. It goes first, or it would report how its tasks ended.
-        steps = [pid for pid in {*map(_parent, tasks)} - {0} if "slurmstepd" in Path(f"/proc/{pid}/comm").read_text()]
+        steps = [
+            pid
+            for pid in {*map(_parent, tasks)} - {0}
+            if "slurmstepd" in Path(f"/proc/{pid}/comm").read_text()
+        ]
         for pid in [daemon.pid, *steps, *tasks]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -109,13 +149,21 @@ class Slurm:
 
     def _until_idle(self) -> None:
         def idle() -> bool:
-            return {*self.run("sinfo", "--noheader", "--format=%T", "--Node", check=False).stdout.split()} == {"idle"}
+            return {
+                *self.run(
+                    "sinfo", "--noheader", "--format=%T", "--Node", check=False
+                ).stdout.split()
+            } == {"idle"}
 
-        assert until(idle, 60), "\n".join(path.read_text()[-1500:] for path in self.folder.glob("*.log"))
+        assert until(idle, 60), "\n".join(
+            path.read_text()[-1500:] for path in self.folder.glob("*.log")
+        )
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm."""
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, check=check, timeout=120)
+        return subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, check=check, timeout=120
+        )
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol tells of a job: JobState, ExitCode, Restarts, NodeList, …"""
@@ -124,7 +172,9 @@ class Slurm:
 
     def nodes(self, number: str) -> list[str]:
         """The nodes of a job, the first one first."""
-        return self.run("scontrol", "show", "hostnames", self.job(number)["NodeList"]).stdout.split()
+        return self.run(
+            "scontrol", "show", "hostnames", self.job(number)["NodeList"]
+        ).stdout.split()
 
     def ended(self, number: str, seconds: float = 300) -> dict[str, str]:
         """The job, once it is over."""
@@ -143,9 +193,13 @@ class Slurm:
 
     def pids(self, number: str) -> dict[int, int]:
         """Rank → process, of the ranks of a job that run now."""
-        ranks = {p: v for p, v in self._processes() if v.get("SLURM_JOB_ID") == number and "RANK" in v}
+        ranks = {
+            p: v for p, v in self._processes() if v.get("SLURM_JOB_ID") == number and "RANK" in v
+        }
         # What a rank starts inherits its variables.
-        return {int(given["RANK"]): pid for pid, given in ranks.items() if _parent(pid) not in ranks}
+        return {
+            int(given["RANK"]): pid for pid, given in ranks.items() if _parent(pid) not in ranks
+        }
 
     def _processes(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Those of this cluster, with their variables."""
@@ -184,11 +238,30 @@ class Job:
         self.slurm = slurm
         done = subprocess.run(
             [
-                sys.executable, "-m", "primus.cli.main", "launch", "slurm", recipe, "--nodes", "2", "--ranks", "1",
-                "--gpu", "cpu", "--container", "none", "--output", str(runs), "--json", *words,
+                sys.executable,
+                "-m",
+                "primus_images.cli.main",
+                "launch",
+                "slurm",
+                recipe,
+                "--nodes",
+                "2",
+                "--ranks",
+                "1",
+                "--gpu",
+                "cpu",
+                "--container",
+                "none",
+                "--output",
+                str(runs),
+                "--json",
+                *words,
             ],
-            env=slurm.environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=slurm.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         self.number = str(json.loads(done.stdout)["job"])
         self.folder = runs / self.number
@@ -201,7 +274,9 @@ class Job:
     @property
     def attempts(self) -> list[Path]:
         """The folders of its attempts, in order."""
-        return sorted(self.folder.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+        return sorted(
+            self.folder.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-"))
+        )
 
     def reach(self, step: int, seconds: float = 300) -> None:
         """Wait until the first attempt has logged ``step``."""
@@ -209,22 +284,34 @@ class Job:
         deadline, looked = time.monotonic() + seconds, time.monotonic()
         while time.monotonic() < deadline:
             with suppress(OSError):
-                if any(int(number) >= step for number in re.findall(r"step:\s*(\d+)", log.read_text())):
+                if any(
+                    int(number) >= step for number in re.findall(r"step:\s*(\d+)", log.read_text())
+                ):
                     return
-            if time.monotonic() - looked > 15:  # on a busy machine, asking takes as long as many steps
+            if (
+                time.monotonic() - looked > 15
+            ):  # on a busy machine, asking takes as long as many steps
                 looked = time.monotonic()
-                if self.slurm.job(self.number)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING"):
+                if self.slurm.job(self.number)["JobState"] not in (
+                    "PENDING",
+                    "RUNNING",
+                    "CONFIGURING",
+                ):
                     break
             time.sleep(0.05)
         raise AssertionError(self.said())
 
     def running(self, seconds: float = 60) -> None:
         """Wait until Slurm has started the job."""
-        assert until(lambda: self.slurm.job(self.number)["JobState"] == "RUNNING", seconds), self.said()
+        assert until(lambda: self.slurm.job(self.number)["JobState"] == "RUNNING", seconds), (
+            self.said()
+        )
 
     def result(self, attempt: int = 0) -> dict[str, object]:
         """What an attempt wrote about itself."""
-        found: dict[str, object] = json.loads((self.folder / f"attempt-{attempt}" / "result.json").read_text())
+        found: dict[str, object] = json.loads(
+            (self.folder / f"attempt-{attempt}" / "result.json").read_text()
+        )
         return found
 
     def losses(self, attempt: int) -> dict[int, float]:

@@ -13,7 +13,9 @@ def repository(name: str) -> Path:
     """The bare git directory of a project. Skips the test, with the reason, where it is missing."""
     folder = os.environ.get("PRIMUS_TEST_SOURCES")
     if not folder:
-        pytest.skip("PRIMUS_TEST_SOURCES names no folder of bare git directories (aiter.git, Primus-Turbo.git)")
+        pytest.skip(
+            "PRIMUS_TEST_SOURCES names no folder of bare git directories (aiter.git, Primus-Turbo.git)"
+        )
     path = Path(folder) / f"{name}.git"
     if not path.is_dir():
         pytest.skip(f"PRIMUS_TEST_SOURCES has no {name}.git")

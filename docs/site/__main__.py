@@ -20,7 +20,7 @@ from docs.site.performance import performance
 from docs.site.picker import picker
 from docs.site.reference import reference
 from docs.site.rocm import rocm_data
-from primus.gpus.table import load_table
+from primus_images.gpus.table import load_table
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -28,23 +28,23 @@ HERE = Path(__file__).parent
 ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "src/primus/training/reference/README.md": "reference-model.md",
-    "src/primus/engine/README.md": "engine.md",
-    "src/primus/gates/README.md": "how-gates-examine.md",
-    "src/primus/release/README.md": "statement-format.md",
-    "src/primus/training/README.md": "flops.md",
-    "src/primus/turbo/README.md": "self-test.md",
-    "src/primus/compat/README.md": "old-commands.md",
+    "src/primus_images/training/judge/reference/README.md": "reference-model.md",
+    "src/primus_images/engine/README.md": "engine.md",
+    "src/primus_images/gates/README.md": "how-gates-examine.md",
+    "src/primus_images/release/README.md": "statement-format.md",
+    "src/primus_images/training/README.md": "flops.md",
+    "src/primus_images/turbo/README.md": "self-test.md",
+    "src/primus_images/compat/README.md": "old-commands.md",
 }
 STANDS_FOR = {
     "README.md": "index.md",
     "README.md#targets": "reference/images.md",
     "README.md#quickstart": "index.md#quickstart",
     "recipes": "models.md",
-    "src/primus/gpus/generations.yaml": "gpus.md",
+    "src/primus_images/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
     "benchmarks/results/silent-faults.json": "measured/silent-faults.md",
-    "src/primus/recipes/keys": "recipes.md",
+    "src/primus_images/recipes/keys": "recipes.md",
     "benchmarks/golden": f"{PAGE}.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
@@ -55,7 +55,9 @@ def written() -> dict[str, str]:
     """Return path in the repository → path in the site, for every page that people write."""
     paths = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks/reports").glob("*.md")]
     names = sorted(path.relative_to(ROOT).as_posix() for path in paths)
-    return {name: name.removeprefix("docs/").replace("benchmarks/reports", "measured") for name in names} | ELSEWHERE
+    return {
+        name: name.removeprefix("docs/").replace("benchmarks/reports", "measured") for name in names
+    } | ELSEWHERE
 
 
 def assemble(source: Path) -> list[str]:
@@ -96,7 +98,9 @@ def assemble(source: Path) -> list[str]:
             return os.path.relpath(place, Path(target).parent) + heading
 
         parts = _FENCED.split(text)
-        body = "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+        body = "".join(
+            part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts)
+        )
         (source / target).parent.mkdir(parents=True, exist_ok=True)
         (source / target).write_text(body, "utf-8")
     return broken
@@ -106,7 +110,14 @@ def for_machines(source: Path, html: Path) -> None:
     """Write each page as Markdown beside its HTML, and llms.txt, which lists them (https://llmstxt.org)."""
     if (files := source / "files").is_dir():
         shutil.copytree(files, html / "files")
-    lines = ["# primus-images", "", "> Container images for LLM training on AMD Instinct GPUs.", "", "## Pages", ""]
+    lines = [
+        "# primus-images",
+        "",
+        "> Container images for LLM training on AMD Instinct GPUs.",
+        "",
+        "## Pages",
+        "",
+    ]
     for path in sorted(source.rglob("*.md")):
         name = path.relative_to(source)
         (html / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.application import Sphinx
 
-from primus import __version__
+from primus_images import __version__
 
 project = "primus-images"
 author = "primus-images"

@@ -7,8 +7,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from primus.release.diff import table
-from primus.report.html import chart, rendered
+from primus_images.release.diff import table
+from primus_images.report.html import chart, rendered
 
 PAGE = "measured/golden-curves"
 
@@ -17,7 +17,12 @@ def curves_page(root: Path) -> str:
     """Return the page as Markdown, without the drawings."""
     record = _record(root)
     rows = [
-        (*_names(name), len(curve["loss"]), *(f"{curve['loss'][at]:.4f}" for at in (0, -1)), curve["cpu"])
+        (
+            *_names(name),
+            len(curve["loss"]),
+            *(f"{curve['loss'][at]:.4f}" for at in (0, -1)),
+            curve["cpu"],
+        )
         for name, curve in record["curves"].items()
     ]
     head = ("recipe", "backend", "mode", "steps", "first loss", "last loss", "CPU")
@@ -42,7 +47,9 @@ def curves_html(root: Path) -> dict[str, str]:
             "Gradient norm", "before clipping", series, "grad_norm"
         )
         parts.append(f'<h2>{recipe}</h2><div class="charts">{charts}</div>')
-    return {f"{PAGE}.html": rendered("page.html", title="Golden curves", body=Markup("".join(parts)))}
+    return {
+        f"{PAGE}.html": rendered("page.html", title="Golden curves", body=Markup("".join(parts)))
+    }
 
 
 def _record(root: Path) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from primus.release.diff import table
+from primus_images.release.diff import table
 
 
 def faults(root: Path) -> str:
@@ -19,7 +19,10 @@ def faults(root: Path) -> str:
         named = Counter(check for one in mine for check in one["named_by"])
         checks = ", ".join(f"{check} ({count})" for check, count in named.most_common(4))
         classes.append((kind, len(mine), sum(bool(one["named_by"]) for one in mine), checks))
-    rows = [(one["kind"], one["fault"], one["backend"], ", ".join(one["named_by"]) or "**escaped**") for one in every]
+    rows = [
+        (one["kind"], one["fault"], one["backend"], ", ".join(one["named_by"]) or "**escaped**")
+        for one in every
+    ]
     return "\n".join(
         [
             "# Silent faults",
@@ -31,7 +34,10 @@ def faults(root: Path) -> str:
             "",
             "## Classes",
             "",
-            *table(("class", "faults", "named", "checks that failed most often (in how many runs)"), classes),
+            *table(
+                ("class", "faults", "named", "checks that failed most often (in how many runs)"),
+                classes,
+            ),
             "",
             "## Every fault",
             "",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from docs.site.published import outcomes
-from primus.cli.verb import parser_of
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training.metrics import of_recipe_unit
+from primus_images.cli.verb import parser_of
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run.metrics import of_recipe_unit
 
 # RECIPE[/BACKEND/MODE]:PRECISION:… of benchmarks/turbo.py, or RECIPE:BACKEND:MODE:PRECISION:… of benchmarks/gpu.py.
 _CELL = re.compile(
@@ -61,10 +61,18 @@ def _published() -> Iterator[Rate]:
             rate = figure * 1e12 / of_recipe_unit(counted, cell.seq_len).non_causal
             rate *= 0.981 if cell.precision == "fp8" else 1
         yield Rate(
-            recipe=cell.recipe, backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=outcome.gpu,
-            gpus=recipe.world_size, seq_len=cell.seq_len, batch=cell.batch, rate=rate, published=figure,
+            recipe=cell.recipe,
+            backend=cell.backend,
+            mode=cell.mode,
+            precision=cell.precision,
+            gpu=outcome.gpu,
+            gpus=recipe.world_size,
+            seq_len=cell.seq_len,
+            batch=cell.batch,
+            rate=rate,
+            published=figure,
             by="AMD, document v25.2",
-        )  # fmt: skip
+        )
 
 
 def _ours(root: Path) -> Iterator[Rate]:
@@ -76,7 +84,11 @@ def _ours(root: Path) -> Iterator[Rate]:
             cell = " ".join(str(row.get(key, "")) for key in ("cell", "variant", "name", "command"))
             figure = _figure(row)
             # Models with fewer layers and other libraries' own trainers have other throughput.
-            if figure is None or not row.get("passed") or re.search(r"\bbare\b|layers|ranks=", cell):
+            if (
+                figure is None
+                or not row.get("passed")
+                or re.search(r"\bbare\b|layers|ranks=", cell)
+            ):
                 continue
             if row.get("variant") == "default":
                 found = _of_command(row["command"])
@@ -87,12 +99,18 @@ def _ours(root: Path) -> Iterator[Rate]:
             flux = found["recipe"].startswith("flux")
             seq_len = int(row.get("seq_len") or found["seq_len"])
             yield Rate(
-                recipe=found["recipe"], precision=found["precision"], gpu="h200",
-                gpus=row.get("ranks") or document.get("ranks") or 1, rate=figure / seq_len if flux else figure,
-                backend=found["backend"] or ("flux" if flux else "torchtitan"), mode=found["mode"] or "pretrain",
-                seq_len=None if flux else seq_len, batch=row.get("local_batch"),
-                by=f"this project, {document['date']}", link=f"benchmarks/results/{path.name}",
-            )  # fmt: skip
+                recipe=found["recipe"],
+                precision=found["precision"],
+                gpu="h200",
+                gpus=row.get("ranks") or document.get("ranks") or 1,
+                rate=figure / seq_len if flux else figure,
+                backend=found["backend"] or ("flux" if flux else "torchtitan"),
+                mode=found["mode"] or "pretrain",
+                seq_len=None if flux else seq_len,
+                batch=row.get("local_batch"),
+                by=f"this project, {document['date']}",
+                link=f"benchmarks/results/{path.name}",
+            )
 
 
 def _of_command(command: str) -> dict[str, Any]:
@@ -100,7 +118,9 @@ def _of_command(command: str) -> dict[str, Any]:
     options = parser_of("train").parse_args(shlex.split(command)[2:])
     if not all("=" in word for word in options.overrides):
         return {}
-    choices = Choices(backend=options.backend, mode=options.mode, precision=options.precision, gpu=options.gpu)
+    choices = Choices(
+        backend=options.backend, mode=options.mode, precision=options.precision, gpu=options.gpu
+    )
     recipe = resolve(options.recipe, [*options.overrides, f"ranks={options.ranks}"], choices)
     names = ("backend", "mode", "precision", "seq_len")
     return {"recipe": recipe.name, **{name: getattr(recipe, name) for name in names}}

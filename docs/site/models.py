@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from docs.site.published import Outcome, load_published, outcomes
-from primus.gpus.table import Generation, Table, load_table
-from primus.recipes.architecture import readable
-from primus.recipes.load import Entry, entries
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.rules import holds
-from primus.recipes.setting import Choices
-from primus.release.diff import section, table
+from primus_images.gpus.table import Generation, Table, load_table
+from primus_images.recipes.architecture import readable
+from primus_images.recipes.load import Entry, entries
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules import holds
+from primus_images.recipes.setting import Choices
+from primus_images.release.diff import section, table
 
 _NONE = "–"
 INTRO = """\
@@ -40,7 +40,9 @@ def models_page() -> str:
     families: dict[str, dict[str, list[Entry]]] = {}
     for entry in entries():
         if not entry.only_proxy:
-            families.setdefault(entry.architecture.family, {}).setdefault(entry.recipe, []).append(entry)
+            families.setdefault(entry.architecture.family, {}).setdefault(entry.recipe, []).append(
+                entry
+            )
     lines = [
         "# Supported models",
         "",
@@ -56,8 +58,15 @@ def models_page() -> str:
     for family, models in sorted(families.items()):
         lines += [f"## {family}", "", *(_model(name, ways[0]) for name, ways in models.items()), ""]
         reasons: dict[str, list[Recipe]] = {}
-        body = [row for ways in models.values() for entry in ways for row in _rows(entry, cells, reasons)]
-        lines += table(("recipe", "backend", "precision", "nodes", "sequence", *load_table().imaged), body)
+        body = [
+            row
+            for ways in models.values()
+            for entry in ways
+            for row in _rows(entry, cells, reasons)
+        ]
+        lines += table(
+            ("recipe", "backend", "precision", "nodes", "sequence", *load_table().imaged), body
+        )
         lines += ["", *(f"- {_where(recipes)}: {because}" for because, recipes in reasons.items())]
         lines += [""] if reasons else []
     return "\n".join(lines)
@@ -70,20 +79,30 @@ def _model(name: str, entry: Entry) -> str:
     return f"- `{name}`: {entry.description}, {readable(count.total)} parameters{active}{source}"
 
 
-def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
+def _rows(
+    entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe]]
+) -> Iterator[tuple[str, ...]]:
     """Yield the rows of one backend and mode. Its figures are sequences per GPU and per step; published ones are bold.
 
     A recipe that sets another sequence length on one GPU has a row for each length.
     """
     rows: dict[tuple[str, int, str], dict[str, str]] = {}
     ours = [
-        o for o in cells if (o.cell.recipe, o.cell.backend, o.cell.mode) == (entry.recipe, entry.backend, entry.mode)
+        o
+        for o in cells
+        if (o.cell.recipe, o.cell.backend, o.cell.mode) == (entry.recipe, entry.backend, entry.mode)
     ]
     for precision, able in entry.precisions.items():
         for gpu in filter(load_table().imaged.__contains__, able):
             mine = [o for o in ours if (o.gpu, o.cell.precision) == (gpu, precision)]
             for nodes in (None, *sorted({o.cell.nodes for o in mine})):
-                choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes)
+                choices = Choices(
+                    backend=entry.backend,
+                    mode=entry.mode,
+                    precision=precision,
+                    gpu=gpu,
+                    nodes=nodes,
+                )
                 recipe = resolve(entry.recipe, (), choices)
                 key = (
                     precision,
@@ -92,26 +111,39 @@ def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe
                 )
                 if gpu in (row := rows.setdefault(key, {})):
                     continue
-                for because in dict.fromkeys(s.because for s in recipe.settings.values() if s.because):
+                for because in dict.fromkeys(
+                    s.because for s in recipe.settings.values() if s.because
+                ):
                     reasons.setdefault(because, []).append(recipe)
                 published = any(
-                    o.cell.batch and o.cell.nodes == key[1] and not o.differing and not o.cell.with_ for o in mine
+                    o.cell.batch and o.cell.nodes == key[1] and not o.differing and not o.cell.with_
+                    for o in mine
                 )
                 batch = f"**{recipe.local_batch}**" if published else str(recipe.local_batch)
                 row[gpu] = f"{batch}, {recipe.global_batch}" if holds(recipe) else "too large"
     for (precision, count, sequence), row in rows.items():
         figures = (row.get(gpu, _NONE) for gpu in load_table().imaged)
-        yield f"`{entry.recipe}`", f"{entry.backend} {entry.mode}", precision, str(count), sequence, *figures
+        yield (
+            f"`{entry.recipe}`",
+            f"{entry.backend} {entry.mode}",
+            precision,
+            str(count),
+            sequence,
+            *figures,
+        )
 
 
 def _where(recipes: Sequence[Recipe]) -> str:
     """Return the runs that a reason applies to, as in ``llama3.1-8b megatron bf16, fp8 on mi325x``."""
     ways: dict[tuple[str, str, int], tuple[dict[str, None], dict[str, None]]] = {}
     for recipe in recipes:
-        precisions, able = ways.setdefault((recipe.name, recipe.backend, recipe.get("nodes", int)), ({}, {}))
+        precisions, able = ways.setdefault(
+            (recipe.name, recipe.backend, recipe.get("nodes", int)), ({}, {})
+        )
         precisions[recipe.precision] = able[recipe.gpu] = None
     return "; ".join(
-        f"{name} {backend} {', '.join(precisions)} on {', '.join(able)}" + (f" × {nodes} nodes" if nodes > 1 else "")
+        f"{name} {backend} {', '.join(precisions)} on {', '.join(able)}"
+        + (f" × {nodes} nodes" if nodes > 1 else "")
         for (name, backend, nodes), (precisions, able) in ways.items()
     )
 
@@ -130,18 +162,36 @@ def gpu_page(content: Table) -> str:
         "",
         *section(
             "Generations",
-            ("target", "GPU", "architecture", "units", "memory", "bandwidth", "peaks", "PCI device ids"),
+            (
+                "target",
+                "GPU",
+                "architecture",
+                "units",
+                "memory",
+                "bandwidth",
+                "peaks",
+                "PCI device ids",
+            ),
             [_generation(gpu) for gpu in content.generations],
         ),
         *(f"- {gpu.title}: {note}" for gpu in content.generations for note in gpu.notes),
-        *(f"- {gpu.title} has no image: {gpu.no_image}." for gpu in content.generations if gpu.no_image),
+        *(
+            f"- {gpu.title} has no image: {gpu.no_image}."
+            for gpu in content.generations
+            if gpu.no_image
+        ),
         "",
         *section(
             "Architectures",
             ("architecture", "FP8", "MX formats", "sources", "also the architecture of"),
             [
-                (a.arch, a.fp8, ", ".join(a.mx) or "none", f"FP8: {a.fp8_source}. MX: {a.mx_source}",
-                 ", ".join(a.others) or _NONE)
+                (
+                    a.arch,
+                    a.fp8,
+                    ", ".join(a.mx) or "none",
+                    f"FP8: {a.fp8_source}. MX: {a.mx_source}",
+                    ", ".join(a.others) or _NONE,
+                )
                 for a in archs.values()
             ],
             "The two FP8 formats have different exponent biases. Bytes of one format read as the other are wrong by a "
@@ -151,20 +201,38 @@ def gpu_page(content: Table) -> str:
             "Environment",
             ("variable", "value", "for", "reason", "same value in", "elsewhere", "decision"),
             [
-                (f"`{v.name}`", "unset" if v.value is None else f"`{v.value}`", ", ".join(v.for_), v.why,
-                 "; ".join(s.by for s in v.stated if s.value == v.value) or _NONE,
-                 "; ".join(f"`{s.value}`: {s.by}" for s in v.stated if s.value != v.value) or _NONE, v.choice or _NONE)
+                (
+                    f"`{v.name}`",
+                    "unset" if v.value is None else f"`{v.value}`",
+                    ", ".join(v.for_),
+                    v.why,
+                    "; ".join(s.by for s in v.stated if s.value == v.value) or _NONE,
+                    "; ".join(f"`{s.value}`: {s.by}" for s in v.stated if s.value != v.value)
+                    or _NONE,
+                    v.choice or _NONE,
+                )
                 for v in variables
             ],
             "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The target's own "
             "`environment` overrides them, and `docker run -e` overrides everything.",
         ),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
 def _generation(gpu: Generation) -> tuple[str, ...]:
-    peaks = ", ".join(f"{p.dtype} " + ("not known" if p.tflops is None else f"{p.tflops:,g}") for p in gpu.peaks)
+    peaks = ", ".join(
+        f"{p.dtype} " + ("not known" if p.tflops is None else f"{p.tflops:,g}") for p in gpu.peaks
+    )
     memory, bandwidth = f"{gpu.memory.gb:g} GB", f"{gpu.memory.tb_s:g} TB/s"
     ids = ", ".join(gpu.device_ids) or _NONE
-    return f"`{gpu.name}`", gpu.title, gpu.arch, str(gpu.compute_units), memory, bandwidth, peaks, ids
+    return (
+        f"`{gpu.name}`",
+        gpu.title,
+        gpu.arch,
+        str(gpu.compute_units),
+        memory,
+        bandwidth,
+        peaks,
+        ids,
+    )

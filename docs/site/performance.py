@@ -3,23 +3,42 @@
 from pathlib import Path
 
 from docs.site.measured import Rate, rates
-from primus.gpus.table import generation
-from primus.release.diff import table
+from primus_images.gpus.table import generation
+from primus_images.release.diff import table
 
 
 def performance(root: Path) -> str:
     """Return the page."""
     every = rates(root)
-    published, ours = [r for r in every if r.published is not None], [r for r in every if r.published is None]
-    head = ("model", "precision", "GPU", "batch × tokens", "published", "per GPU", "measured here", "ratio")
+    published, ours = (
+        [r for r in every if r.published is not None],
+        [r for r in every if r.published is None],
+    )
+    head = (
+        "model",
+        "precision",
+        "GPU",
+        "batch × tokens",
+        "published",
+        "per GPU",
+        "measured here",
+        "ratio",
+    )
     rows = [_beside(one, ours) for one in published]
     also = [
         (
-            f"`{r.recipe}`", f"{r.backend} {r.mode}", r.precision, f"{r.gpus} × {generation(r.gpu).title}", _size(r),
-            _rate(r), f"[{r.by.removeprefix('this project, ')}](../{r.link})",
+            f"`{r.recipe}`",
+            f"{r.backend} {r.mode}",
+            r.precision,
+            f"{r.gpus} × {generation(r.gpu).title}",
+            _size(r),
+            _rate(r),
+            f"[{r.by.removeprefix('this project, ')}](../{r.link})",
         )
-        for r in sorted(ours, key=lambda r: (r.recipe, r.backend, r.mode, r.precision, r.gpus, r.seq_len or 0))
-    ]  # fmt: skip
+        for r in sorted(
+            ours, key=lambda r: (r.recipe, r.backend, r.mode, r.precision, r.gpus, r.seq_len or 0)
+        )
+    ]
     return "\n".join(
         [
             "# Throughput",
@@ -38,20 +57,36 @@ def performance(root: Path) -> str:
             "The fastest run of each kind, in tokens (FLUX: images) per second and GPU, full-size models only. Some "
             "results do not have the batch. The link has all runs with versions and commands.",
             "",
-            *table(("recipe", "backend, mode", "precision", "GPUs", "batch × tokens", "per GPU", "data"), also),
+            *table(
+                (
+                    "recipe",
+                    "backend, mode",
+                    "precision",
+                    "GPUs",
+                    "batch × tokens",
+                    "per GPU",
+                    "data",
+                ),
+                also,
+            ),
             "",
         ]
-    )  # fmt: skip
+    )
 
 
 def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
     same = [
         r
         for r in ours
-        if (r.recipe, r.precision) == (one.recipe, one.precision) and (r.mode == one.mode or not one.seq_len)
+        if (r.recipe, r.precision) == (one.recipe, one.precision)
+        and (r.mode == one.mode or not one.seq_len)
     ]
     # The same length of sequences first, then the same backend, then the fastest.
-    near = max(same, key=lambda r: (r.seq_len == one.seq_len, r.backend == one.backend, r.rate), default=None)
+    near = max(
+        same,
+        key=lambda r: (r.seq_len == one.seq_len, r.backend == one.backend, r.rate),
+        default=None,
+    )
     here = (
         "not measured"
         if near is None

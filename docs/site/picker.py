@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from docs.site.measured import rates
-from primus.errors import PrimusError
-from primus.gpus.table import generation, load_table
-from primus.launch.plan import vendor
-from primus.plan.project import Project
-from primus.plan.resolve import resolve as resolve_target
-from primus.recipes.architecture import readable
-from primus.recipes.load import Entry, entries
-from primus.recipes.resolve import resolve
-from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
-from primus.recipes.setting import Choices
+from primus_images.errors import PrimusError
+from primus_images.gpus.table import generation, load_table
+from primus_images.launch.plan import vendor
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve as resolve_target
+from primus_images.recipes.architecture import readable
+from primus_images.recipes.load import Entry, entries
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus_images.recipes.setting import Choices
 
 MACHINES = (1, 2, 4, 8, 16)
 _GIB = 2**30
@@ -25,7 +25,8 @@ _KEEP = '--shm-size 16g -v "$PWD/runs:/workspace/runs"'
 DOCKER = {
     "amd": (
         "docker run --rm --device /dev/kfd --device /dev/dri "
-        '--group-add "$(stat -c %g /dev/kfd)" --group-add "$(stat -c %g /dev/dri/renderD128)" ' + _KEEP
+        '--group-add "$(stat -c %g /dev/kfd)" --group-add "$(stat -c %g /dev/dri/renderD128)" '
+        + _KEEP
     ),
     "nvidia": f"docker run --rm --gpus all {_KEEP}",
 }
@@ -50,7 +51,9 @@ def document(root: Path) -> dict[str, Any]:
         "release": project.versions.release,
         "gpus": {name: _gpu(project, name) for name in load_table().imaged},
         "machines": MACHINES,
-        "models": {e.recipe: f"{e.description} ({readable(e.size.total)} parameters)" for e in all_entries},
+        "models": {
+            e.recipe: f"{e.description} ({readable(e.size.total)} parameters)" for e in all_entries
+        },
         "ways": [_way(entry, curves) for entry in all_entries],
         "rates": [asdict(rate) for rate in rates(root)],
         "docker": DOCKER,
@@ -61,11 +64,13 @@ def _gpu(project: Project, name: str) -> dict[str, Any]:
     gpu, target = generation(name), resolve_target(project, name)
     preview = target.choice.preview
     return {
-        "title": gpu.title, "vendor": vendor(name), "gib": round((gpu_bytes(name) or 0) / _GIB),
+        "title": gpu.title,
+        "vendor": vendor(name),
+        "gib": round((gpu_bytes(name) or 0) / _GIB),
         "image": f"rocm/primus:{target.ref}",
         "issues": [str(issue) for issue in target.known_issues],
         "status": f"The image is a preview: {preview}." if preview else "",
-    }  # fmt: skip
+    }
 
 
 def _way(entry: Entry, curves: Mapping[str, object]) -> dict[str, Any]:
@@ -75,19 +80,38 @@ def _way(entry: Entry, curves: Mapping[str, object]) -> dict[str, Any]:
             for nodes in MACHINES:
                 runs[f"{precision} {gpu} {nodes}"] = _run(entry, precision, gpu, nodes)
     judged = f"{entry.recipe}-{entry.backend}-{entry.mode}" in curves
-    return {"model": entry.recipe, "backend": entry.backend, "mode": entry.mode, "judged": judged, "runs": runs}
+    return {
+        "model": entry.recipe,
+        "backend": entry.backend,
+        "mode": entry.mode,
+        "judged": judged,
+        "runs": runs,
+    }
 
 
 def _run(entry: Entry, precision: str, gpu: str, nodes: int) -> list[Any] | str:
     try:
-        choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes)
+        choices = Choices(
+            backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes
+        )
         recipe = resolve(entry.recipe, (), choices)
     except PrimusError as error:
         return str(error).partition("\n")[0]
     memory, available = predict(recipe), USABLE * (gpu_bytes(gpu) or 0)
-    state = "does not fit" if not fits(memory, available) else "tight" if memory.peak > available else "fits"
+    state = (
+        "does not fit"
+        if not fits(memory, available)
+        else "tight"
+        if memory.peak > available
+        else "fits"
+    )
     return [
-        recipe.local_batch, recipe.global_batch, recipe.seq_len, round(memory.peak / _GIB, 1), state,
-        largest_batch(recipe, available) if nodes == 1 else None, round(recipe.knows.memory_error * 100),
+        recipe.local_batch,
+        recipe.global_batch,
+        recipe.seq_len,
+        round(memory.peak / _GIB, 1),
+        state,
+        largest_batch(recipe, available) if nodes == 1 else None,
+        round(recipe.knows.memory_error * 100),
         recipe.steps,
-    ]  # fmt: skip
+    ]

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.schema import build
-from primus.yamlfile import read
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.schema import build
+from primus_images.yamlfile import read
 
 _FILE = Path(__file__).with_name("published.yaml")
 
@@ -74,10 +74,20 @@ def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
     """Resolve every published cell for each of its GPUs. Raises InputError if one does not resolve."""
     for cell in load_published().cells if cells is None else cells:
         for gpu in cell.gpus:
-            choices = Choices(backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=gpu, nodes=cell.nodes)
+            choices = Choices(
+                backend=cell.backend,
+                mode=cell.mode,
+                precision=cell.precision,
+                gpu=gpu,
+                nodes=cell.nodes,
+            )
             recipe = resolve(cell.recipe, cell.with_, choices)
             # Image models have no sequence length to compare.
-            figures = (recipe.seq_len if cell.seq_len else None, recipe.local_batch, recipe.global_batch)
+            figures = (
+                recipe.seq_len if cell.seq_len else None,
+                recipe.local_batch,
+                recipe.global_batch,
+            )
             pairs = zip((cell.seq_len, cell.batch, cell.global_batch), figures, strict=True)
             differing = tuple(there for there, here in pairs if there is not None and there != here)
             yield Outcome(cell=cell, gpu=gpu, recipe=recipe, differing=differing)

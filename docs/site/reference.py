@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from docs.json_schema import json_schema
-from primus.cli.main import GROUPS
-from primus.cli.verb import VERBS, parser_of
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.plan.target import Target
-from primus.release.diff import diff, notes, table
-from primus.release.history import IMAGE, PINS, load_history, newest_first
-from primus.release.sides import side
-from primus.system.issues import issues
-from primus.versions.components import Pin, Versions
+from primus_images.cli.main import GROUPS
+from primus_images.cli.verb import VERBS, parser_of
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.plan.target import Target
+from primus_images.release.diff import diff, notes, table
+from primus_images.release.history import IMAGE, PINS, load_history, newest_first
+from primus_images.release.sides import side
+from primus_images.system.issues import issues
+from primus_images.versions.components import Pin, Versions
 
 
 def reference(root: Path) -> dict[str, str]:
@@ -46,7 +46,9 @@ def _parser(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             below = action.choices
         elif action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
-            rows.append((_name(action), _prose((action.help or "") % {**vars(action), "prog": parser.prog})))
+            rows.append(
+                (_name(action), _prose((action.help or "") % {**vars(action), "prog": parser.prog}))
+            )
     if rows:
         yield "\n".join(table(("option", "meaning"), rows)) + "\n"
     if parser.epilog:
@@ -80,7 +82,12 @@ def _files() -> Iterator[str]:
 def _object(schema: dict[str, Any]) -> Iterator[str]:
     required = schema.get("required", ())
     rows = [
-        (f"`{key}`", _kind(value), "required" if key in required else "", _prose(value.get("description")))
+        (
+            f"`{key}`",
+            _kind(value),
+            "required" if key in required else "",
+            _prose(value.get("description")),
+        )
         for key, value in schema.get("properties", {}).items()
     ]
     if rows:
@@ -95,7 +102,9 @@ def _kind(value: dict[str, Any]) -> str:
     if "enum" in value:
         return ", ".join(f"`{one}`" for one in value["enum"])
     if isinstance(value.get("type"), list):
-        return " or ".join(word for word in value["type"] if word != "number" or "string" not in value["type"])
+        return " or ".join(
+            word for word in value["type"] if word != "number" or "string" not in value["type"]
+        )
     if value.get("type") == "array":
         return f"list of {_kind(value.get('items', {}))}"
     if value.get("type") == "object" and isinstance(value.get("additionalProperties"), dict):
@@ -107,15 +116,29 @@ def images(root: Path) -> str:
     """Return the page of the release: README's table, support, how to verify, components, and notes."""
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
-    components = dict.fromkeys(name for target in targets for name in (*target.pins, *target.inside))
+    components = dict.fromkeys(
+        name for target in targets for name in (*target.pins, *target.inside)
+    )
     rows = [
-        (name, *(_version({**target.inside, **target.pins}.get(name)) for target in targets)) for name in components
+        (name, *(_version({**target.inside, **target.pins}.get(name)) for target in targets))
+        for name in components
     ]
     head = ("component", *(f"`{target.ref}`" for target in targets))
-    readme = (root / "README.md").read_text("utf-8").partition("<!-- targets -->\n")[2].partition("<!-- end -->")[0]
+    readme = (
+        (root / "README.md")
+        .read_text("utf-8")
+        .partition("<!-- targets -->\n")[2]
+        .partition("<!-- end -->")[0]
+    )
     pins = side(PINS, project)
-    last = next(r for r in newest_first(load_history().releases) if r.reference.startswith(f"{IMAGE}:"))
-    changes = notes(diff(side(last.name, project), pins, issues(pins.release.components, pins.release.gpus or ())))
+    last = next(
+        r for r in newest_first(load_history().releases) if r.reference.startswith(f"{IMAGE}:")
+    )
+    changes = notes(
+        diff(
+            side(last.name, project), pins, issues(pins.release.components, pins.release.gpus or ())
+        )
+    )
     return "\n".join(
         [
             f"# Images of {project.versions.release}",

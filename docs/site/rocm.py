@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from primus.compat.translate import table
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.recipes.load import Entry, entries
-from primus.release.mad import tags_of
+from primus_images.compat.translate import table
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.recipes.load import Entry, entries
+from primus_images.release.mad import tags_of
 
 
 def rocm_data(root: Path) -> dict[str, str]:
@@ -19,12 +19,16 @@ def rocm_data(root: Path) -> dict[str, str]:
     """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
-    instinct = [target for target in targets if target.gpu and target.arch and target.arch.startswith("gfx")]
+    instinct = [
+        target for target in targets if target.gpu and target.arch and target.arch.startswith("gfx")
+    ]
     dockers = [
         {
             "pull_tag": f"rocm/primus:{project.versions.release}-{target.name}",
             "target": target.name,
-            "components": {name: pin.version or "of this project" for name, pin in target.pins.items()},
+            "components": {
+                name: pin.version or "of this project" for name, pin in target.pins.items()
+            },
         }
         for target in instinct
     ]
@@ -59,9 +63,21 @@ def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
             },
         )
         # MAD's tags name files of Primus, whose names some recipes have.
-        stem = next((name for name, recipe in stems.get(entry.backend, {}).items() if recipe == entry.recipe), None)
-        for precision, able in entry.precisions.items() if stem and entry.mode == "pretrain" else ():
+        stem = next(
+            (
+                name
+                for name, recipe in stems.get(entry.backend, {}).items()
+                if recipe == entry.recipe
+            ),
+            None,
+        )
+        for precision, able in (
+            entry.precisions.items() if stem and entry.mode == "pretrain" else ()
+        ):
             for gpu in (name.upper() for name in able if name in gpus):
                 tag = f"primus_train/{entry.backend}_{gpu}_{stem}-{precision.upper()}-pretrain"
                 model["train_tags"].setdefault(gpu, []).append(tag)
-    return [{"group": name, "tag": name.lower(), "models": list(models.values())} for name, models in groups.items()]
+    return [
+        {"group": name, "tag": name.lower(), "models": list(models.values())}
+        for name, models in groups.items()
+    ]

@@ -26,17 +26,26 @@ def cpu_image() -> Kit:
 
 
 @pytest.fixture(scope="session")
-def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+def python(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Python]:
     """Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
     if chosen := os.environ.get("PRIMUS_TEST_PYTHON"):
         command = ["env", f"PYTHONPATH={FAULTS}:{REPOSITORY / 'src'}", chosen]
     else:
         kit = request.getfixturevalue("cpu_image")
         outputs, docs = tmp_path_factory.getbasetemp(), REPOSITORY / "docs"
-        mounts = (f"{outputs}:{outputs}", f"{FAULTS}:{FAULTS}:ro", f"{INSIDE}:{INSIDE}:ro", f"{docs}:{docs}:ro")
+        mounts = (
+            f"{outputs}:{outputs}",
+            f"{FAULTS}:{FAULTS}:ro",
+            f"{INSIDE}:{INSIDE}:ro",
+            f"{docs}:{docs}:ro",
+        )
         lend = [word for mount in mounts for word in ("-v", mount)]
         variables = [word for name in (f"PYTHONPATH={FAULTS}", *SET) for word in ("-e", name)]
-        command = kit.command("run", "cpu", "--project", str(kit.root), *lend, *variables, "--", "python3")
+        command = kit.command(
+            "run", "cpu", "--project", str(kit.root), *lend, *variables, "--", "python3"
+        )
     python = Python(command)
     yield python
     python.close()

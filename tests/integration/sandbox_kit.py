@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from host_tools import needs
-from primus.oci.layer import unpacked
-from primus.oci.store import Blob, manifest_of
-from primus.sandbox.container import LayerRef, RootFs
+from primus_images.oci.layer import unpacked
+from primus_images.oci.store import Blob, manifest_of
+from primus_images.sandbox.container import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 _APPLETS = (
@@ -48,7 +48,12 @@ def tar(entries: Iterable[Entry]) -> bytes:
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for entry in entries:
             info = tarfile.TarInfo(entry.name)
-            info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime
+            info.mode, info.uid, info.gid, info.mtime = (
+                entry.mode,
+                entry.uid,
+                entry.gid,
+                entry.mtime,
+            )
             info.pax_headers = dict(entry.pax)
             if entry.link is not None:
                 info.type, info.linkname = tarfile.SYMTYPE, entry.link
@@ -108,7 +113,9 @@ def image(place: Path, *layers: list[Entry], kind: str = "tar+zstd", **settings:
     }
     raw = json.dumps(config, sort_keys=True).encode()
     (blobs / sha(raw).partition(":")[2]).write_bytes(raw)
-    manifest = manifest_of(raw, [Blob(digest=r.digest, media_type=r.media_type, size=r.size) for r in refs], {})
+    manifest = manifest_of(
+        raw, [Blob(digest=r.digest, media_type=r.media_type, size=r.size) for r in refs], {}
+    )
     return RootFs(
         name="tiny",
         manifest=manifest,

@@ -50,25 +50,35 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
     # The submodule's files are only copied here.
     kit.write("source/3rdparty/composable_kernel/LICENSE", "MIT\n")
     build = pin["build"]
-    wheels = [word for word in build["wheels"] if not word.startswith(("rocm-", "torch", "pip", "packaging"))]
+    wheels = [
+        word
+        for word in build["wheels"]
+        if not word.startswith(("rocm-", "torch", "pip", "packaging"))
+    ]
     base = {
-        "suite": "bookworm", "python": "3.11.2",
+        "suite": "bookworm",
+        "python": "3.11.2",
         "packages": ["libpython3.11-stdlib", "libstdc++6", "python3.11-minimal"],
-    }  # fmt: skip
+    }
     own = {
-        "git": f"file://{source}", "commit": gits.commit(source, {}), "package": pin["package"],
-        "version": pin["version"], "channel": "pypi",
+        "git": f"file://{source}",
+        "commit": gits.commit(source, {}),
+        "package": pin["package"],
+        "version": pin["version"],
+        "channel": "pypi",
         "build": {
             "debs": ["g++", "libpython3.11-dev", "make"],
             "wheels": [*wheels, "pip==26.3", "packaging==26.3", "torch==2.13.0+cpu"],
             "environment": {**build["environment"], "GPU_ARCHS": "gfx950", "BUILD_TARGET": "rocm"},
             "prepare": prepare,
         },
-    }  # fmt: skip
+    }
     versions = {
-        "release": "v26.11", "created": "2026-11-20", "bases": {"bookworm": base},
+        "release": "v26.11",
+        "created": "2026-11-20",
+        "bases": {"bookworm": base},
         "components": {"aiter": {"name": "AITER", "pins": [own]}},
-    }  # fmt: skip
+    }
     kit.write("versions.yaml", yaml.safe_dump(versions, sort_keys=False))
     kit.write(
         "images/demo.yaml",
@@ -81,7 +91,9 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
 
 def test_the_pin_builds_the_real_source(tmp_path: Path) -> None:
     pin = pinned()
-    prepare = "".join(line for line in pin["build"]["prepare"].splitlines(keepends=True) if "rocm-sdk" not in line)
+    prepare = "".join(
+        line for line in pin["build"]["prepare"].splitlines(keepends=True) if "rocm-sdk" not in line
+    )
     kit = make_kit(tmp_path / "aiter", pin, prepare + WITHOUT_COMPILERS)
     kit.build("demo")
     code = (
@@ -89,9 +101,16 @@ def test_the_pin_builds_the_real_source(tmp_path: Path) -> None:
         "print(d.version, sum(str(f).startswith('aiter_meta/hsa/gfx950/') for f in d.files) > 100,"
         " 'flydsl==0.2.4' in d.requires, *d.locate_file('aiter/compiled.txt').read_text().split())"
     )
-    version, kernels, flydsl, *compiled = kit.primus("run", "demo", "--", "python3", "-c", code).out.split()
+    version, kernels, flydsl, *compiled = kit.primus(
+        "run", "demo", "--", "python3", "-c", code
+    ).out.split()
     assert (version, kernels, flydsl) == (pin["version"], "True", "True")
-    assert {"start_aot", "module_fmha_v3_fwd", "module_fmha_v3_bwd", "module_fmha_v3_varlen_fwd"} <= set(compiled)
+    assert {
+        "start_aot",
+        "module_fmha_v3_fwd",
+        "module_fmha_v3_bwd",
+        "module_fmha_v3_varlen_fwd",
+    } <= set(compiled)
 
 
 def test_without_the_pins_change_metadata_fails(tmp_path: Path) -> None:

@@ -16,29 +16,56 @@ pytestmark = [pytest.mark.integration, needs("busybox", "docker-registry", "git"
 
 # What carries ROCm's version, or is built with what carries it.
 TRAIN = {
-    "aiter", "apex", "primus-turbo", "pytorch", "pytorch-device", "rocm", "rocm-sdk-core", "rocm-sdk-device",
-    "rocm-sdk-libraries", "torchaudio", "torchvision", "torchvision-device", "transformer-engine",
-    "transformer-engine-core", "transformer-engine-torch", "triton",
-}  # fmt: skip
+    "aiter",
+    "apex",
+    "primus-turbo",
+    "pytorch",
+    "pytorch-device",
+    "rocm",
+    "rocm-sdk-core",
+    "rocm-sdk-device",
+    "rocm-sdk-libraries",
+    "torchaudio",
+    "torchvision",
+    "torchvision-device",
+    "transformer-engine",
+    "transformer-engine-core",
+    "transformer-engine-torch",
+    "triton",
+}
 LOCK = "images/locks/amd/mi355x.json"
-DEVICE = {"rocm-sdk-device", "pytorch-device", "torchvision-device", "rocm", "aiter", "primus-turbo"}
+DEVICE = {
+    "rocm-sdk-device",
+    "pytorch-device",
+    "torchvision-device",
+    "rocm",
+    "aiter",
+    "primus-turbo",
+}
 
 
 # Another architecture takes the same steps once more.
-@pytest.fixture(scope="module", params=[TARGETS[1:], pytest.param(TARGETS, marks=pytest.mark.slow)], ids=len)
+@pytest.fixture(
+    scope="module", params=[TARGETS[1:], pytest.param(TARGETS, marks=pytest.mark.slow)], ids=len
+)
 def targets(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return tuple(request.param)
 
 
 @pytest.fixture(scope="module")
-def channel(targets: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Channel]:
+def channel(
+    targets: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Channel]:
     with amd_channel(tmp_path_factory.mktemp("amd")) as served:
         names = [name for name in targets if name != "mi350x"]
         locked = served.kit.primus("lock", *names, "--channel", "amd", timeout=600)
         assert locked.code == 0, locked.err
         # GPUs of one architecture have the same files.
         lock = (served.kit.root / LOCK).read_text()
-        served.kit.write(LOCK.replace("mi355x", "mi350x"), lock.replace('"target": "mi355x"', '"target": "mi350x"'))
+        served.kit.write(
+            LOCK.replace("mi355x", "mi350x"),
+            lock.replace('"target": "mi355x"', '"target": "mi350x"'),
+        )
         yield served
 
 
@@ -64,8 +91,12 @@ def kept(kit: Kit, *names: str) -> Iterator[None]:
             kit.write(name, content)
 
 
-def test_all_pass_every_gate_as_releases(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
-    assert {name: image["ref"] for name, image in images.items()} == {name: f"v26.11-{name}" for name in images}
+def test_all_pass_every_gate_as_releases(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
+    assert {name: image["ref"] for name, image in images.items()} == {
+        name: f"v26.11-{name}" for name in images
+    }
     result = channel.kit.primus("check", *images, "--json", timeout=600)
     outcomes = {o["target"]: o for o in json.loads(result.out)["images"]}
     assert result.code == 0, result.out
@@ -109,7 +140,9 @@ def test_rdma_user_space_is_locked_and_built_over_the_image(
 
 def test_base_layers_go_in_as_they_are(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
     lock = json.loads((channel.kit.root / LOCK).read_text())
-    given = [f["sha256"] for f in lock["files"] if f["kind"] == "layer" and f["base"] == "ubuntu-24.04"]
+    given = [
+        f["sha256"] for f in lock["files"] if f["kind"] == "layer" and f["base"] == "ubuntu-24.04"
+    ]
     assert len(given) == 2
     assert [digest[7:] for digest, _ in list(layers(images["mi355x"]).values())[:2]] == given
     run = channel.kit.primus("run", "mi355x", "--", "/bin/sh", "-c", "ls /etc; cat /etc/passwd")
@@ -117,7 +150,9 @@ def test_base_layers_go_in_as_they_are(channel: Channel, images: dict[str, dict[
     assert "root:x:0:0::/:/bin/sh" in run.out, "the upper layer replaces"
 
 
-def test_what_was_built_here_works_for_the_targets_gpu(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+def test_what_was_built_here_works_for_the_targets_gpu(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
     code = (
         "import importlib.metadata as m, importlib.util as u, primus_turbo, rocm_sdk, torch;"
         "print(primus_turbo.ARCH, rocm_sdk.FAMILY, torch.__version__, m.version('primus-turbo'),"
@@ -156,7 +191,9 @@ def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
     preview = kit.write("images/locks/debian/mi355x.json", json.dumps(empty))
     try:
         said = kit.primus("build", "mi355x").err.splitlines()
-        reason = "the best channel with a lock; amd has none here (primus lock mi355x --channel amd)"
+        reason = (
+            "the best channel with a lock; amd has none here (primus lock mi355x --channel amd)"
+        )
         assert said[0] == f"mi355x: channel debian, {reason}"
         assert "the lock of mi355x is stale" in said[1]
     finally:
@@ -165,16 +202,26 @@ def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
     assert "nothing to do" in kit.build("mi355x").err
 
 
-def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+def test_a_rocm_bump_rebuilds_what_depends_on_rocm(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
     with kept(channel.kit, "versions.yaml", LOCK):
         before = (channel.kit.root / "versions.yaml").read_text()
-        channel.repin(("rocm10.0.0", "rocm10.1.0"), ("version: 10.0.0", "version: 10.1.0"), ("==10.0.0", "==10.1.0"))
+        channel.repin(
+            ("rocm10.0.0", "rocm10.1.0"),
+            ("version: 10.0.0", "version: 10.1.0"),
+            ("==10.0.0", "==10.1.0"),
+        )
         assert channel.kit.primus("lock", "mi355x", timeout=600).code == 0
         told = channel.kit.primus("explain", "mi355x", timeout=600)
         assert told.code == 1, told.err
         to_build = next(line for line in told.out.splitlines() if line.startswith("  to build: "))
         assert set(to_build.removeprefix("  to build: ").split(", ")) == TRAIN | {"facts"}
-        line = next(n for n, t in enumerate(before.splitlines(), 1) if "{wheel: torch, version: 2.12.0+rocm" in t)
+        line = next(
+            n
+            for n, t in enumerate(before.splitlines(), 1)
+            if "{wheel: torch, version: 2.12.0+rocm" in t
+        )
         assert "pytorch: torch: 2.12.0+rocm10.0.0 sha256:" in told.out
         assert f"(versions.yaml:{line}:" in told.out
 

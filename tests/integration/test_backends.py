@@ -5,19 +5,22 @@ from pathlib import Path
 import pytest
 from training_kit import Python, failing, train
 
-from primus.recipes.architecture import size
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import outcome, suite
-from primus.training.job import Job
+from primus_images.recipes.architecture import size
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.judge import suite
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
 from tables import table_of
 
 pytestmark = pytest.mark.integration
 
 CELLS = [
-    ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"), ("llama3.1-8b", "fsdp", "pretrain"),
+    ("llama3.1-8b", "finetune", "full"),
+    ("llama3.1-8b", "finetune", "lora"),
+    ("llama3.1-8b", "fsdp", "pretrain"),
     ("flux.1-dev", "flux", "pretrain"),
-]  # fmt: skip
+]
 
 
 def choices(backend: str, mode: str, precision: str = "fp32") -> Choices:
@@ -26,7 +29,9 @@ def choices(backend: str, mode: str, precision: str = "fp32") -> Choices:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
-def test_the_suite_passes(python: Python, tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+def test_the_suite_passes(
+    python: Python, tmp_path: Path, recipe: str, backend: str, mode: str
+) -> None:
     """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
     jobs = suite.plan(recipe, tmp_path, choices=choices(backend, mode))
     left = suite.run(jobs, lambda job: train(python, job))
@@ -36,7 +41,8 @@ def test_the_suite_passes(python: Python, tmp_path: Path, recipe: str, backend: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "backend", "mode", "turbo"), table_of("backends.optimizations_change_no_loss_and_are_proven")
+    ("recipe", "backend", "mode", "turbo"),
+    table_of("backends.optimizations_change_no_loss_and_are_proven"),
 )
 def test_optimizations_change_no_loss_and_are_proven(
     python: Python, tmp_path: Path, recipe: str, backend: str, mode: str, turbo: str
@@ -44,7 +50,11 @@ def test_optimizations_change_no_loss_and_are_proven(
     found = []
     for name, word in (("plain", "off"), ("turbo", turbo)):
         words = ["training.steps=3", "training.deterministic=false", f"turbo={word}"]
-        job = Job(name=name, recipe=resolve(recipe, words, choices(backend, mode, "bf16")), output=tmp_path / name)
+        job = Job(
+            name=name,
+            recipe=resolve(recipe, words, choices(backend, mode, "bf16")),
+            output=tmp_path / name,
+        )
         left = train(python, job)
         assert failing(outcome.basic_verdicts(left)) == []
         found.append([step.loss for step in left.series.steps])
@@ -58,12 +68,20 @@ def test_saved_weights_are_where_adapters_start(python: Python, tmp_path: Path) 
     """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
     words = ["finetune.save_weights=true", "training.steps=10"]
     whole = Job(
-        name="whole", recipe=resolve("llama3.1-8b", words, choices("finetune", "full")), output=tmp_path / "whole"
+        name="whole",
+        recipe=resolve("llama3.1-8b", words, choices("finetune", "full")),
+        output=tmp_path / "whole",
     )
     before = train(python, whole)
-    words = [f"finetune.weights={whole.output / 'weights'}", "finetune.save_weights=true", "training.steps=3"]
+    words = [
+        f"finetune.weights={whole.output / 'weights'}",
+        "finetune.save_weights=true",
+        "training.steps=3",
+    ]
     beside = Job(
-        name="beside", recipe=resolve("llama3.1-8b", words, choices("finetune", "lora")), output=tmp_path / "lora"
+        name="beside",
+        recipe=resolve("llama3.1-8b", words, choices("finetune", "lora")),
+        output=tmp_path / "lora",
     )
     after = train(python, beside)
     assert failing(outcome.basic_verdicts(after)) == []

@@ -13,10 +13,10 @@ import gits
 from amd_channel import registry
 from host_tools import needs
 from loopback import make_wheel
-from primus.recipes.choose import supported
-from primus.recipes.load import read
-from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
-from primus.release.registry import Repository
+from primus_images.recipes.choose import supported
+from primus_images.recipes.load import read
+from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
+from primus_images.release.registry import Repository
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration
@@ -36,10 +36,17 @@ def test_second_build_does_nothing(cpu_image: Kit) -> None:
 def test_versions_inside_equal_the_lock_and_are_complete(cpu_image: Kit) -> None:
     lock = json.loads((cpu_image.root / "images/locks/pypi/cpu.json").read_text())
     want = {f["name"]: f["version"] for f in lock["files"] if f["kind"] == "wheel"}
-    pip, dpkg = "pip check && pip list --format json --disable-pip-version-check", "${Package} ${Version}\\n"
-    complete, listed, *rows = inside(cpu_image, "sh", "-c", f"{pip} && dpkg-query -W -f '{dpkg}'").splitlines()
+    pip, dpkg = (
+        "pip check && pip list --format json --disable-pip-version-check",
+        "${Package} ${Version}\\n",
+    )
+    complete, listed, *rows = inside(
+        cpu_image, "sh", "-c", f"{pip} && dpkg-query -W -f '{dpkg}'"
+    ).splitlines()
     assert complete == "No broken requirements found."
-    found = {re.sub(r"[-_.]+", "-", row["name"]).lower(): row["version"] for row in json.loads(listed)}
+    found = {
+        re.sub(r"[-_.]+", "-", row["name"]).lower(): row["version"] for row in json.loads(listed)
+    }
     assert {name: found.get(name) for name in want} == want
     debs = {f["name"]: f["version"] for f in lock["files"] if f["kind"] == "deb"}
     assert dict(row.split() for row in rows) == debs
@@ -52,7 +59,8 @@ def test_every_gate_passes(cpu_image: Kit) -> None:
     gates = {gate["gate"]: gate for gate in image["gates"]}
     assert gates["coverage"]["summary"].startswith("no GPU architecture to cover")
     debs = sum(
-        f["kind"] == "deb" for f in json.loads((cpu_image.root / "images/locks/pypi/cpu.json").read_text())["files"]
+        f["kind"] == "deb"
+        for f in json.loads((cpu_image.root / "images/locks/pypi/cpu.json").read_text())["files"]
     )
     assert f"{debs} debs" in gates["versions"]["summary"]
 
@@ -72,17 +80,24 @@ def test_pip_inside_keeps_the_images_pytorch(cpu_image: Kit, tmp_path: Path) -> 
     for words in (["torch==9.9.9"], ["wants-torch"]):
         code, said = install(*words)
         assert code == 1, said
-        assert f"torch=={cpu_image.locked('cpu', 'torch')}" in said, "the sentence names the version that is kept"
+        assert f"torch=={cpu_image.locked('cpu', 'torch')}" in said, (
+            "the sentence names the version that is kept"
+        )
     code, said = install("plain")
     assert code == 0, said
     assert "Would install plain-1.0\n" in said
     code, said = install("torch==9.9.9", variables=("-e", "PIP_CONSTRAINT="))
-    assert (code, "Would install torch-9.9.9" in said) == (0, True), "on purpose, it can be replaced"
+    assert (code, "Would install torch-9.9.9" in said) == (0, True), (
+        "on purpose, it can be replaced"
+    )
 
 
 def test_any_user_can_train_and_write(cpu_image: Kit) -> None:
     code = "import os, torch; open('/workspace/x', 'w').write('y'); print(os.getuid(), torch.ones(2).sum().item())"
-    assert inside(cpu_image, "python3", "-c", code, options=("--user", "12345:12345")).split() == ["12345", "2.0"]
+    assert inside(cpu_image, "python3", "-c", code, options=("--user", "12345:12345")).split() == [
+        "12345",
+        "2.0",
+    ]
 
 
 def test_banner_greets_a_shell_and_stays_out_of_a_commands_way(cpu_image: Kit) -> None:
@@ -97,22 +112,40 @@ def test_banner_greets_a_shell_and_stays_out_of_a_commands_way(cpu_image: Kit) -
 
 
 def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
-    names = ("versions", "plan", "fetch", "engine", "oci", "gpucode", "gates", "sandbox", "release", "cli.host")
+    names = (
+        "versions",
+        "plan",
+        "fetch",
+        "engine",
+        "oci",
+        "gpucode",
+        "gates",
+        "sandbox",
+        "release",
+        "cli.host",
+    )
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus.' + n)])"
     assert inside(cpu_image, "python3", "-c", code).strip() == "[]"
     assert "  build" not in inside(cpu_image, "primus", "--help")
 
 
 def test_nothing_of_the_machine_is_left(cpu_image: Kit) -> None:
-    places = "/etc/machine-id /var/log /etc/apt/sources.list /var/lib/apt/lists /etc/resolv.conf.host"
+    places = (
+        "/etc/machine-id /var/log /etc/apt/sources.list /var/lib/apt/lists /etc/resolv.conf.host"
+    )
     aged = "find /usr /opt /var -newermt 1980-01-02 -not -type d"
-    assert inside(cpu_image, "sh", "-c", f"find {places} -type f -size +0 2>/dev/null; {aged}").strip() == ""
+    assert (
+        inside(cpu_image, "sh", "-c", f"find {places} -type f -size +0 2>/dev/null; {aged}").strip()
+        == ""
+    )
 
 
 @needs("skopeo")
 def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     ref = "oci:.primus/store:v26.11-cpu"
-    seen = subprocess.run(["skopeo", "inspect", ref], cwd=cpu_image.root, capture_output=True, text=True, check=True)
+    seen = subprocess.run(
+        ["skopeo", "inspect", ref], cwd=cpu_image.root, capture_output=True, text=True, check=True
+    )
     data = json.loads(seen.stdout)
     assert data["Digest"] == cpu_image.build("cpu").digest
     assert data["Labels"]["io.primus.pins.torchtitan"] == "0.2.2"
@@ -122,7 +155,9 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
 
 # That a run repeats, resumes and splits its batch, test_training_faults.py and test_failures.py show on our own loop.
 @pytest.fixture(scope="module", params=["quick", pytest.param("standard", marks=pytest.mark.slow)])
-def validated(request: pytest.FixtureRequest, cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def validated(
+    request: pytest.FixtureRequest, cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folder of a validation of the cpu image."""
     folder = tmp_path_factory.mktemp("validation")
     words = ("--suite", request.param, "--recipe", "llama3-proxy", "--output", str(folder))
@@ -148,14 +183,18 @@ LOGIN_OF_ME = "me:$2b$04$Xex9Ua1VK1ho5O/jNcv2EO6fi2m4Wgwt0dmw3UGppMUUUjAWbrt0K\n
 
 def committed(cpu_image: Kit, folder: Path) -> Kit:
     """The repository as a commit of its own, whose cpu target names one recipe."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=cpu_image.root, capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=cpu_image.root, capture_output=True, text=True, check=True
+    )
     for name in filter(None, names.stdout.split("\0")):
         if (cpu_image.root / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(cpu_image.root / name, folder / name, follow_symlinks=False)
     kit = Kit(folder)
     target = (folder / "images/cpu.yaml").read_text()
-    kit.write("images/cpu.yaml", re.sub(r"(?ms)^recipes:.*?^(?=\w)", "recipes: [llama3-proxy]\n", target))
+    kit.write(
+        "images/cpu.yaml", re.sub(r"(?ms)^recipes:.*?^(?=\w)", "recipes: [llama3-proxy]\n", target)
+    )
     kit.edit("policy.yaml", "[base, repeat, resume, accumulation]", "[base]")
     gits.commit(folder, {})
     return kit
@@ -185,7 +224,10 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         # Those that the recipe does not load become tools.
         pins = (kit.root / "versions.yaml").read_text()
         idle = "^  (torchao|megatron-core|transformers|peft|accelerate|diffusers):\n"
-        kit.write("versions.yaml", re.sub(idle, r"\g<0>    tool: Another recipe loads it.\n", pins, flags=re.M))
+        kit.write(
+            "versions.yaml",
+            re.sub(idle, r"\g<0>    tool: Another recipe loads it.\n", pins, flags=re.M),
+        )
         gits.commit(kit.root, {})
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
         stranger = kit.primus(*words, "--records", str(validated))
@@ -193,7 +235,9 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         login = {"auths": {f"127.0.0.1:{port}": {"auth": b64encode(b"me:word").decode()}}}
         Kit(tmp_path).write("docker/config.json", json.dumps(login))
         there = Repository(name)
-        wrong = kit.primus(*words, "--records", str(validated), "--key", str(tmp_path / "nothing.key"))
+        wrong = kit.primus(
+            *words, "--records", str(validated), "--key", str(tmp_path / "nothing.key")
+        )
         assert (wrong.code, "nothing.key" in wrong.err) == (2, True)
         assert there.digest("v26.11-cpu") is None
 
@@ -217,17 +261,25 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         assert len(there.referrers(digest)) == len(documents)
 
         monkeypatch.setenv("COSIGN_PASSWORD", "a word")
-        subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["cosign", "generate-key-pair"], cwd=tmp_path, check=True, capture_output=True
+        )
         for _ in range(2):
-            signed = kit.primus(*words, "--records", str(validated), "--key", str(tmp_path / "cosign.key"))
+            signed = kit.primus(
+                *words, "--records", str(validated), "--key", str(tmp_path / "cosign.key")
+            )
             assert signed.code == 0, signed.err
         policy = ("--policy", str(kit.root / "policy.yaml"))
-        seen = Kit(tmp_path).primus("verify", "--image", f"{name}:v26.11-cpu", "--key", "cosign.pub", *policy)
+        seen = Kit(tmp_path).primus(
+            "verify", "--image", f"{name}:v26.11-cpu", "--key", "cosign.pub", *policy
+        )
         assert (seen.code, seen.out.splitlines()[-1]) == (0, "verified"), seen.out
 
         other = there.referrers(digest)[0]["digest"]
         copy = ["skopeo", "copy", "-q", "--src-tls-verify=false", "--dest-tls-verify=false"]
-        subprocess.run([*copy, f"docker://{name}@{other}", f"docker://{name}:v26.11-cpu"], check=True)
+        subprocess.run(
+            [*copy, f"docker://{name}@{other}", f"docker://{name}:v26.11-cpu"], check=True
+        )
         moved = kit.primus(*words, "--records", str(validated))
         assert moved.code == 1
         assert "a release is never replaced" in moved.err
@@ -236,7 +288,14 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
 
 def fetch(repository: str, digest: str, folder: Path) -> bytes:
     """The file in an artifact, by a tool that is not ours."""
-    copy = ["skopeo", "copy", "-q", "--src-tls-verify=false", f"docker://{repository}@{digest}", f"dir:{folder}"]
+    copy = [
+        "skopeo",
+        "copy",
+        "-q",
+        "--src-tls-verify=false",
+        f"docker://{repository}@{digest}",
+        f"dir:{folder}",
+    ]
     subprocess.run(copy, check=True)
     (layer,) = json.loads((folder / "manifest.json").read_text())["layers"]
     return (folder / layer["digest"].removeprefix("sha256:")).read_bytes()
@@ -244,7 +303,9 @@ def fetch(repository: str, digest: str, folder: Path) -> bytes:
 
 @pytest.mark.timeout(2700)
 @pytest.mark.slow
-def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path) -> None:
+def test_every_recipe_trains_by_every_backend_and_in_every_mode(
+    cpu_image: Kit, tmp_path: Path
+) -> None:
     words = ("validate", "cpu", "--suite", "quick", "--output", str(tmp_path))
     result = cpu_image.primus(*words, timeout=2600)
     assert result.code == 0, result.out + result.err

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, serve
-from primus.errors import HostError, InputError
-from primus.progress import Progress
-from primus.versions.debs import resolve_debs
-from primus.versions.fetch import fetch
-from primus.versions.filecache import FileCache
-from primus.versions.lock import BaseRequest, LockedFile, Request
-from primus.versions.relock import resolve
+from primus_images.errors import HostError, InputError
+from primus_images.progress import Progress
+from primus_images.versions.debs import resolve_debs
+from primus_images.versions.fetch import fetch
+from primus_images.versions.filecache import FileCache
+from primus_images.versions.lock import BaseRequest, LockedFile, Request
+from primus_images.versions.relock import resolve
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
+]
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
     make_deb(pool, "usrmerge", "37", needs="perl-all")
     make_deb(pool, "usr-is-merged", "37")
     make_deb(pool, "perl-all", "5.36-1")
-    make_deb(pool, "python3.11-minimal", "3.11.2-6+deb12u9", needs="libthing (>= 1)", padding=400_000)
+    make_deb(
+        pool, "python3.11-minimal", "3.11.2-6+deb12u9", needs="libthing (>= 1)", padding=400_000
+    )
     make_deb(pool, "libthing", "1.0-1")
     make_deb(pool, "unrelated", "1")
     make_deb(pool, "apt", "2.6.1")
@@ -47,10 +52,17 @@ def later(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     make_deb(pool, "only-later", "2")
     make_deb(pool, "core", "2:9", essential=True)
     make_deb(pool, "libthing", "9")
-    index_debs(archive.root, "sid", lambda file: "unrelated" not in file, valid_until="Wed, 08 Jan 2020 00:00:00 UTC")
+    index_debs(
+        archive.root,
+        "sid",
+        lambda file: "unrelated" not in file,
+        valid_until="Wed, 08 Jan 2020 00:00:00 UTC",
+    )
     make_deb(pool, "libtool", "1")
     old = {"core_9", "libthing_9", "tool_2", "libtool_2", "only-later_2"}
-    index_debs(archive.root, "bookworm", keep=lambda file: file.removesuffix("_amd64.deb") not in old)
+    index_debs(
+        archive.root, "bookworm", keep=lambda file: file.removesuffix("_amd64.deb") not in old
+    )
     _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
     return archive
 
@@ -69,7 +81,9 @@ def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
 
 
 def _base(*packages: str, python: str = "3.11.2") -> BaseRequest:
-    return BaseRequest(suite="bookworm", python=python, packages=packages or ("python3.11-minimal",))
+    return BaseRequest(
+        suite="bookworm", python=python, packages=packages or ("python3.11-minimal",)
+    )
 
 
 def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
@@ -93,7 +107,9 @@ def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> Non
 
 
 def test_wrong_python_and_unknown_package_are_named(archive: Server) -> None:
-    with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
+    with pytest.raises(
+        InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"
+    ):
         _resolve(_base(python="3.11.9"))
     with pytest.raises(InputError, match="Debian bookworm has no package nothere"):
         _resolve(_base("nothere"))
@@ -102,7 +118,9 @@ def test_wrong_python_and_unknown_package_are_named(archive: Server) -> None:
 def test_unmet_needs_are_one_sentence(archive: Server) -> None:
     make_deb(archive.root / "pool", "broken", "1", needs="libthing (>= 9)")
     index_debs(archive.root, "bookworm")
-    with pytest.raises(InputError, match=r"are not compatible: .*broken : Depends: libthing \(>= 9\)"):
+    with pytest.raises(
+        InputError, match=r"are not compatible: .*broken : Depends: libthing \(>= 9\)"
+    ):
         _resolve(_base("broken"))
 
 
@@ -122,7 +140,9 @@ def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path:
     _fetch(files, tmp_path / "c", base)
 
 
-def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_call(archive: Server) -> None:
+def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_call(
+    archive: Server,
+) -> None:
     for name, needs in {
         "adduser": "passwd",
         "passwd": "",
@@ -131,15 +151,21 @@ def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_c
     }.items():
         make_deb(archive.root / "pool", name, "1", needs=needs)
     index_debs(archive.root, "bookworm")
-    over = BaseRequest(suite="bookworm", python="3.11.2", packages=("python3.11-minimal", "verbs"), over="b")
-    request = Request(target="t", channel="debian", python="3.11", bases={"b": _base(), "b rdma": over})
+    over = BaseRequest(
+        suite="bookworm", python="3.11.2", packages=("python3.11-minimal", "verbs"), over="b"
+    )
+    request = Request(
+        target="t", channel="debian", python="3.11", bases={"b": _base(), "b rdma": over}
+    )
     lock = resolve(request, None, {}, Progress())
     assert {f.name for f in lock.of("deb", "b rdma")} == {"libverbs", "verbs"}
     assert {"core", "libthing"} <= {f.name for f in lock.of("deb", "b")}
 
 
 def test_what_must_come_from_the_other_suite_too_is_said(later: Server) -> None:
-    with pytest.raises(InputError, match=r"are not compatible: tool : Depends: libtool \(>= 2\)") as caught:
+    with pytest.raises(
+        InputError, match=r"are not compatible: tool : Depends: libtool \(>= 2\)"
+    ) as caught:
         _resolve(_base("tool/sid"))
     assert caught.value.hint == "list what must come from sid too, as package/sid"
     with pytest.raises(InputError, match="Debian sid has no package unrelated"):
@@ -166,13 +192,17 @@ def test_a_suite_the_archive_lacks_is_named(archive: Server) -> None:
         resolve_debs("b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)))
 
 
-def test_an_untrusted_archive_is_refused(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrusted_archive_is_refused(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use(tmp_path, monkeypatch, f"deb {archive.url}/ bookworm main\n")
     with pytest.raises(HostError, match="the Debian archive"):
         _resolve(_base())
 
 
-def test_a_missing_keyring_says_how_to_get_it(archive: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_keyring_says_how_to_get_it(
+    archive: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PRIMUS_DEBIAN_MIRROR", archive.url)
     monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", "/nowhere.gpg")
     with pytest.raises(HostError, match=r"no keyring /nowhere\.gpg"):
@@ -195,14 +225,19 @@ def test_a_host_without_debian_installs_what_names_a_mirror(
 
     keyring.touch()
     monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", str(keyring))
-    monkeypatch.setattr("primus.versions.debs.install", install)
-    monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", script)
-    with pytest.raises(HostError, match="names no source of Debian; debootstrap is missing") as error:
+    monkeypatch.setattr("primus_images.versions.debs.install", install)
+    monkeypatch.setattr("primus_images.versions.debs._DEBOOTSTRAP", script)
+    with pytest.raises(
+        HostError, match="names no source of Debian; debootstrap is missing"
+    ) as error:
         _fetch(files.values(), tmp_path / "c")
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
     with pytest.raises(HostError, match="named-by-debootstrap"):
         _fetch(files.values(), tmp_path / "c")
-    assert asked == [{"debootstrap": "debootstrap", "debian-archive-keyring": "debian-archive-keyring"}] * 2
+    assert (
+        asked
+        == [{"debootstrap": "debootstrap", "debian-archive-keyring": "debian-archive-keyring"}] * 2
+    )
 
 
 def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) -> None:
@@ -213,7 +248,9 @@ def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) 
     assert archive.asked(python.file) == [None, "bytes=150000-"]
 
 
-def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_archive_needs_no_server(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use(tmp_path, monkeypatch, f"deb [trusted=yes] file:{archive.root}/ bookworm main\n")
     archive.log.clear()
     files = _resolve(_base())
@@ -233,11 +270,15 @@ def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path
     gone = [f for f in lock.files if f.name == "libthing"]
     assert resolve(request, lock, {}, Progress()) == lock, "without being told, a lock stays"
     again = resolve(request, lock, {}, Progress(), gone)
-    assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {"libthing": "1.0-2"}
+    assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {
+        "libthing": "1.0-2"
+    }
     _fetch(again.files, tmp_path / "c")
 
 
-def test_a_deb_that_left_the_index_but_not_the_pool_is_still_found(archive: Server, tmp_path: Path) -> None:
+def test_a_deb_that_left_the_index_but_not_the_pool_is_still_found(
+    archive: Server, tmp_path: Path
+) -> None:
     files = _resolve(_base())
     make_deb(archive.root / "pool", "libthing", "1.0-2")
     index_debs(archive.root, "bookworm", keep=lambda file: file != "libthing_1.0-1_amd64.deb")

@@ -27,7 +27,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPa
 
 def docker(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     command = ["/usr/bin/docker", *words]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.fixture(scope="module", params=["cpu", "mi355x"])
@@ -43,7 +45,9 @@ RUN = ("run", "--rm", "--network", "none")
 
 
 def test_its_entry_greets_and_runs_the_command(image: str) -> None:
-    shell = docker(*RUN, "-i", image, text="python3 -c 'import torch; print(torch.ones(3).sum().item())'")
+    shell = docker(
+        *RUN, "-i", image, text="python3 -c 'import torch; print(torch.ones(3).sum().item())'"
+    )
     assert (shell.returncode, shell.stdout) == (0, "3.0\n"), shell.stderr
     assert f"Primus v26.11 {'cpu' if '-cpu' in image else 'mi355x'}" in shell.stderr
     assert ("PREVIEW" in shell.stderr) == image.endswith("-preview")
@@ -53,7 +57,11 @@ def test_its_entry_greets_and_runs_the_command(image: str) -> None:
 
 def test_a_login_shell_has_primus_and_its_completion(image: str) -> None:
     shell = docker(
-        *RUN, image, "bash", "-lc", "primus --version && complete -p primus && ps --version && less --version"
+        *RUN,
+        image,
+        "bash",
+        "-lc",
+        "primus --version && complete -p primus && ps --version && less --version",
     )
     assert shell.returncode == 0, shell.stderr
     assert "complete -F _primus_first_tab primus" in shell.stdout
@@ -62,7 +70,9 @@ def test_a_login_shell_has_primus_and_its_completion(image: str) -> None:
 def test_a_regular_user_can_train_in_a_read_only_root(image: str) -> None:
     writable = ("--tmpfs", "/tmp:mode=1777,exec", "--tmpfs", "/workspace/runs:mode=1777")
     train = ("primus", "train", "llama3-proxy", "--gpu", "cpu", "--steps", "2")
-    trained = docker(*RUN, "--user", "1000:1000", "--read-only", "--shm-size", "1g", *writable, image, *train)
+    trained = docker(
+        *RUN, "--user", "1000:1000", "--read-only", "--shm-size", "1g", *writable, image, *train
+    )
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert "✓ 2 steps" in trained.stdout
     assert "lost with the container" in trained.stderr or "-v" in trained.stderr

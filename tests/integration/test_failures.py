@@ -9,19 +9,27 @@ from pathlib import Path
 import pytest
 from training_kit import Python, started, train
 
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import outcome
-from primus.training.job import Job
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
 from project_kit import Kit, until
 from tables import table_of
 
 pytestmark = pytest.mark.integration
 
 
-def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resume_from: Path | None = None) -> Job:
+def proxy(
+    output: Path,
+    *words: str,
+    backend: str = "fsdp",
+    steps: int = 4,
+    resume_from: Path | None = None,
+) -> Job:
     recipe = resolve(
-        "llama3.1-8b", [f"steps={steps}", "seq_len=32", *words], Choices(backend=backend, gpu="cpu", proxy=True)
+        "llama3.1-8b",
+        [f"steps={steps}", "seq_len=32", *words],
+        Choices(backend=backend, gpu="cpu", proxy=True),
     )
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
@@ -37,15 +45,28 @@ def test_the_first_cause_is_told(python: Python, tmp_path: Path, fault: str, tol
 
 # The ranks import for some seconds in silence, more on a busy machine.
 @pytest.mark.slow
-def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: Python, tmp_path: Path) -> None:
+def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(
+    python: Python, tmp_path: Path
+) -> None:
     job = proxy(tmp_path / "job")
     # Executed, because /proc does not show the rank of a fork.
     execute = "os.execv(sys.executable, sys.orig_argv[:1] + sys.argv[1:])"
     code = f"import os, sys; os.putenv('PRIMUS_FAULT', 'loop_hangs'); {execute}"
-    words = [*python.command, "-c", code, "-m", "primus.cli.main", *job.arguments(), "--stall-timeout", "30"]
+    words = [
+        *python.command,
+        "-c",
+        code,
+        "-m",
+        "primus_images.cli.main",
+        *job.arguments(),
+        "--stall-timeout",
+        "30",
+    ]
     assert subprocess.run(words, check=False).returncode == 1
     left = outcome.read(job, 1)
-    assert re.match(r"rank 1: hung: no progress for 30 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause), left
+    assert re.match(
+        r"rank 1: hung: no progress for 30 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause
+    ), left
     log = (job.output / "log.txt").read_text()
     assert re.search(r"^\[rank0\]: .*distributed_c10d.py", log, re.MULTILINE), log
     assert re.search(r"^\[rank1\]: .*sitecustomize.py", log, re.MULTILINE), log
@@ -53,15 +74,20 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: Python, tm
 
 # All refuse checkpoints by the same code as our own loop.
 @pytest.mark.parametrize(
-    "backend", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchtitan", "megatron"))]
+    "backend",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchtitan", "megatron"))],
 )
-def test_a_run_goes_on_from_its_own_checkpoint_alone(python: Python, tmp_path: Path, backend: str) -> None:
+def test_a_run_goes_on_from_its_own_checkpoint_alone(
+    python: Python, tmp_path: Path, backend: str
+) -> None:
     base = proxy(tmp_path / "base", "checkpoint=2", backend=backend)
     whole = train(python, base)
     kept = base.output / "checkpoint" / "step-2"
     again = proxy(tmp_path / "again", "checkpoint=2", backend=backend, resume_from=kept)
     assert train(python, again).series.losses == whole.series.losses[2:]
-    assert (again.output / "checkpoint" / "step-4" / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
+    assert (again.output / "checkpoint" / "step-4" / "recipe.json").is_file(), (
+        "a resumed run saves checkpoints, too"
+    )
     if backend == "megatron":
         return
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
@@ -74,17 +100,24 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: Python, tmp_path: P
     largest.write_bytes(content)
     damaged = proxy(tmp_path / "damaged", backend=backend, resume_from=kept)
     cause = train(python, damaged).cause
-    assert re.search(rf"{re.escape(str(kept))}: the checkpoint is damaged: .* in {largest.name} does not match", cause)
+    assert re.search(
+        rf"{re.escape(str(kept))}: the checkpoint is damaged: .* in {largest.name} does not match",
+        cause,
+    )
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: Python, tmp_path: Path) -> None:
+def test_a_resumed_run_of_torchtitan_follows_its_own_settings(
+    python: Python, tmp_path: Path
+) -> None:
     """torchtitan's checkpoint brings the learning rate, its schedule and the weight decay of the run that saved it."""
     base = proxy(tmp_path / "base", "checkpoint=2", backend="torchtitan")
     train(python, base)
     kept = base.output / "checkpoint" / "step-2"
     settings = ["lr=0.02", "optimizer.weight_decay=0.7", "lr_scheduler.warmup_steps=3", "ranks=1"]
-    job = proxy(tmp_path / "again", *settings, "checkpoint=1", backend="torchtitan", resume_from=kept)
+    job = proxy(
+        tmp_path / "again", *settings, "checkpoint=1", backend="torchtitan", resume_from=kept
+    )
     ended = started(python, job, "--accept-change", "data_parallel")
     assert ended.returncode == 0, ended.stderr
     assert "the data start over: data_parallel was 2, and is 1 now" in ended.stderr
@@ -106,9 +139,14 @@ def test_an_interrupted_validation_leaves_no_record(cpu_image: Kit, tmp_path: Pa
     command = cpu_image.command("validate", "cpu", "--suite", "quick", "--output", str(tmp_path))
     command += ["--recipe", "llama3-proxy", "--again"]
     process = subprocess.Popen(
-        command, cwd=cpu_image.root, env=cpu_image.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=cpu_image.root,
+        env=cpu_image.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     until(lambda: [*tmp_path.rglob("log.txt")] or process.poll() is not None, 300)
     # As a terminal does it: to every process of the group.
     os.killpg(process.pid, signal.SIGINT)

@@ -95,4 +95,8 @@ def test_the_image_has_the_kernels_and_not_the_compiler(compiled: Kit) -> None:
         "library = pathlib.Path(turbo_norm.__file__).with_name('libturbo_norm.so').read_bytes(); "
         "print(b'rmsnorm_fwd_two_scan_kernel' in library, shutil.which('hipcc'), shutil.which('clang-22'))"
     )
-    assert compiled.primus("run", "mi300x", "--", "python3", "-c", code).out.split() == ["True", "None", "None"]
+    assert compiled.primus("run", "mi300x", "--", "python3", "-c", code).out.split() == [
+        "True",
+        "None",
+        "None",
+    ]

@@ -13,18 +13,33 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("selftest", "sharded", "turbo_attention", "turbo_experts", "turbo_kernels")
 
 SCRIPTS = (
-    "tutorial", "models", "exports llama3.1-8b", "own_text", "collectives", "odd_weights", "reference_models", "data",
-    "deepseek", "compiled_blocks", "fp8_autocast", "compiled_kernels gfx942 sm_90", "facts_of_a_run",
+    "tutorial",
+    "models",
+    "exports llama3.1-8b",
+    "own_text",
+    "collectives",
+    "odd_weights",
+    "reference_models",
+    "data",
+    "deepseek",
+    "compiled_blocks",
+    "fp8_autocast",
+    "compiled_kernels gfx942 sm_90",
+    "facts_of_a_run",
     "burn_in --tries 5 element stuck-rank",
-)  # fmt: skip
+)
 # The same for every family and fault, and for the second architecture of a vendor.
 LONG = ("exports", "burn_in", "compiled_kernels gfx950")
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+@pytest.mark.parametrize(
+    "name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
 def test_every_script_ends_well(python: Python, name: str) -> None:
     script, *words = name.split()
-    ended = python.run("-W", "ignore", str(Path(__file__).parent / f"inside/{script}.py"), *words, timeout=900)
+    ended = python.run(
+        "-W", "ignore", str(Path(__file__).parent / f"inside/{script}.py"), *words, timeout=900
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -34,10 +49,23 @@ def test_kernels_pass_their_unit_tests(python: Python, tmp_path: Path) -> None:
         shutil.copytree(packages / name, tmp_path / name)
     shutil.copy(packages / "py.py", tmp_path)
     for folder in ("tests/unit/turbo", "benchmarks"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "reports"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "reports")
+        )
     files = [str(tmp_path / f"tests/unit/turbo/test_{name}.py") for name in KERNELS]
     paths = ":".join(map(str, (Path(__file__).with_name("faults"), tmp_path, ROOT / "src")))
-    words = ("-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *files)
+    words = (
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        *files,
+    )
     ended = python.run(*words, timeout=300, PYTHONPATH=paths)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert " passed" in ended.stdout and "error" not in ended.stdout

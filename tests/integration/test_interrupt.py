@@ -84,17 +84,23 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
 
 
 def test_an_interrupt_during_the_imports_is_quiet(kit: Kit, tmp_path: Path) -> None:
-    (tmp_path / "yaml.py").write_text("import sys, time; print('importing', flush=True); time.sleep(60)\n")
+    (tmp_path / "yaml.py").write_text(
+        "import sys, time; print('importing', flush=True); time.sleep(60)\n"
+    )
     env = {**kit.env, "PYTHONPATH": f"{tmp_path}:{kit.env['PYTHONPATH']}"}
     words = kit.command("build", "demo")
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20)[1] == ""
     assert process.returncode == 130
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself"
+)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
     cpu_image: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
@@ -108,12 +114,18 @@ def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
 
     def sleeping() -> bool:
-        found = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], stdout=subprocess.DEVNULL, check=False)
+        found = subprocess.run(
+            ["pgrep", "-fx", f"sleep {seconds}"], stdout=subprocess.DEVNULL, check=False
+        )
         return found.returncode == 0
 
     words = ("build", "cpu", "--offline", "--store", str(tmp_path / "store"))
     process = subprocess.Popen(
-        cpu_image.command(*words), cwd=cpu_image.root, env=cpu_image.env, stderr=subprocess.PIPE, text=True
+        cpu_image.command(*words),
+        cwd=cpu_image.root,
+        env=cpu_image.env,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert until(lambda: sleeping() or process.poll() is not None)
     assert process.poll() is None, "it ended before mmdebstrap was there"
@@ -142,11 +154,16 @@ def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
         stream.truncate(400 << 20)
     # Not wait4's ru_maxrss: it begins with what the forking process, pytest, holds.
     code = (
-        "import re, sys; from primus.cli.main import main; code = main(['build', 'demo']);"
+        "import re, sys; from primus_images.cli.main import main; code = main(['build', 'demo']);"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=kit.root, env=kit.env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=kit.root,
+        env=kit.env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     peak = int(done.stdout.splitlines()[-1])
     assert 20_000 < peak < 300_000, f"{peak} KiB for a layer of 400 MiB"

@@ -15,15 +15,15 @@ TESTS = Path(__file__).parents[1]
 COMPARE = """
 import dataclasses, importlib, importlib.metadata, json
 from pathlib import Path
-import primus.recipes
+import primus_images.recipes
 WHERE = {
     "torchtitan": [("torchtitan.config.job_config", "JobConfig", "")],
     "megatron": [
         ("megatron.core.transformer.transformer_config", "TransformerConfig", "model."),
         ("megatron.core.optimizer.optimizer_config", "OptimizerConfig", "optimizer."),
         ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp."),
-        ("primus.training.megatron.model", "MegatronConfig", ""),
-        ("primus.training.loop.config", "LoopConfig", "training."),
+        ("primus_images.training.backends.megatron.model", "MegatronConfig", ""),
+        ("primus_images.training.backends.loop.config", "LoopConfig", "training."),
     ],
 }
 def leaves(cls, prefix):
@@ -39,7 +39,7 @@ def leaves(cls, prefix):
             yield prefix + field.name, value
 wrong = []
 for backend, classes in WHERE.items():
-    data = json.loads((Path(primus.recipes.__file__).parent / "keys" / f"{backend}.json").read_text())
+    data = json.loads((Path(primus_images.recipes.__file__).parent / "keys" / f"{backend}.json").read_text())
     for name, version in data["versions"].items():
         if importlib.metadata.version(name) != version:
             wrong.append(f"{name} is {importlib.metadata.version(name)}, the data are of {version}")
@@ -58,7 +58,9 @@ print(json.dumps(wrong))
 @pytest.mark.slow
 def test_bad_inputs_are_judged_as_on_the_host(cpu_image: Kit) -> None:
     lend = ("-v", f"{TESTS}:/tests:ro")
-    result = cpu_image.primus("run", "cpu", "--no-entrypoint", *lend, "--", "python3", "/tests/bad_inputs.py")
+    result = cpu_image.primus(
+        "run", "cpu", "--no-entrypoint", *lend, "--", "python3", "/tests/bad_inputs.py"
+    )
     assert result.code == 0, result.err
     faults = json.loads(result.out)
     assert set(faults) == {given["name"] for given in INPUTS if not given.get("host")}
@@ -66,6 +68,8 @@ def test_bad_inputs_are_judged_as_on_the_host(cpu_image: Kit) -> None:
 
 
 def test_the_committed_keys_are_those_of_the_backends_inside(cpu_image: Kit) -> None:
-    result = cpu_image.primus("run", "cpu", "--no-entrypoint", "--", "python3", "-W", "ignore", "-c", COMPARE)
+    result = cpu_image.primus(
+        "run", "cpu", "--no-entrypoint", "--", "python3", "-W", "ignore", "-c", COMPARE
+    )
     assert result.code == 0, result.err
     assert json.loads(result.out.splitlines()[-1]) == []

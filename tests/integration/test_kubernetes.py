@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import kube_kit
-from primus.cli.main import main
+from primus_images.cli.main import main
 from project_kit import free_port, until
 
 WHY = kube_kit.missing()
@@ -39,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_kit.Kubern
 
 
 @pytest.fixture
-def launch(server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
+def launch(
+    server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Launch:
     monkeypatch.setenv("KUBECONFIG", str(server.config))
     monkeypatch.setenv("PATH", f"{server.folder}/bin:{os.environ['PATH']}")
 
@@ -54,7 +56,9 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
         label = "--selector=app.kubernetes.io/name=watched"
         return list(json.loads(server.kubectl("get", "pods", label, "--output=json"))["items"])
 
-    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi", "--claim", "runs", "--restarts", "3")
+    created = launch(
+        *TWO_NODES, "--name", "watched", "--shm", "32Gi", "--claim", "runs", "--restarts", "3"
+    )
     assert created.code == 0, created.err
     assert "applied job watched in namespace default" in created.out
     spec = json.loads(server.kubectl("get", "job", "watched", "--output=json"))["spec"]
@@ -90,7 +94,9 @@ def test_a_missing_namespace_is_a_sentence(launch: Launch, server: kube_kit.Kube
     assert server.names("service") == before
 
 
-def test_what_the_server_refuses_leaves_nothing_behind(launch: Launch, server: kube_kit.Kubernetes) -> None:
+def test_what_the_server_refuses_leaves_nothing_behind(
+    launch: Launch, server: kube_kit.Kubernetes
+) -> None:
     refused = launch(*TWO_NODES, "--name", "bad", "--rdma", "a..b/hca=1")
     assert refused.code == 2, refused
     assert "kubectl: " in refused.err

@@ -11,11 +11,14 @@ import pytest
 
 from gits import git
 from loopback import Server, index_debs, make_deb, make_wheel, serve
-from primus.plan.project import Project
+from primus_images.plan.project import Project
 from project_kit import Kit
 from tables import text_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
+]
 
 VERSIONS = text_of("versions/lock.yaml")
 
@@ -31,13 +34,18 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kit
     index_debs(root, "bookworm")
     kit = Kit(tmp_path / "project")
     kit.write("versions.yaml", VERSIONS)
-    kit.write("images/demo.yaml", "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [tool, local]\n")
+    kit.write(
+        "images/demo.yaml",
+        "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [tool, local]\n",
+    )
     kit.write("images/plain.yaml", "description: d\nchannels: [local]\ncomponents: [local]\n")
     kit.write("part/file", "x")
     for name in [n for n in os.environ if n.startswith("PIP_") or n.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     sources = kit.write("apt/sources.list", f"deb [trusted=yes] file:{root}/ bookworm main\n")
-    conf = kit.write("apt/apt.conf", f'Dir::Etc::sourcelist "{sources}";\nDir::Etc::sourceparts "/dev/null";\n')
+    conf = kit.write(
+        "apt/apt.conf", f'Dir::Etc::sourcelist "{sources}";\nDir::Etc::sourceparts "/dev/null";\n'
+    )
     monkeypatch.setenv("APT_CONFIG", str(conf))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     with serve(root) as server:
@@ -53,7 +61,10 @@ def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
     before = kit.primus("lock", "--check")
     assert before.code == 1
     assert f"versions.yaml:12:9: {LOCK} is stale: tool: nothing → 1.0\n" in before.out
-    assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: nothing → 3.11.2\n" in before.out
+    assert (
+        f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: nothing → 3.11.2\n"
+        in before.out
+    )
     refused = kit.primus("build", "demo", "--offline")
     assert (refused.code, "demo has no lock yet" in refused.err) == (2, True)
     made = kit.primus("lock")
@@ -62,7 +73,12 @@ def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
     text = (kit.root / LOCK).read_text()
     assert str(server.port) not in text
     assert str(kit.root) not in text
-    assert [f["name"] for f in json.loads(text)["files"]] == ["python3.11-minimal", "usr-is-merged", "helper", "tool"]
+    assert [f["name"] for f in json.loads(text)["files"]] == [
+        "python3.11-minimal",
+        "usr-is-merged",
+        "helper",
+        "tool",
+    ]
     assert kit.primus("lock", "--check").code == 0
     assert not (kit.root / "images/locks/local").exists(), "a target without pins has no lock"
 
@@ -171,10 +187,20 @@ def test_a_build_has_packages_of_its_own_and_the_images_wheels(world: tuple[Kit,
     (kit.root / "versions.yaml").write_text(VERSIONS + NATIVE)
     made = kit.primus("lock", "demo")
     assert made.code == 0, made.err
-    locked = [(f.get("base"), f["name"]) for f in json.loads((kit.root / LOCK).read_text())["files"]]
+    locked = [
+        (f.get("base"), f["name"]) for f in json.loads((kit.root / LOCK).read_text())["files"]
+    ]
     assert {n for b, n in locked if b is None} == {"tool", "helper", "native", "runtime"}
     assert {n for b, n in locked if b == "bookworm"} == {"python3.11-minimal", "usr-is-merged"}
-    build = {"python3.11-minimal", "usr-is-merged", "compiler", "tool", "helper", "setup", "wheelhouse"}
+    build = {
+        "python3.11-minimal",
+        "usr-is-merged",
+        "compiler",
+        "tool",
+        "helper",
+        "setup",
+        "wheelhouse",
+    }
     assert {n for b, n in locked if b == "native build"} == build
     make_wheel(files, "wheelhouse", "2.0")
     make_wheel(files, "setup", "1.1", needs=("wheelhouse",))
@@ -230,7 +256,10 @@ def test_a_report_of_a_lock_that_fails_is_written_too(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert kit.primus("lock", "--report", str(file)).code == 3
     line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
-    assert re.search(rf"failed: versions\.yaml:{line}:9: .* does not answer: Connection refused", file.read_text())
+    assert re.search(
+        rf"failed: versions\.yaml:{line}:9: .* does not answer: Connection refused",
+        file.read_text(),
+    )
     assert kit.primus("lock", "--check", "--report", str(file)).code == 2
     nowhere = kit.primus("lock", "--report", str(file / "x.log"))
     assert nowhere.code == 2, nowhere.err
@@ -240,7 +269,13 @@ def test_a_report_of_a_lock_that_fails_is_written_too(
 def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, Server]) -> None:
     kit, server = world
     for name, versions in {
-        "transformers": ("1.0+rocm10.0.0", "1.0+rocm9.5.0", "1.1+rocm10.1.0", "1.2+rocm10.2.0", "3.0+cpu"),
+        "transformers": (
+            "1.0+rocm10.0.0",
+            "1.0+rocm9.5.0",
+            "1.1+rocm10.1.0",
+            "1.2+rocm10.2.0",
+            "3.0+cpu",
+        ),
         "transformers-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0"),
         "needy": ("1.0", "2.0"),
     }.items():
@@ -257,7 +292,11 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
         )
     )
     kit.write("versions.yaml", VERSIONS.replace("v26.11\n", "v26.11 # ours\n") + pins)
-    kit.edit("images/demo.yaml", "[tool, local]", "[tool, local, transformers, transformers-device, needy]")
+    kit.edit(
+        "images/demo.yaml",
+        "[tool, local]",
+        "[tool, local, transformers, transformers-device, needy]",
+    )
     assert kit.primus("lock").code == 0
     git(kit.root, "init", "-q")
     git(kit.root, "config", "user.name", "t")
@@ -265,7 +304,9 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     git(kit.root, "add", "versions.yaml", "images")
     git(kit.root, "commit", "-qm", "one")
     listed = json.loads(kit.primus("outdated", "--json").out)
-    assert {row["component"]: (row["pinned"], row["compatible"], row["newest"]) for row in listed} == {
+    assert {
+        row["component"]: (row["pinned"], row["compatible"], row["newest"]) for row in listed
+    } == {
         "tool": ("1.0", "1.1", "1.1"),
         "transformers": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
         "transformers-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
@@ -274,7 +315,9 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     before = (kit.root / "versions.yaml").read_text()
     shown = kit.primus("bump", "transformers")
     assert shown.code == 0, shown.err
-    assert "+      - {wheel: transformers-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
+    assert (
+        "+      - {wheel: transformers-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
+    )
     assert f"{LOCK}: 7 files, 0.0 MB; 2 changed" in shown.out
     assert (kit.root / "versions.yaml").read_text() == before
     assert kit.primus("bump", "transformers", "--commit").code == 0
@@ -289,7 +332,11 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     assert git(kit.root, "log", "-1", "--format=%s") == "Begin v26.12"
     assert git(kit.root, "status", "--porcelain", "--untracked-files=no") == ""
     # needy 2.0 needs an older tool, which now is no longer pinned.
-    (row,) = [row for row in json.loads(kit.primus("outdated", "--json").out) if row["component"] == "needy"]
+    (row,) = [
+        row
+        for row in json.loads(kit.primus("outdated", "--json").out)
+        if row["component"] == "needy"
+    ]
     assert (row["compatible"], row["newest"]) == (None, "2.0")
     refused = kit.primus("bump", "needy=2.0")
     assert refused.code == 2 and "do not fit" in refused.err and "needy" in refused.err
@@ -298,15 +345,15 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     assert "nothing moves: pins are as named" in kit.primus("bump", "tool==1.1").out
     server.faults.status["/simple/needy/"] = [500] * 9
     failed = kit.primus("outdated")
-    assert failed.code == 3 and "does not answer" in failed.out and "needy: it is small" in failed.out
+    assert (
+        failed.code == 3 and "does not answer" in failed.out and "needy: it is small" in failed.out
+    )
 
 
 def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Server]) -> None:
     kit, server = world
     words = "frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1 jit==3.0 jit==3.1"
-    for (
-        word
-    ) in f"{words} jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0 kernels==5.0 kernels==6.0<frame>=1.1".split():
+    for word in f"{words} jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0 kernels==5.0 kernels==6.0<frame>=1.1".split():
         wheel, _, needs = word.partition("<")
         make_wheel(server.root / "files", *wheel.split("=="), needs=(needs,) if needs else ())
     kit.write("versions.yaml", VERSIONS + text_of("versions/followed.yaml"))
@@ -315,7 +362,11 @@ def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Se
     kit.edit("images/demo.yaml", "trainer]", "trainer, kernels]")
     assert kit.primus("lock").code == 0
     best = {
-        (row["component"], row["pinned"], row["targets"][0]): (row["compatible"], row["newest"], row["moves"])
+        (row["component"], row["pinned"], row["targets"][0]): (
+            row["compatible"],
+            row["newest"],
+            row["moves"],
+        )
         for row in json.loads(kit.primus("outdated", "--json").out)
     }
     together = {"frame": "1.1", "jit": "3.1"}
@@ -329,7 +380,12 @@ def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Se
     }
     # Not 1.1+cpu.
     both, every = [("frame", "1.1"), ("jit", "3.1")], [("frame", "1.2+cpu"), ("kernels", "6.0")]
-    cases = {"": [*both, *every], "jit": both, "kernels": [*both, every[1]], "kernels frame": [*both, *every]}
+    cases = {
+        "": [*both, *every],
+        "jit": both,
+        "kernels": [*both, every[1]],
+        "kernels frame": [*both, *every],
+    }
     for names, expected in (cases | {"frame=1.1": both}).items():
         shown = kit.primus("bump", *names.split())
         moved = re.findall(r"(?m)^\+ .*wheel: (\w+), version: ([^,]+),", shown.out)
@@ -337,4 +393,7 @@ def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Se
     for word in ("frame=1.2+cu130", "jit=3.3+cu130", "jit=3.2"):
         assert "no index offers" in kit.primus("bump", word).err
     refused = kit.primus("bump", "trainer=2.0")
-    assert (refused.code, "trainer 2.0 needs frame>=1.2, and a target may have 1.0" in refused.err) == (2, True)
+    assert (
+        refused.code,
+        "trainer 2.0 needs frame>=1.2, and a target may have 1.0" in refused.err,
+    ) == (2, True)

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from training_kit import Python, failing, train
 
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import outcome, suite
-from primus.training.job import Job
-from primus.training.outcome import Outcome
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.judge import suite
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
 
 pytestmark = pytest.mark.integration
 SLOW = pytest.mark.slow
@@ -52,7 +53,9 @@ def test_every_layout_trains_the_same_model(
         # Of one group of weights counted twice or not at all, the norm of the first gradient tells.
         assert steps[0].grad_norm == pytest.approx(base[0].grad_norm, rel=2e-5), words
         # Adam's first updates are as large for a gradient that is nothing but rounding.
-        assert [step.loss for step in steps] == pytest.approx([step.loss for step in base], rel=1e-3), words
+        assert [step.loss for step in steps] == pytest.approx(
+            [step.loss for step in base], rel=1e-3
+        ), words
 
 
 @SLOW
@@ -60,16 +63,22 @@ def test_every_layout_trains_the_same_model(
     ("name", "precision", "words"),
     [("deepseek-v2-lite", "fp32", []), ("llama3.1-8b", "bf16", []), ("llama3.1-8b", "bf16", FSDP2)],
 )
-def test_the_suite_passes(python: Python, tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
+def test_the_suite_passes(
+    python: Python, tmp_path: Path, name: str, precision: str, words: list[str]
+) -> None:
     choices = Choices(backend="megatron", gpu="cpu", proxy=True, precision=precision)
     jobs = suite.plan(name, tmp_path, words, choices)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
 
 
-def test_an_images_choices_for_gpus_are_no_error_without_one(python: Python, tmp_path: Path) -> None:
+def test_an_images_choices_for_gpus_are_no_error_without_one(
+    python: Python, tmp_path: Path
+) -> None:
     """Transformer Engine is there and not used. Images for AMD GPUs choose its attention, too; Megatron's ``auto``
     refuses any choice but its own.
     """
-    job = Job(name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], CPU), output=tmp_path / "run")
+    job = Job(
+        name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], CPU), output=tmp_path / "run"
+    )
     left = train(python, job, "transformer_engine", NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="1")
     assert failing(outcome.basic_verdicts(left)) == []

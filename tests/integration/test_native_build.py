@@ -15,7 +15,7 @@ from docker_engine import private_dockerd
 from test_ordinary_user import NEEDS_USERS, a_user, as_user
 
 from host_tools import needs
-from primus.files import read_sealed
+from primus_images.files import read_sealed
 from project_kit import Kit, lock
 from tables import text_of
 
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
 # Root's builds take the layer of this base from the store of the cpu image.
-BASE = {**yaml.safe_load((REPOSITORY / "versions.yaml").read_text())["bases"]["bookworm"], "extras": {}}
+BASE = {
+    **yaml.safe_load((REPOSITORY / "versions.yaml").read_text())["bases"]["bookworm"],
+    "extras": {},
+}
 VERSIONS = text_of("versions/native_build.yaml").replace("BASES", json.dumps({"bookworm": BASE}))
 TARGET = text_of("images/native.yaml")
 LOCK = "images/locks/pypi/native.json"
@@ -73,7 +76,10 @@ def test_the_extension_works_in_the_image_and_what_built_it_is_not_there(native:
     result = native.primus("run", "native", "--", "python3", "-c", INSIDE)
     assert result.code == 0, result.err
     version, path, note, flags, tools = json.loads(result.out)
-    assert (version, path) == ("6.1.1", "/opt/venv/lib/python3.11/site-packages/psutil/_psutil_linux")
+    assert (version, path) == (
+        "6.1.1",
+        "/opt/venv/lib/python3.11/site-packages/psutil/_psutil_linux",
+    )
     assert note, "the environment of the pin did not reach the linker"
     assert flags == 3, "the bytecode is not the checked one"
     assert tools == [None, None]

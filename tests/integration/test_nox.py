@@ -54,11 +54,15 @@ def environment() -> dict[str, str]:
 
 
 def run(nox: Path, checkout: Path, *words: str) -> tuple[int, str]:
-    done = subprocess.run([nox, *words], cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [nox, *words], cwd=checkout, env=environment(), capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_first_session_makes_the_environment_and_the_next_ones_use_it(nox: Path, checkout: Path) -> None:
+def test_the_first_session_makes_the_environment_and_the_next_ones_use_it(
+    nox: Path, checkout: Path
+) -> None:
     code, first = run(nox, checkout, "-s", "plan", "--", "cpu")
     assert code == 0, first
     assert first.count("Installing the project into .nox/primus-") == 1
@@ -72,7 +76,9 @@ def test_the_first_session_makes_the_environment_and_the_next_ones_use_it(nox: P
 # The newest nox, above, runs the same sessions.
 @pytest.mark.slow
 def test_debians_nox_runs_a_session(checkout: Path, tmp_path: Path) -> None:
-    code, said = run(installed("2022.11.21", tmp_path / "venv"), checkout, "-s", "plan", "--", "cpu")
+    code, said = run(
+        installed("2022.11.21", tmp_path / "venv"), checkout, "-s", "plan", "--", "cpu"
+    )
     assert code == 0, said
     assert "Encoding detection" not in said
 
@@ -86,13 +92,18 @@ def test_an_error_is_a_sentence_and_fails_the_session(nox: Path, checkout: Path)
 
 
 def test_an_interrupt_reaches_the_command(nox: Path, checkout: Path) -> None:
-    module = checkout / "src/primus/cli/host/build.py"
+    module = checkout / "src/primus_images/cli/host/build.py"
     before = module.read_text()
     module.write_text(before + WAITING)
     process = subprocess.Popen(
-        [nox, "-s", "plan", "--", "cpu"], cwd=checkout, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [nox, "-s", "plan", "--", "cpu"],
+        cwd=checkout,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     while "waiting" not in process.stdout.readline():
         assert process.poll() is None

@@ -12,7 +12,9 @@ import yaml
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = yaml.safe_load((ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text(encoding="utf-8"))
+COMMANDS = yaml.safe_load(
+    (ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text(encoding="utf-8")
+)
 # One of each script and backend, with the folder that its document changes to.
 LINES = {
     ("primus-megatron-v25.7.rst", 276): "Primus",
@@ -30,7 +32,9 @@ QUICK = ("primus-examples-readme.md", 81)
 
 
 @pytest.fixture(scope="module")
-def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[str]]:
+def shell(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], list[str]]:
     """(folder, text) → the command that runs ``text`` there: with PRIMUS_TEST_PYTHON, else in the cpu image."""
     chosen = os.environ.get("PRIMUS_TEST_PYTHON")
     if chosen is None:
@@ -40,7 +44,7 @@ def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tools = tmp_path_factory.mktemp("bin")
     python = Path(chosen)
     for name, text in (
-        ("primus", f'exec {python} -m primus.cli.main "$@"'),
+        ("primus", f'exec {python} -m primus_images.cli.main "$@"'),
         ("python", f'exec {python} "$@"'),
         ("torchrun", f'exec {python} -m torch.distributed.run "$@"'),
     ):
@@ -54,7 +58,10 @@ def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     ("document", "line"),
-    [pytest.param(*at, id=f"{at[0]}:{at[1]}", marks=() if at == QUICK else pytest.mark.slow) for at in LINES],
+    [
+        pytest.param(*at, id=f"{at[0]}:{at[1]}", marks=() if at == QUICK else pytest.mark.slow)
+        for at in LINES
+    ],
 )
 def test_a_documented_command_trains_the_proxy(
     request: pytest.FixtureRequest, shell: Callable[[str, str], list[str]], document: str, line: int
@@ -62,10 +69,15 @@ def test_a_documented_command_trains_the_proxy(
     entry = next(one for one in COMMANDS if (one["document"], one["line"]) == (document, line))
     trains = request.config.getoption("--slow")
     words = " --proxy" if trains else " --proxy --dry-run"
-    command = shell(LINES[document, line], re.sub(r"( \|& .*)?$", rf"{words}\1", entry["command"], count=1))
+    command = shell(
+        LINES[document, line], re.sub(r"( \|& .*)?$", rf"{words}\1", entry["command"], count=1)
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     wanted = entry["resolves"]
-    assert f"{wanted['recipe']}: {wanted['backend']}, {wanted['mode']}, {wanted['precision']}, cpu" in said
+    assert (
+        f"{wanted['recipe']}: {wanted['backend']}, {wanted['mode']}, {wanted['precision']}, cpu"
+        in said
+    )
     assert not trains or re.search(r"✓ \d+ steps in \d+ s, loss ", said), said

@@ -16,7 +16,10 @@ from sandbox_kit import needs_busybox
 from host_tools import needs
 from project_kit import SOURCE
 
-NEEDS_USERS = (pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"), needs("newuidmap"))
+NEEDS_USERS = (
+    pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"),
+    needs("newuidmap"),
+)
 pytestmark = [pytest.mark.integration, needs_busybox, *NEEDS_USERS]
 
 
@@ -29,8 +32,14 @@ def a_user(name: str, *options: str) -> Iterator[str]:
     finally:
         # A process of podman keeps the user's name space, and one that was killed takes a while to end.
         end = time.monotonic() + 60
-        while subprocess.run(["userdel", "-r", name], check=time.monotonic() > end, capture_output=True).returncode:
-            subprocess.run(["runuser", "-u", name, "--", "kill", "-KILL", "-1"], check=False, capture_output=True)
+        while subprocess.run(
+            ["userdel", "-r", name], check=time.monotonic() > end, capture_output=True
+        ).returncode:
+            subprocess.run(
+                ["runuser", "-u", name, "--", "kill", "-KILL", "-1"],
+                check=False,
+                capture_output=True,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +59,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def as_user(user: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SOURCE), *(p for p in sys.path if "site-packages" in p)]
-    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "USER", "XDG_RUNTIME_DIR", "TMPDIR")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("HOME", "USER", "XDG_RUNTIME_DIR", "TMPDIR")
+    }
     return subprocess.run(
-        ["runuser", "-u", user, "--", _python(user), "-m", "primus.cli.main", *words],
+        ["runuser", "-u", user, "--", _python(user), "-m", "primus_images.cli.main", *words],
         cwd=folder,
         env={**env, "PYTHONPATH": os.pathsep.join(paths), "HOME": f"/home/{user}", "USER": user},
         stdin=subprocess.DEVNULL,
@@ -65,7 +78,9 @@ def as_user(user: str, folder: Path, *words: str) -> subprocess.CompletedProcess
 
 def _python(user: str) -> str:
     """An interpreter that the user may start and that sees this environment's packages."""
-    code = "import sys, zstandard; assert sys.version_info[:2] == " + repr(tuple(sys.version_info[:2]))
+    code = "import sys, zstandard; assert sys.version_info[:2] == " + repr(
+        tuple(sys.version_info[:2])
+    )
     paths = os.pathsep.join(p for p in sys.path if "site-packages" in p)
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         command = ["runuser", "-u", user, "--", "env", f"PYTHONPATH={paths}", python, "-c", code]
@@ -77,10 +92,10 @@ def _python(user: str) -> str:
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from primus.errors import PrimusError
-from primus.sandbox import engines
-from primus.sandbox.engines import choose, remove_tree
-from primus.sandbox.container import Command, Mount
+from primus_images.errors import PrimusError
+from primus_images.sandbox import engines
+from primus_images.sandbox.engines import choose, remove_tree
+from primus_images.sandbox.container import Command, Mount
 from sandbox_kit import Entry, directory, image
 
 place = Path(sys.argv[1])
@@ -101,10 +116,17 @@ def run(user: str, place: Path, code: str) -> tuple[int, str]:
     kit = place / "kit"
     kit.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).with_name("sandbox_kit.py"), kit)
-    paths = [str(kit), *(p for p in sys.path if p and "python311.zip" not in p and not p.startswith("/root"))]
+    paths = [
+        str(kit),
+        *(p for p in sys.path if p and "python311.zip" not in p and not p.startswith("/root")),
+    ]
     done = subprocess.run(
         ["runuser", "-u", user, "--", _python(user), "-c", SCRIPT, str(place / "img"), code],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths), "HOME": f"/home/{user}"},
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HOME": f"/home/{user}",
+        },
         cwd="/",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -120,7 +142,9 @@ SH = "sys.exit(engine.run(root, Command(argv=('sh', '-c', {!r}), {})))"
 
 
 def test_runs_as_root_inside(user, place):
-    script = "id -u; ls /srv /srv/full; stat -c '%u %g' /srv/w /home/worker; ip -o link | wc -l; exit 9"
+    script = (
+        "id -u; ls /srv /srv/full; stat -c '%u %g' /srv/w /home/worker; ip -o link | wc -l; exit 9"
+    )
     code, out = run(user, place, SH.format(script, ""))
     assert out == "0\n/srv:\nfull\nw\n\n/srv/full:\nhigh\nlow\n1000 109\n1000 1000\n1\n"
     assert code == 9
@@ -156,7 +180,9 @@ def test_the_storage_can_be_removed(user, place):
     assert run(user, place, code) == (0, "True\nFalse\n")
 
 
-@pytest.mark.skipif(Path("/sys/fs/cgroup/cgroup.controllers").exists(), reason="control groups of version 1 only")
+@pytest.mark.skipif(
+    Path("/sys/fs/cgroup/cgroup.controllers").exists(), reason="control groups of version 1 only"
+)
 def test_a_limit_that_cannot_be_enforced_is_refused(user, place):
     code, out = run(user, place, SH.format("echo ran", "memory_bytes=1 << 30"))
     assert code == 3

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from loopback import make_deb, make_wheel
-from primus.engine.kinds.debs import root_entries
-from primus.engine.workshop import require_space
-from primus.errors import HostError
-from primus.progress import Progress
-from primus.versions.fetch import fetch
-from primus.versions.filecache import FileCache
-from primus.versions.lock import BaseRequest, LockedFile, Request
+from primus_images.engine.kinds.debs import root_entries
+from primus_images.engine.workshop import require_space
+from primus_images.errors import HostError
+from primus_images.progress import Progress
+from primus_images.versions.fetch import fetch
+from primus_images.versions.filecache import FileCache
+from primus_images.versions.lock import BaseRequest, LockedFile, Request
 from project_kit import make_project
 
 pytestmark = pytest.mark.integration
@@ -71,9 +71,13 @@ def locked(kind: str, number: int) -> LockedFile:
     name = f"thing{number}"
     return LockedFile(
         kind=kind,  # type: ignore[arg-type]
-        name=name, version="1", file=f"{name}-1-py3-none-any.whl", size=100 + number,
-        sha256=f"{number:064x}", base="small" if kind == "deb" else None,
-    )  # fmt: skip
+        name=name,
+        version="1",
+        file=f"{name}-1-py3-none-any.whl",
+        size=100 + number,
+        sha256=f"{number:064x}",
+        base="small" if kind == "deb" else None,
+    )
 
 
 # An index that hangs is in test_wheels_loopback.py. For an archive, apt waits for ten seconds.
@@ -111,7 +115,11 @@ def test_an_unreachable_source_is_named_before_any_file(
 
 def test_one_index_of_several_may_be_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path / "local", "thing1", "1")
-    here = replace(locked("wheel", 1), size=wheel.stat().st_size, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    here = replace(
+        locked("wheel", 1),
+        size=wheel.stat().st_size,
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+    )
     with bad_server("refuses") as away:
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("PIP_INDEX_URL", f"{away}/simple")
@@ -138,7 +146,9 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 def test_too_small_a_disk_is_told_before_the_work(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         require_space([(disk / "not/yet/there", 1_000_000), (tmp_path, 1)])
-        with pytest.raises(HostError, match=r"the disk that holds \S+disk has 4\.2 MB free, and this build needs") as e:
+        with pytest.raises(
+            HostError, match=r"the disk that holds \S+disk has 4\.2 MB free, and this build needs"
+        ) as e:
             require_space([(disk / "store", 3_000_000), (disk / "files", 3_000_000)])
         assert "about 6.0 MB" in e.value.message
 
@@ -149,11 +159,19 @@ def test_too_small_a_disk_is_told_before_the_work(tmp_path: Path) -> None:
 def test_a_disk_that_fills_inside_mmdebstrap_is_the_cause_told(size: str, tmp_path: Path) -> None:
     deb = make_deb(tmp_path / "pool", "large", "1", essential=True, padding=12_000_000)
     file = LockedFile(
-        kind="deb", name="large", version="1", file=deb.name, size=deb.stat().st_size, sha256="0" * 64, base="small"
+        kind="deb",
+        name="large",
+        version="1",
+        file=deb.name,
+        size=deb.stat().st_size,
+        sha256="0" * 64,
+        base="small",
     )
     with small_disk(tmp_path / "disk", size) as disk, pytest.raises(HostError) as caught:
         action: Any = SimpleNamespace(files=(file,), spec={"suite": "bookworm"})
-        shop: Any = SimpleNamespace(file=lambda _: deb, log=lambda _: tmp_path / "log", progress=Progress())
+        shop: Any = SimpleNamespace(
+            file=lambda _: deb, log=lambda _: tmp_path / "log", progress=Progress()
+        )
         root_entries(action, shop, disk)
     assert caught.value.message == f"the disk that holds {tmp_path / 'disk'} is full"
     assert "free s" in str(caught.value.hint)

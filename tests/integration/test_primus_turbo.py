@@ -19,13 +19,27 @@ def train(
     python: Python, recipe: str, backend: str, turbo: str, output: Path, fault: str = STAND_IN
 ) -> subprocess.CompletedProcess[str]:
     """Three steps of the proxy for an AMD GPU, in BF16 on this CPU."""
-    words = (recipe, "--backend", backend, "--gpu", "mi300x", "--proxy", "--precision", "bf16", "--ranks", "2")
+    words = (
+        recipe,
+        "--backend",
+        backend,
+        "--gpu",
+        "mi300x",
+        "--proxy",
+        "--precision",
+        "bf16",
+        "--ranks",
+        "2",
+    )
     asked = ("--steps", "3", "--turbo", turbo, "--output", str(output), "--json", "seq_len=32")
-    return python.run("-m", "primus.cli.main", "train", *words, *asked, fault=fault)
+    return python.run("-m", "primus_images.cli.main", "train", *words, *asked, fault=fault)
 
 
 def losses(output: Path) -> list[float]:
-    return [float(json.loads(line)["loss"]) for line in (output / "exact.jsonl").read_text().splitlines()]
+    return [
+        float(json.loads(line)["loss"])
+        for line in (output / "exact.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,13 +65,22 @@ def test_the_loss_is_that_of_the_plain_run_and_the_run_names_what_was_called(
 
 
 def test_what_was_asked_for_and_did_not_run_fails_the_run(python: Python, tmp_path: Path) -> None:
-    ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "run", f"{STAND_IN},turbo_left_out")
+    ended = train(
+        python,
+        "llama3.1-8b",
+        "torchtitan",
+        ATTENTION,
+        tmp_path / "run",
+        f"{STAND_IN},turbo_left_out",
+    )
     assert ended.returncode == 1, ended.stderr
     failed = [verdict for verdict in json.loads(ended.stdout)["verdicts"] if not verdict["passed"]]
     assert any("turbo is [], not ['turbo-attention']" in verdict["reason"] for verdict in failed)
 
 
-def test_without_the_package_the_job_is_refused_before_it_starts(python: Python, tmp_path: Path) -> None:
+def test_without_the_package_the_job_is_refused_before_it_starts(
+    python: Python, tmp_path: Path
+) -> None:
     ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "none", fault="")
     assert ended.returncode == 3, ended.stderr
     assert "primus_turbo" in ended.stderr
@@ -66,8 +89,8 @@ def test_without_the_package_the_job_is_refused_before_it_starts(python: Python,
 
 CALLS = """
 import torch
-from primus.turbo import primus_turbo
-from primus.turbo.optimizations import CALLS
+from primus_images.turbo import primus_turbo
+from primus_images.turbo.optimizations import CALLS
 torch.manual_seed(0)
 q, k, v = torch.randn(2, 16, 4, 32), torch.randn(2, 16, 2, 32), torch.randn(2, 16, 2, 32)
 exact = primus_turbo.attention(q.double(), k.double(), v.double(), window=5)

@@ -26,17 +26,25 @@ from test_ship_release import ready as prepared
 
 from amd_channel import registry, restore
 from host_tools import needs
-from primus.errors import HostError, PrimusError
-from primus.oci.store import INDEX_TYPE, LAYER_TYPES, MANIFEST_TYPE, Blob, Store, canonical_json, digest_of
-from primus.plan.layers import plan_image
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.progress import Progress
-from primus.release.artifact import EMPTY, Document, artifact, digest_tag
-from primus.release.publish import Ready, publish
-from primus.release.registry import Repository
-from primus.release.statement import BUNDLE, Signer, Trust, payload
-from primus.release.verification import verify_image
+from primus_images.errors import HostError, PrimusError
+from primus_images.oci.store import (
+    INDEX_TYPE,
+    LAYER_TYPES,
+    MANIFEST_TYPE,
+    Blob,
+    Store,
+    canonical_json,
+    digest_of,
+)
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.progress import Progress
+from primus_images.release.artifact import EMPTY, Document, artifact, digest_tag
+from primus_images.release.publish import Ready, publish
+from primus_images.release.registry import Repository
+from primus_images.release.statement import BUNDLE, Signer, Trust, payload
+from primus_images.release.verification import verify_image
 from project_kit import SOURCE, Kit, Result, make_project
 from tables import table_of
 
@@ -77,9 +85,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         length = int(self.headers["Content-Length"] or 0)
-        body = self._chunks() if self.headers["Transfer-Encoding"] == "chunked" else self.rfile.read(length)
+        body = (
+            self._chunks()
+            if self.headers["Transfer-Encoding"] == "chunked"
+            else self.rfile.read(length)
+        )
         self.server.seen.append(f"{self.command} {self.path}")
-        hit = self.server.times != 0 and re.search(self.server.what, f"{self.command} {self.path}") is not None
+        hit = (
+            self.server.times != 0
+            and re.search(self.server.what, f"{self.command} {self.path}") is not None
+        )
         if hit:
             self.server.skip -= 1
             hit = self.server.skip < 0
@@ -114,14 +129,22 @@ class Handler(BaseHTTPRequestHandler):
     def _asked(self, body: bytes) -> Answer:
         there = http.client.HTTPConnection("127.0.0.1", self.server.port)
         left_out = {"transfer-encoding", "content-length", "connection", "host"}
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
+        headers = {
+            name: value for name, value in self.headers.items() if name.lower() not in left_out
+        }
         headers["Host"] = f"127.0.0.1:{self.server.server_port}"
         with closing(there):
             there.request(self.command, self.path, body or None, headers)
             answer = there.getresponse()
             content = answer.read()
-        drop = {"transfer-encoding", "connection"} | (set() if self.command == "HEAD" else {"content-length"})
-        return answer.status, {n: v for n, v in answer.getheaders() if n.lower() not in drop}, content
+        drop = {"transfer-encoding", "connection"} | (
+            set() if self.command == "HEAD" else {"content-length"}
+        )
+        return (
+            answer.status,
+            {n: v for n, v in answer.getheaders() if n.lower() not in drop},
+            content,
+        )
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -169,7 +192,9 @@ def say(status: int, content: bytes = b"", **headers: str) -> Answer:
         pytest.param("POST .*/uploads", 1, say(503), id="unavailable"),
         pytest.param("PATCH .*/uploads", 1, CUT, id="cut in a blob"),
         pytest.param("PUT .*/manifests/sha256:", 1, CUT, id="cut in a manifest"),
-        pytest.param("PUT .*/manifests/sha256-", 1, say(201), id="forgets the list of documents once"),
+        pytest.param(
+            "PUT .*/manifests/sha256-", 1, say(201), id="forgets the list of documents once"
+        ),
     ],
 )
 def test_a_passing_fault_is_overcome(
@@ -185,11 +210,23 @@ def test_a_passing_fault_is_overcome(
     ("what", "fault", "told"),
     [
         ("GET .*/manifests/v", say(429, Retry_After="3600"), "status 429"),
-        ("PUT .*/manifests/v", say(500, b"oh"), r"refuses manifests/v26\.11-demo\S*: status 500; oh"),
-        ("POST .*/uploads", say(507, b'{"detail":{"Op":"mkdir","Err":28}}'), "status 507; its disk is full"),
+        (
+            "PUT .*/manifests/v",
+            say(500, b"oh"),
+            r"refuses manifests/v26\.11-demo\S*: status 500; oh",
+        ),
+        (
+            "POST .*/uploads",
+            say(507, b'{"detail":{"Op":"mkdir","Err":28}}'),
+            "status 507; its disk is full",
+        ),
         ("PUT .*/manifests/v", say(201), r"names nothing after it was set to sha256:"),
         ("PUT .*/manifests/sha256-", say(201), "accepts documents for .*, but does not list them"),
-        ("GET .*sha256-", say(200, b"<html>"), "does not answer like a registry: .* is not a JSON object"),
+        (
+            "GET .*sha256-",
+            say(200, b"<html>"),
+            "does not answer like a registry: .* is not a JSON object",
+        ),
         ("GET .*sha256-", say(200, b'{"manifests": [{"a": 1}]}'), "is not a list of manifests"),
         ("GET .*sha256-", say(200, b'{"manifests": null}'), "is not a list of manifests"),
         ("", say(200, b"<html>Sign in</html>"), "is not a JSON object"),
@@ -210,8 +247,12 @@ def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
     assert_published(built[0], proxy, name)
 
 
-@pytest.mark.parametrize("what", ["layer", "config", "image", "tag", "list", "document", "empty", "artifact"])
-def test_what_the_registry_lost_is_sent_again(built: tuple[Ready, Store], proxy: Proxy, files: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["layer", "config", "image", "tag", "list", "document", "empty", "artifact"]
+)
+def test_what_the_registry_lost_is_sent_again(
+    built: tuple[Ready, Store], proxy: Proxy, files: Path, what: str
+) -> None:
     (ready, _), name = built, repository(proxy)
     publish(*built, name, Progress())
     document = ready.documents[0]
@@ -221,9 +262,16 @@ def test_what_the_registry_lost_is_sent_again(built: tuple[Ready, Store], proxy:
         "document": digest_of(document.data),
         "empty": digest_of(EMPTY),
     }
-    manifests = {"image": ready.image.digest, "artifact": digest_of(artifact(document, ready.subject))}
+    manifests = {
+        "image": ready.image.digest,
+        "artifact": digest_of(artifact(document, ready.subject)),
+    }
     tags = {"tag": ready.tag, "list": ready.image.digest.replace(":", "-")}
-    place = f"_layers/sha256/{blobs[what][7:]}" if what in blobs else f"_manifests/tags/{tags.get(what)}"
+    place = (
+        f"_layers/sha256/{blobs[what][7:]}"
+        if what in blobs
+        else f"_manifests/tags/{tags.get(what)}"
+    )
     place = f"_manifests/revisions/sha256/{manifests[what][7:]}" if what in manifests else place
     lost = files / "data/docker/registry/v2/repositories" / name.partition("/")[2] / place
     shutil.rmtree(lost)
@@ -233,7 +281,9 @@ def test_what_the_registry_lost_is_sent_again(built: tuple[Ready, Store], proxy:
 
 
 @pytest.mark.parametrize("part", ["layer", "config", "manifest"])
-@pytest.mark.parametrize("damage", [lambda data: data[:-9] + b"?" + data[-8:], lambda data: data[:-30], None])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9] + b"?" + data[-8:], lambda data: data[:-30], None]
+)
 def test_a_damaged_image_is_not_sent(
     built: tuple[Ready, Store], proxy: Proxy, part: str, damage: Callable[[bytes], bytes] | None
 ) -> None:
@@ -280,7 +330,13 @@ class Cached:
     def blob(self, digest: str) -> Path:
         """The registry's own file of a blob."""
         number = digest.removeprefix("sha256:")
-        return self.root / "registry/data/docker/registry/v2/blobs/sha256" / number[:2] / number / "data"
+        return (
+            self.root
+            / "registry/data/docker/registry/v2/blobs/sha256"
+            / number[:2]
+            / number
+            / "data"
+        )
 
     @property
     def entry(self) -> tuple[str, bytes]:
@@ -296,14 +352,19 @@ class Cached:
     def layer(self) -> Path:
         return self.blob(json.loads(self.entry[1])["layers"][0]["digest"])
 
-    def sign(self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b"") -> None:
+    def sign(
+        self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b""
+    ) -> None:
         """Replace the entry's statement by a changed one, signed with the key ``by`` or in another ``envelope``."""
         there, (_, manifest) = self.there(), self.entry
         statement = payload(there.documents(digest_of(manifest), BUNDLE)[0].data)
         change(statement)
         unsigned(self)
         data = envelope or Signer(key=str(self.root / f"{by}.key")).bundle(statement)
-        there.attach([Document(media_type=BUNDLE, name="", data=data)], Blob.of(manifest, MANIFEST_TYPE).descriptor)
+        there.attach(
+            [Document(media_type=BUNDLE, name="", data=data)],
+            Blob.of(manifest, MANIFEST_TYPE).descriptor,
+        )
 
     def swap(self, data: bytes) -> None:
         """Sign another blob as the entry's layer."""
@@ -341,13 +402,18 @@ def cached(whole: Cached, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cached]:
 def assert_built(cached: Cached, result: Result, store: Path, *, downloaded: int) -> None:
     """The image is the right one, so many of its layers came from the cache, and no blob is damaged."""
     assert (result.code, result.digest) == (0, cached.digest), result.err
-    assert (result.err.count(" from the cache"), len(re.findall(" built ", result.err))) == (downloaded, 3 - downloaded)
+    assert (result.err.count(" from the cache"), len(re.findall(" built ", result.err))) == (
+        downloaded,
+        3 - downloaded,
+    )
     blobs = [path.name for path in (store / "blobs/sha256").iterdir()]
     assert [fault for name in blobs if (fault := Store(store).check(f"sha256:{name}"))] == []
 
 
 @needs("cosign")
-def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(cached: Cached, tmp_path: Path) -> None:
+def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(
+    cached: Cached, tmp_path: Path
+) -> None:
     with Proxy(cached.port) as proxy:
         words = ("--cache-sign", str(cached.root / "ours.key"))
         plan = cached.build(tmp_path / "store", "--dry-run", port=proxy.server_port)
@@ -356,13 +422,22 @@ def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(cached: Ca
         result = cached.build(tmp_path / "store", port=proxy.server_port)
         assert_built(cached, result, tmp_path / "store", downloaded=3)
         proxy.seen.clear()
-        assert "0 results sent" in cached.build(tmp_path / "store", *words, port=proxy.server_port).err
+        assert (
+            "0 results sent" in cached.build(tmp_path / "store", *words, port=proxy.server_port).err
+        )
         assert {line.partition(" ")[0] for line in proxy.seen} == {"GET"}
-        shutil.copytree(cached.kit.root, tmp_path / "edited", ignore=shutil.ignore_patterns(".primus"), symlinks=True)
+        shutil.copytree(
+            cached.kit.root,
+            tmp_path / "edited",
+            ignore=shutil.ignore_patterns(".primus"),
+            symlinks=True,
+        )
         edited = replace(cached, kit=Kit(tmp_path / "edited"))
         edited.kit.write("parts/alpha/blob", "new")
         again = edited.build(tmp_path / "other", *words, port=proxy.server_port)
-        assert (again.err.count(" from the cache"), "1 result sent" in again.err) == (2, True), again.err
+        assert (again.err.count(" from the cache"), "1 result sent" in again.err) == (2, True), (
+            again.err
+        )
         # The layer, the statement and the empty config, which every artifact has.
         assert sum(line.startswith("PUT") and "blobs/uploads" in line for line in proxy.seen) == 2
 
@@ -396,27 +471,69 @@ def unsigned(cached: Cached) -> None:
 NOTHING = f"sha256:{'0' * 64}"
 RECORD = ("predicate", "record", "layer")
 LIES: dict[str, tuple[Callable[[Cached], object], str]] = {
-    "bytes": (lambda c: c.layer.write_bytes(flip(c.layer.read_bytes())), "bytes were sent, which hash to"),
-    "cut": (lambda c: c.layer.write_bytes(c.layer.read_bytes()[:-20]), "entry of alpha|the cache is not used"),
-    "longer": (lambda c: c.layer.write_bytes(c.layer.read_bytes() + b"x"), "bytes were sent, which hash to"),
+    "bytes": (
+        lambda c: c.layer.write_bytes(flip(c.layer.read_bytes())),
+        "bytes were sent, which hash to",
+    ),
+    "cut": (
+        lambda c: c.layer.write_bytes(c.layer.read_bytes()[:-20]),
+        "entry of alpha|the cache is not used",
+    ),
+    "longer": (
+        lambda c: c.layer.write_bytes(c.layer.read_bytes() + b"x"),
+        "bytes were sent, which hash to",
+    ),
     "lost": (lambda c: c.layer.unlink(), "its contents are missing"),
     "unsigned": (unsigned, "it is not signed"),
-    "by another": (lambda c: c.sign(lambda _: None, by="others"), "its signature is not by .*ours.pub"),
+    "by another": (
+        lambda c: c.sign(lambda _: None, by="others"),
+        "its signature is not by .*ours.pub",
+    ),
     "no envelope": (lambda c: c.sign(lambda _: None, envelope=b"{}"), "its signature is not by"),
     "of another action": (of_beta, "its statement is about [0-9a-f]{64} for linux/amd64"),
-    "of another kind": (lambda c: c.sign(change("predicateType", value="urn:x:y")), "its signature is not by"),
-    "another key": (lambda c: c.sign(change("predicate", "key", value="0" * 64)), "its statement is about 0000"),
-    "another machine": (lambda c: c.sign(change("predicate", "platform", value="linux/arm64")), "for linux/arm64"),
-    "another subject": (lambda c: c.sign(lambda s: s["subject"][0]["digest"].update(sha256="e" * 64)), "in sha256:ee"),
-    "no record": (lambda c: c.sign(change("predicate", "record", value={})), "its statement is damaged"),
-    "odd record": (lambda c: c.sign(change(*RECORD, value={"blob": 5})), "its statement is damaged"),
-    "another tar": (lambda c: c.sign(change(*RECORD, "diff_id", value=NOTHING)), "describes another layer"),
-    "other paths": (lambda c: c.sign(change(*RECORD, "paths", value=NOTHING)), "describes another layer"),
-    "a size": (lambda c: c.sign(change(*RECORD, "blob", "size", value=7)), "bytes were sent, which hash to"),
+    "of another kind": (
+        lambda c: c.sign(change("predicateType", value="urn:x:y")),
+        "its signature is not by",
+    ),
+    "another key": (
+        lambda c: c.sign(change("predicate", "key", value="0" * 64)),
+        "its statement is about 0000",
+    ),
+    "another machine": (
+        lambda c: c.sign(change("predicate", "platform", value="linux/arm64")),
+        "for linux/arm64",
+    ),
+    "another subject": (
+        lambda c: c.sign(lambda s: s["subject"][0]["digest"].update(sha256="e" * 64)),
+        "in sha256:ee",
+    ),
+    "no record": (
+        lambda c: c.sign(change("predicate", "record", value={})),
+        "its statement is damaged",
+    ),
+    "odd record": (
+        lambda c: c.sign(change(*RECORD, value={"blob": 5})),
+        "its statement is damaged",
+    ),
+    "another tar": (
+        lambda c: c.sign(change(*RECORD, "diff_id", value=NOTHING)),
+        "describes another layer",
+    ),
+    "other paths": (
+        lambda c: c.sign(change(*RECORD, "paths", value=NOTHING)),
+        "describes another layer",
+    ),
+    "a size": (
+        lambda c: c.sign(change(*RECORD, "blob", "size", value=7)),
+        "bytes were sent, which hash to",
+    ),
     "no layer": (lambda c: c.swap(b"no layer at all"), "layer sha256:[0-9a-f]{64} cannot be used"),
     "a bomb": (lambda c: c.swap(zstandard.compress(bytes(1 << 28))), "it is a decompression bomb"),
-    "a path upwards": (lambda c: c.swap(zstandard.compress(tar_of("../up"))), "cannot be used: .*up"),
-}  # fmt: skip
+    "a path upwards": (
+        lambda c: c.swap(zstandard.compress(tar_of("../up"))),
+        "cannot be used: .*up",
+    ),
+}
 
 
 def tar_of(name: str) -> bytes:
@@ -426,7 +543,9 @@ def tar_of(name: str) -> bytes:
 
 @needs("cosign")
 @pytest.mark.parametrize("lie", LIES)
-def test_what_is_wrong_in_a_cache_is_named_and_built_here(cached: Cached, tmp_path: Path, lie: str) -> None:
+def test_what_is_wrong_in_a_cache_is_named_and_built_here(
+    cached: Cached, tmp_path: Path, lie: str
+) -> None:
     damage, reason = LIES[lie]
     damage(cached)
     result = cached.build(tmp_path / "store")
@@ -444,15 +563,33 @@ def test_what_is_wrong_in_a_cache_is_named_and_built_here(cached: Cached, tmp_pa
         ("GET ", -1, say(429, Retry_After="3600"), 0, "the cache is not used: .* status 429"),
         ("GET .*/blobs/", -1, CUT, 0, "the cache is not used: .* does not answer"),
         ("GET .*/manifests/sha256-", -1, CUT, 0, "the cache is not used: .* does not answer"),
-        ("GET ", -1, say(200, b"<html>Sign in"), 0, "the cache is not used: .* does not answer like a registry"),
-        ("GET .*/manifests/files", -1, say(200, b"{}"), 0, "entry of alpha is not used: it is not signed"),
+        (
+            "GET ",
+            -1,
+            say(200, b"<html>Sign in"),
+            0,
+            "the cache is not used: .* does not answer like a registry",
+        ),
+        (
+            "GET .*/manifests/files",
+            -1,
+            say(200, b"{}"),
+            0,
+            "entry of alpha is not used: it is not signed",
+        ),
         ("GET .*/blobs/", -1, say(200, b"wrong"), 0, "its contents have other bytes"),
         ("GET .*/manifests/files", -1, say(404), 0, ""),
         ("GET .*/manifests/files", -1, say(401), 0, "the cache is not used: .* denied access"),
     ],
 )
 def test_a_fault_on_the_way_from_a_cache_does_not_change_the_image(
-    cached: Cached, tmp_path: Path, what: str, times: int, fault: Fault, downloaded: int, reason: str
+    cached: Cached,
+    tmp_path: Path,
+    what: str,
+    times: int,
+    fault: Fault,
+    downloaded: int,
+    reason: str,
 ) -> None:
     with Proxy(cached.port) as proxy:
         proxy.what, proxy.times, proxy.fault = what, times, fault
@@ -480,8 +617,11 @@ ANYWHERE: dict[str, Fault] = {
     "busy": say(429),
     "busy for an hour": say(429, Retry_After="3600"),
     "disk full": say(507, b"no space left on device"),
-    **{str(status): say(status, b'{"errors": []}') for status in (401, 403, 404, 405, 500, 502, 503)},
-}  # fmt: skip
+    **{
+        str(status): say(status, b'{"errors": []}')
+        for status in (401, 403, 404, 405, 500, 502, 503)
+    },
+}
 FAULTS = SOURCE.parent / "benchmarks/results/registry-faults.json"
 
 
@@ -491,7 +631,9 @@ def test_a_signed_publish_sets_each_tag_once_so_that_none_needs_to_move(
 ) -> None:
     monkeypatch.setenv("COSIGN_PASSWORD", "a word")
     with Proxy(whole.port) as proxy:
-        publish(*built, repository(proxy), Progress(), signer=Signer(key=str(whole.root / "ours.key")))
+        publish(
+            *built, repository(proxy), Progress(), signer=Signer(key=str(whole.root / "ours.key"))
+        )
     tags = [line for line in proxy.seen if re.match("PUT .*/manifests/(?!sha256:)", line)]
     assert len(tags) == len({*tags}) == 3, "the list of referrers, the announcement, the release"
 
@@ -499,15 +641,22 @@ def test_a_signed_publish_sets_each_tag_once_so_that_none_needs_to_move(
 @needs("cosign")
 @pytest.mark.parametrize("way", ["publish", "verify", "cache"])
 def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt(
-    built: tuple[Ready, Store], whole: Cached, way: str, tmp_path: Path, request: pytest.FixtureRequest,
+    built: tuple[Ready, Store],
+    whole: Cached,
+    way: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     ready, store = built
     monkeypatch.setenv("COSIGN_PASSWORD", "a word")
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setattr(Trust, "rejects", cache(Trust.rejects))
     monkeypatch.setattr("time.sleep", lambda _: None)
-    trust, signer = Trust(key=str(whole.root / "ours.pub")), Signer(key=str(whole.root / "ours.key"))
+    trust, signer = (
+        Trust(key=str(whole.root / "ours.pub")),
+        Signer(key=str(whole.root / "ours.key")),
+    )
     publish(ready, store, f"127.0.0.1:{whole.port}/rocm/verified", Progress(), signer=signer)
     with Proxy(whole.port) as proxy:
         base = f"127.0.0.1:{proxy.server_port}/rocm"
@@ -516,11 +665,16 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
             if way == "verify":
                 return verify_image(f"{base}/verified:{ready.tag}", trust).passed
             if way == "publish":
-                return publish(ready, store, f"{base}/{name}", Progress())["digest"] == ready.image.digest
+                return (
+                    publish(ready, store, f"{base}/{name}", Progress())["digest"]
+                    == ready.image.digest
+                )
             result = whole.build(tmp_path / name, port=proxy.server_port)
             assert (result.code, result.digest) == (0, whole.digest), result.err
             blobs = [path.name for path in (tmp_path / name / "blobs/sha256").iterdir()]
-            assert [fault for blob in blobs if (fault := Store(tmp_path / name).check(f"sha256:{blob}"))] == []
+            assert [
+                fault for blob in blobs if (fault := Store(tmp_path / name).check(f"sha256:{blob}"))
+            ] == []
             shutil.rmtree(tmp_path / name)
             return "!" not in result.err
 
@@ -547,19 +701,28 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
 
 
 @needs("cosign")
-def test_a_cache_that_only_reads_is_a_sentence_and_the_image_is_built(cached: Cached, tmp_path: Path) -> None:
+def test_a_cache_that_only_reads_is_a_sentence_and_the_image_is_built(
+    cached: Cached, tmp_path: Path
+) -> None:
     with Proxy(cached.port) as proxy:
         unsigned(cached)
         proxy.what, proxy.times, proxy.fault = "PUT|POST", -1, say(405)
         words = ("--cache-sign", str(cached.root / "ours.key"))
         result = cached.build(tmp_path / "store", *words, port=proxy.server_port)
         assert (result.code, "status 405" in result.err) == (3, True), result.err
-        assert cached.kit.primus("build", "demo", "--store", str(tmp_path / "store")).digest == cached.digest
+        assert (
+            cached.kit.primus("build", "demo", "--store", str(tmp_path / "store")).digest
+            == cached.digest
+        )
     assert "1 result sent" in cached.build(tmp_path / "store", *words).err
     assert_built(cached, cached.build(tmp_path / "other"), tmp_path / "other", downloaded=3)
 
 
-@pytest.mark.parametrize(("words", "reason"), table_of("publish_faults.options_of_a_cache_fit_together"))
-def test_options_of_a_cache_fit_together(tmp_path: Path, words: tuple[str, ...], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "reason"), table_of("publish_faults.options_of_a_cache_fit_together")
+)
+def test_options_of_a_cache_fit_together(
+    tmp_path: Path, words: tuple[str, ...], reason: str
+) -> None:
     result = make_project(tmp_path / "project").primus("build", "demo", *words)
     assert (result.code, reason in result.err) == (2, True), result.err

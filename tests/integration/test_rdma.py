@@ -22,7 +22,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     versions = yaml.safe_load((SOURCE.parent / "versions.yaml").read_text())
     base = versions["bases"]["bookworm"]
     base["packages"] = ["libpython3.11-stdlib", "python3.11-minimal"]
-    kept = {"release": versions["release"], "created": str(versions["created"]), "bases": {"bookworm": base}}
+    kept = {
+        "release": versions["release"],
+        "created": str(versions["created"]),
+        "bases": {"bookworm": base},
+    }
     kit.write("versions.yaml", yaml.safe_dump({**kept, "components": {}}))
     kit.write("images/demo.yaml", TARGET)
     lock(kit)
@@ -37,7 +41,9 @@ def test_ibv_devices_runs_and_every_provider_loads(built: Kit) -> None:
         "[ctypes.CDLL(path) for path in found]; "
         "print(*sorted(path.rpartition('/lib')[2].partition('-rdmav')[0] for path in found))"
     )
-    assert {"bnxt_re", "mlx5", "irdma"} <= set(built.primus("run", "demo", "--", "python3", "-c", code).out.split())
+    assert {"bnxt_re", "mlx5", "irdma"} <= set(
+        built.primus("run", "demo", "--", "python3", "-c", code).out.split()
+    )
     said = built.primus("run", "demo", "--", "ibv_devices")
     # With no RDMA device in the kernel, libibverbs gives this answer and ends with 1.
     assert "node GUID" in said.out or "Failed to get IB devices list" in said.err

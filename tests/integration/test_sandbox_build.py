@@ -10,15 +10,15 @@ import pytest
 from docker_engine import private_dockerd
 from sandbox_kit import Entry, image, needs_busybox, sha
 
-from primus import programs as processes
-from primus.cli.main import main
-from primus.engine.workshop import log_tail, run_isolated
-from primus.errors import HostError
-from primus.oci.store import MANIFEST_TYPE
-from primus.sandbox import engines
-from primus.sandbox.container import Command, RootFs
-from primus.sandbox.docker import docker, load_image
-from primus.sandbox.engines import choose
+from primus_images import programs as processes
+from primus_images.cli.main import main
+from primus_images.engine.workshop import log_tail, run_isolated
+from primus_images.errors import HostError
+from primus_images.oci.store import MANIFEST_TYPE
+from primus_images.sandbox import engines
+from primus_images.sandbox.container import Command, RootFs
+from primus_images.sandbox.docker import docker, load_image
+from primus_images.sandbox.engines import choose
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]
@@ -41,19 +41,37 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
             "cat /proc/1/environ /proc/1/cmdline > /out/proc 2>/dev/null; true"
         )
         code = run_isolated(
-            tiny, ["sh", "-c", script], inputs={"/in": tmp_path / "src"}, outputs=tmp_path / "out",
-            env={"MAX_JOBS": "2"}, log=tmp_path / "build.log", engine=choose(),
-        )  # fmt: skip
+            tiny,
+            ["sh", "-c", script],
+            inputs={"/in": tmp_path / "src"},
+            outputs=tmp_path / "out",
+            env={"MAX_JOBS": "2"},
+            log=tmp_path / "build.log",
+            engine=choose(),
+        )
     finally:
         del os.environ["SECRET_OF_THE_HOST"]
     out = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert code == 0
     assert out["copy"] == "input"
-    assert [out[name] for name in ("links", "ro", "umask", "stdin")] == ["1\n", "read-only\n", "0022\n", "no-stdin\n"]
+    assert [out[name] for name in ("links", "ro", "umask", "stdin")] == [
+        "1\n",
+        "read-only\n",
+        "0022\n",
+        "no-stdin\n",
+    ]
     assert [line for line in out["env"].splitlines() if not line.startswith("SHLVL=")] == [
-        "FROM_IMAGE=yes", "HOME=/tmp/home", "HOSTNAME=build", "LC_ALL=C.UTF-8", "MAX_JOBS=2", "PATH=/bin:/usr/bin",
-        "PWD=/", "PYTHONHASHSEED=0", "SOURCE_DATE_EPOCH=315532800", "TZ=UTC",
-    ]  # fmt: skip
+        "FROM_IMAGE=yes",
+        "HOME=/tmp/home",
+        "HOSTNAME=build",
+        "LC_ALL=C.UTF-8",
+        "MAX_JOBS=2",
+        "PATH=/bin:/usr/bin",
+        "PWD=/",
+        "PYTHONHASHSEED=0",
+        "SOURCE_DATE_EPOCH=315532800",
+        "TZ=UTC",
+    ]
     assert "SECRET" not in out["proc"]
     assert str(tmp_path) not in out["proc"]
 
@@ -61,7 +79,9 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
 def test_a_failed_build_shows_its_end(tiny, tmp_path):
     log = tmp_path / "log"
     script = "i=0; while [ $i -lt 100 ]; do echo line $i; i=$((i+1)); done; echo oops >&2; exit 4"
-    code = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path, env={}, log=log, engine=choose())
+    code = run_isolated(
+        tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path, env={}, log=log, engine=choose()
+    )
     assert code == 4
     assert log_tail(log).splitlines()[-3:] == ["line 99", "oops", f"full log: {log}"]
     assert len(log_tail(log).splitlines()) == 31
@@ -73,7 +93,9 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
     def work(number: int, script: str) -> None:
         place = tmp_path / str(number)
         log, words = place / "log", ["sh", "-c", script]
-        codes[number] = run_isolated(tiny, words, inputs={}, outputs=place, env={}, log=log, engine=choose())
+        codes[number] = run_isolated(
+            tiny, words, inputs={}, outputs=place, env={}, log=log, engine=choose()
+        )
 
     def all_of(script: str) -> list[threading.Thread]:
         threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]
@@ -98,7 +120,12 @@ def test_a_hundred_layers(tmp_path):
     root = image(tmp_path, *([Entry(name=f"l{n % 100}", data=b"x")] for n in range(101)))
     out = tmp_path / "out"
     with out.open("wb") as o:
-        assert choose("podman").run(root, Command(argv=("sh", "-c", "ls -d /l* /bin | wc -l")), stdout=o) == 0
+        assert (
+            choose("podman").run(
+                root, Command(argv=("sh", "-c", "ls -d /l* /bin | wc -l")), stdout=o
+            )
+            == 0
+        )
     assert out.read_text() == "101\n"
 
 
@@ -108,7 +135,11 @@ def test_every_file_system_ends_with_its_container(tmp_path, monkeypatch, capfd,
         pytest.skip("fuse-overlayfs is not installed")
     monkeypatch.setattr(engines, "_file_systems", lambda: [file_system])
     root = image(tmp_path, [Entry(name="etc/group", data=b"upper\n"), Entry(name="a", link="/etc")])
-    argv = ("sh", "-c", "cat /a/group; echo changed > /a/group; cat /a/group; rm -r /home; ls /home 2>&1")
+    argv = (
+        "sh",
+        "-c",
+        "cat /a/group; echo changed > /a/group; cat /a/group; rm -r /home; ls /home 2>&1",
+    )
     for _ in range(2):
         assert choose("podman").run(root, Command(argv=argv)) == 1
         assert capfd.readouterr().out == "upper\nchanged\nls: /home: No such file or directory\n"
@@ -137,9 +168,13 @@ def layout(tmp_path: Path) -> RootFs:
     entry = {"mediaType": MANIFEST_TYPE, "digest": digest, "size": len(root.manifest)}
     entry["annotations"] = {"org.opencontainers.image.ref.name": "v26.11-cpu"}
     (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
-    Kit(tmp_path).write("versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n")
+    Kit(tmp_path).write(
+        "versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n"
+    )
     for target in ("cpu", "h200"):
-        Kit(tmp_path).write(f"images/{target}.yaml", "description: x\nchannels: [local]\ncomponents: []\n")
+        Kit(tmp_path).write(
+            f"images/{target}.yaml", "description: x\nchannels: [local]\ncomponents: []\n"
+        )
     return root
 
 
@@ -169,7 +204,8 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage"), [("tar", "flip"), ("tar+gzip", "flip"), ("tar+zstd", "cut"), ("tar+zstd", "gone")]
+    ("kind", "damage"),
+    [("tar", "flip"), ("tar+gzip", "flip"), ("tar+zstd", "cut"), ("tar+zstd", "gone")],
 )
 def test_a_damaged_blob_does_not_run(tmp_path, kind, damage):
     root = image(tmp_path, kind=kind)
@@ -179,7 +215,9 @@ def test_a_damaged_blob_does_not_run(tmp_path, kind, damage):
     path.write_bytes(data if damage == "flip" else data[:-10])
     if damage == "gone":
         path.unlink()
-    with pytest.raises(HostError, match=f"blob {root.layers[0].digest} (is damaged|of the image cannot be read): "):
+    with pytest.raises(
+        HostError, match=f"blob {root.layers[0].digest} (is damaged|of the image cannot be read): "
+    ):
         choose("podman").run(root, Command(argv=("true",)))
 
 

@@ -16,9 +16,9 @@ import pytest
 from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
-from primus.errors import HostError, InputError
-from primus.sandbox.container import Command, Devices, Mount, RootFs, listed
-from primus.sandbox.engines import Engine, choose
+from primus_images.errors import HostError, InputError
+from primus_images.sandbox.container import Command, Devices, Mount, RootFs, listed
+from primus_images.sandbox.engines import Engine, choose
 from project_kit import until
 from tables import table_of
 
@@ -30,8 +30,13 @@ CURRENT = os.environ.get("PRIMUS_TEST_DOCKERD", "")
 DOCKERS = ("docker", *(["docker-current"] if CURRENT else []))
 
 
-@pytest.fixture(scope="session", params=["podman", *(pytest.param(name, marks=pytest.mark.slow) for name in DOCKERS)])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(
+    scope="session",
+    params=["podman", *(pytest.param(name, marks=pytest.mark.slow) for name in DOCKERS)],
+)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     if request.param == "podman":
         auto = choose("auto")
         assert auto.name == "podman"
@@ -51,11 +56,18 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> RootFs:
     files = [directory("srv"), Entry(name="srv/a", data=b"one")]
-    return image(tmp_path_factory.mktemp("tiny"), files, WorkingDir="/srv", Cmd=["echo", "the", "cmd"])
+    return image(
+        tmp_path_factory.mktemp("tiny"), files, WorkingDir="/srv", Cmd=["echo", "the", "cmd"]
+    )
 
 
 def sh(
-    engine: Engine, root: RootFs, script: str, tmp_path: Path, argv: tuple[str, ...] | None = None, **options: object
+    engine: Engine,
+    root: RootFs,
+    script: str,
+    tmp_path: Path,
+    argv: tuple[str, ...] | None = None,
+    **options: object,
 ) -> tuple[int, str, str]:
     """Exit code, output and errors of ``script``, or of ``argv``."""
     out, err = tmp_path / "out", tmp_path / "err"
@@ -79,7 +91,10 @@ def test_what_cannot_start(engine, tiny, tmp_path, name, code):
 
 def test_the_images_own_settings(engine, tiny, tmp_path):
     assert sh(engine, tiny, "", tmp_path, ())[:2] == (0, "the cmd\n")
-    assert sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1] == "/srv\nyes-a b\n"
+    assert (
+        sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1]
+        == "/srv\nyes-a b\n"
+    )
     assert sh(engine, tiny, "pwd", tmp_path, cwd="/home")[1] == "/home\n"
 
 
@@ -117,7 +132,9 @@ def test_mounts(engine, tiny, tmp_path):
 
 
 def test_no_network_but_loopback(engine, tiny, tmp_path):
-    code, out, _ = sh(engine, tiny, "ip -o link | wc -l; ping -c1 -W1 127.0.0.1 >/dev/null && echo up", tmp_path)
+    code, out, _ = sh(
+        engine, tiny, "ip -o link | wc -l; ping -c1 -W1 127.0.0.1 >/dev/null && echo up", tmp_path
+    )
     assert (code, out) == (0, "1\nup\n")
     code, out, _ = sh(engine, tiny, "ping -c1 -W1 $(hostname) >/dev/null && echo up", tmp_path)
     assert out == "up\n"
@@ -165,17 +182,24 @@ def test_a_device_node_for_a_user_of_its_group(engine, tiny, tmp_path, node):
 
 
 def test_a_device_of_a_cdi_specification(engine, tiny, tmp_path, node):
-    device = {"name": "0", "containerEdits": {"env": ["KIND=test"], "deviceNodes": [{"path": str(node)}]}}
+    device = {
+        "name": "0",
+        "containerEdits": {"env": ["KIND=test"], "deviceNodes": [{"path": str(node)}]},
+    }
     specification = Path(f"/etc/cdi/{node.name}.json")
     specification.parent.mkdir(exist_ok=True)
-    specification.write_text(json.dumps({"cdiVersion": "0.5.0", "kind": "primus.test/gpu", "devices": [device]}))
+    specification.write_text(
+        json.dumps({"cdiVersion": "0.5.0", "kind": "primus.test/gpu", "devices": [device]})
+    )
     try:
         devices = listed(["primus.test/gpu=0"])
         if engine.name == "docker" and not CURRENT:
             with pytest.raises(HostError, match="docker cannot run"):
                 sh(engine, tiny, "true", tmp_path, devices=devices)
             return
-        assert sh(engine, tiny, f"echo x > {node} && echo $KIND", tmp_path, devices=devices)[:2] == (0, "test\n")
+        assert sh(engine, tiny, f"echo x > {node} && echo $KIND", tmp_path, devices=devices)[
+            :2
+        ] == (0, "test\n")
     finally:
         specification.unlink()
 
@@ -190,21 +214,27 @@ def test_what_the_engine_refuses_is_an_error(engine, tiny, tmp_path):
 def test_values_of_variables_are_in_no_command_line(engine, tmp_path, monkeypatch):
     secret = f"secret-{random.randrange(10**9)}"
     monkeypatch.setenv("MINE", secret)
-    with runner(engine, tmp_path, "test -n $MINE && echo ready; exec sleep 60", stdout=subprocess.PIPE) as process:
+    with runner(
+        engine, tmp_path, "test -n $MINE && echo ready; exec sleep 60", stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         assert not alive(secret)
         process.terminate()
 
 
 def test_an_endless_command_ends_with_the_reader_of_its_output(engine, tmp_path):
-    with runner(engine, tmp_path, "yes", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with runner(
+        engine, tmp_path, "yes", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         assert process.stdout.readline() == b"y\n"
         process.stdout.close()
         assert process.wait(20) != 0
 
 
 def test_shared_memory_size(engine, tiny, tmp_path):
-    out = sh(engine, tiny, "df -k /dev/shm | tail -n1 | awk '{print $2}'", tmp_path, shm_bytes=3 << 30)[1]
+    out = sh(
+        engine, tiny, "df -k /dev/shm | tail -n1 | awk '{print $2}'", tmp_path, shm_bytes=3 << 30
+    )[1]
     assert int(out) == 3 << 20
 
 
@@ -239,8 +269,8 @@ import os, sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from sandbox_kit import image
-from primus.sandbox.engines import choose
-from primus.sandbox.container import Command
+from primus_images.sandbox.engines import choose
+from primus_images.sandbox.container import Command
 root = image(Path({place!r}))
 env = {{"MINE": os.environ.get("MINE", "")}}
 sys.exit(choose({engine!r}).run(root, Command(argv=("sh", "-c", {script!r}), env=env)))
@@ -248,8 +278,12 @@ sys.exit(choose({engine!r}).run(root, Command(argv=("sh", "-c", {script!r}), env
 
 
 @contextlib.contextmanager
-def runner(engine: Engine, place: Path, script: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    code = RUNNER.format(here=str(Path(__file__).parent), place=str(place), engine=engine.name, script=script)
+def runner(
+    engine: Engine, place: Path, script: str, **options: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    code = RUNNER.format(
+        here=str(Path(__file__).parent), place=str(place), engine=engine.name, script=script
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, **options) as process:  # type: ignore[call-overload]
         try:
@@ -266,7 +300,9 @@ def runner(engine: Engine, place: Path, script: str, **options: object) -> Itera
 def test_signals_reach_the_command(engine, tmp_path, number):
     name = number.name.removeprefix("SIG")
     script = f"trap 'echo got; exit 42' {name}; echo ready; while true; do sleep 0.1; done"
-    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with runner(
+        engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
         assert process.stdout.read() == b"got\n"
@@ -275,7 +311,9 @@ def test_signals_reach_the_command(engine, tmp_path, number):
 
 def test_ctrl_c_arrives_once(engine, tmp_path):
     # A terminal sends it to the whole foreground group, and the runner passes it on.
-    script = "trap 'echo got' INT; echo ready; i=0; while [ $i -lt 10 ]; do sleep 0.1; i=$((i+1)); done"
+    script = (
+        "trap 'echo got' INT; echo ready; i=0; while [ $i -lt 10 ]; do sleep 0.1; i=$((i+1)); done"
+    )
     options = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "start_new_session": True}
     with runner(engine, tmp_path, script, **options) as process:
         assert process.stdout.readline() == b"ready\n"
@@ -286,7 +324,9 @@ def test_ctrl_c_arrives_once(engine, tmp_path):
 
 def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
     script = "echo ready; exec sleep 60"
-    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with runner(
+        engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.terminate()
         assert process.wait(10) == 143
@@ -295,7 +335,9 @@ def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
 @pytest.mark.parametrize("delay", [0, 0.03, 0.06, 0.09, 0.12])
 def test_signals_while_it_starts_end_it(engine, tmp_path, delay):
     # The kernel drops one for an init that handles none yet, so they are repeated, as an impatient user does.
-    with runner(engine, tmp_path, "exec sleep 300", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with runner(
+        engine, tmp_path, "exec sleep 300", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         while not alive("\0run\0--pull=never"):
             time.sleep(0.01)
         time.sleep(delay)
@@ -312,7 +354,9 @@ def test_killed_runner_leaves_nothing(engine, tmp_path):
     one, two = (str(random.randrange(10**6, 10**9)) for _ in "ab")
     # busybox of Ubuntu has a sleep inside its shell.
     script = f"echo ready; /bin/sleep {one} & /bin/sleep {two}"
-    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with runner(
+        engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         assert until(lambda: alive(f"sleep\0{one}"), 5)
         process.kill()
@@ -326,9 +370,13 @@ def test_terminal(engine, tmp_path):
     import termios
 
     # Docker engines before 23 set the size only once the command runs.
-    script = "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '33 99' ]; do i=$((i+1)); sleep 0.1; done; "
+    script = (
+        "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '33 99' ]; do i=$((i+1)); sleep 0.1; done; "
+    )
     script += "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
-    script += "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '44 111' ]; do i=$((i+1)); sleep 0.1; done; "
+    script += (
+        "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '44 111' ]; do i=$((i+1)); sleep 0.1; done; "
+    )
     script += "stty size; "
     script += "echo more; while true; do sleep 0.1; done"
     image(tmp_path)

@@ -15,19 +15,19 @@ from test_statements import record as record_of
 import gits
 from amd_channel import registry
 from host_tools import needs
-from primus.errors import CheckFailed
-from primus.oci.store import digest_of
-from primus.plan.layers import plan_image
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.progress import Progress
-from primus.release import publish as publishing
-from primus.release.artifact import Document
-from primus.release.documents import GATES
-from primus.release.policy import Policy
-from primus.release.publish import Ready, prepare, publish
-from primus.release.registry import Repository
-from primus.versions.lock import Lock, dumps
+from primus_images.errors import CheckFailed
+from primus_images.oci.store import digest_of
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.progress import Progress
+from primus_images.release import publish as publishing
+from primus_images.release.artifact import Document
+from primus_images.release.documents import GATES
+from primus_images.release.policy import Policy
+from primus_images.release.publish import Ready, prepare, publish
+from primus_images.release.registry import Repository
+from primus_images.versions.lock import Lock, dumps
 from project_kit import SOURCE, Kit, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "git")]
@@ -64,14 +64,23 @@ def ready(kit: Kit, target: str = "demo") -> Ready:
     project = Project(kit.root)
     plan = plan_image(resolve(project, target), project.workspace.stats)
     checked = prepare(
-        plan, project.workspace, records=kit.root / "none", preview=False, policy=Policy(), progress=Progress()
+        plan,
+        project.workspace,
+        records=kit.root / "none",
+        preview=False,
+        policy=Policy(),
+        progress=Progress(),
     )
     return replace(checked, objections=())
 
 
-@pytest.mark.parametrize("old", ["v26.11-demo", "HEAD", "v26.11", "REPOSITORY:v26.11-demo", "REPOSITORY@DIGEST"])
+@pytest.mark.parametrize(
+    "old", ["v26.11-demo", "HEAD", "v26.11", "REPOSITORY:v26.11-demo", "REPOSITORY@DIGEST"]
+)
 @pytest.mark.parametrize("new", ["v26.12-demo", "versions.yaml"])
-def test_every_kind_of_side_is_compared_with_every_other(kit: Kit, repository: str, old: str, new: str) -> None:
+def test_every_kind_of_side_is_compared_with_every_other(
+    kit: Kit, repository: str, old: str, new: str
+) -> None:
     digest = str(Project(kit.root).workspace.store.images()["v26.11-demo"]["digest"])
     word = old.replace("REPOSITORY", repository).replace("DIGEST", digest)
     result = kit.primus("diff", word, new, "--json")
@@ -83,16 +92,27 @@ def test_every_kind_of_side_is_compared_with_every_other(kit: Kit, repository: s
     if new == "v26.12-demo" and old not in ("HEAD", "v26.11"):
         assert changed["layers"].keys() == {"alpha"}
     if (old, new) == ("v26.11", "versions.yaml"):
-        assert "- The pins of commit" in kit.primus("releases", old).out, "the past release is not forgotten"
-        assert re.search(r"primus:v26\.11 \(commit [0-9a-f]{12}\)  2026-11-20", kit.primus("releases").out)
+        assert "- The pins of commit" in kit.primus("releases", old).out, (
+            "the past release is not forgotten"
+        )
+        assert re.search(
+            r"primus:v26\.11 \(commit [0-9a-f]{12}\)  2026-11-20", kit.primus("releases").out
+        )
     if (old, new) == ("v26.11-demo", "v26.12-demo"):
         assert changed["files"]["opt/alpha/new.txt"] == "added"
 
 
-def test_release_notes_are_markdown_and_text_fits_80_columns(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_notes_are_markdown_and_text_fits_80_columns(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes = kit.primus("diff", "v26.11-demo", "v26.12-demo", "--markdown").out
-    assert notes.startswith("# rocm/primus:v26.11-demo (image of the store) → rocm/primus:v26.12-demo")
-    assert "## Files\n\n| name | old | new |\n|---|---|---|\n| opt/alpha/new.txt | – | 3 bytes" in notes
+    assert notes.startswith(
+        "# rocm/primus:v26.11-demo (image of the store) → rocm/primus:v26.12-demo"
+    )
+    assert (
+        "## Files\n\n| name | old | new |\n|---|---|---|\n| opt/alpha/new.txt | – | 3 bytes"
+        in notes
+    )
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80
 
@@ -100,12 +120,21 @@ def test_release_notes_are_markdown_and_text_fits_80_columns(kit: Kit, monkeypat
 def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, repository: str) -> None:
     result = kit.primus("diff", "v26.13-demo", "v26.12-demo")
     assert result.code == 2
-    for part in ("'v26.13-demo'", "pins v26.12", "v26.11-demo, v26.12-demo", "v24.12 to v26.8", "did you mean"):
+    for part in (
+        "'v26.13-demo'",
+        "pins v26.12",
+        "v26.11-demo, v26.12-demo",
+        "v24.12 to v26.8",
+        "did you mean",
+    ):
         assert part in result.err
     broken = kit.primus("diff", "127.0.0.1:1/rocm/primus:v26.11-demo", "v26.12-demo")
     assert broken.code == 3 and "does not answer" in broken.err
     absent = kit.primus("diff", f"{repository}:v26.10-demo", "v26.12-demo")
-    assert absent.code == 2 and "has no image v26.10-demo\n  → did you mean 'v26.11-demo'" in absent.err
+    assert (
+        absent.code == 2
+        and "has no image v26.10-demo\n  → did you mean 'v26.11-demo'" in absent.err
+    )
 
 
 def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
@@ -119,7 +148,9 @@ def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
         assert f"→ {ready_one.image.digest} ({release})" in moved.out
         assert Repository(repository).digest("latest-demo") == ready_one.image.digest
     with pytest.raises(CheckFailed, match="a release is never replaced"):
-        publish(replace(old, tag=new.tag), Project(kit.root).workspace.store, repository, Progress())
+        publish(
+            replace(old, tag=new.tag), Project(kit.root).workspace.store, repository, Progress()
+        )
     for tag in ("v26.11-demo", f"sha256-{old.image.digest[7:]}"):
         refused = kit.primus("tag", tag, "v26.12-demo", "--to", repository)
         assert refused.code == 2 and "never moves" in refused.err
@@ -156,12 +187,22 @@ ELSEWHERE = ("primus bump transformers", "primus validate cpu")
 
 @needs("cosign")
 @pytest.mark.parametrize("page", ["release.md", "statements.md"])
-def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs_as_written(
+    page: str, tmp_path: Path, repository: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kit = make_project(tmp_path / "project")
-    kit.write("recipes/llama3-proxy.yaml", (SOURCE.parent / "recipes/llama3-proxy.yaml").read_bytes())
-    kit.write("images/cpu.yaml", (kit.root / "images/demo.yaml").read_text() + "recipes: [llama3-proxy]\n")
-    kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
-    kit.write(".gitignore", ".primus\nout\n/cosign.*\n/to-sign\n/osv\n/*.json\n/*.yaml\n!/versions.yaml\n")
+    kit.write(
+        "recipes/llama3-proxy.yaml", (SOURCE.parent / "recipes/llama3-proxy.yaml").read_bytes()
+    )
+    kit.write(
+        "images/cpu.yaml", (kit.root / "images/demo.yaml").read_text() + "recipes: [llama3-proxy]\n"
+    )
+    kit.write(
+        "images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=()))
+    )
+    kit.write(
+        ".gitignore", ".primus\nout\n/cosign.*\n/to-sign\n/osv\n/*.json\n/*.yaml\n!/versions.yaml\n"
+    )
     gits.commit(kit.root, {})
     for name, value in (("name", "t"), ("email", "t@example.invalid")):
         gits.git(kit.root, "config", f"user.{name}", value)
@@ -180,13 +221,17 @@ def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monk
         text = sign + after + before  # what the first lines verify is signed by later ones
     empty = Kit(tmp_path / "empty")
     empty.write("cosign.pub", (kit.root / "cosign.pub").read_bytes())
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    lines = [
+        line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()
+    ]
     assert len(lines) > 7
     for line in lines:
         if line == "primus validate cpu":
             record(kit)
         if not line.startswith(ELSEWHERE):
-            program, *words = shlex.split(line.replace("registry.example.com/rocm/primus", repository))
+            program, *words = shlex.split(
+                line.replace("registry.example.com/rocm/primus", repository)
+            )
             if program == "primus":
                 # What is published is verified on a machine that has the public key and nothing else.
                 result = (empty if "--image" in words else kit).primus(*words)
@@ -196,10 +241,21 @@ def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monk
     if page == "statements.md":
         return
     there = Repository(repository)
-    assert there.digest("latest-cpu") == there.digest("v26.11-cpu") != there.digest("v26.12-cpu") is not None
-    there.attach([Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject)
+    assert (
+        there.digest("latest-cpu")
+        == there.digest("v26.11-cpu")
+        != there.digest("v26.12-cpu")
+        is not None
+    )
+    there.attach(
+        [Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject
+    )
     result = kit.primus("diff", f"{repository}:v26.12-cpu", "HEAD")
-    assert result.code == 2 and "gates.json" in result.err and "was not written by primus" in result.err
+    assert (
+        result.code == 2
+        and "gates.json" in result.err
+        and "was not written by primus" in result.err
+    )
 
 
 def record(kit: Kit) -> None:

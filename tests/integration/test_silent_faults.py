@@ -14,15 +14,22 @@ INSIDE = Path(__file__).with_name("inside")
 # without a fault the ones with the most features; one of torchtitan is in test_cpu_image.py. `--slow` runs all.
 QUICK = (
     "fsdp_labels_equal_inputs+fsdp_one_tensor_learns_a_little_faster+fsdp_tokens_counted_twice",
-    "torchtitan_angles_rounded_to_fp8+torchtitan_gradients_summed_in_bf16", "finetune_adapter_scaled_twice",
-    "fsdp_moments_not_saved", "megatron_stale_copies", "healthy_fsdp", "healthy_finetune",
-    "healthy_experts_tensor_parallel", "healthy_flux",
-)  # fmt: skip
+    "torchtitan_angles_rounded_to_fp8+torchtitan_gradients_summed_in_bf16",
+    "finetune_adapter_scaled_twice",
+    "fsdp_moments_not_saved",
+    "megatron_stale_copies",
+    "healthy_fsdp",
+    "healthy_finetune",
+    "healthy_experts_tensor_parallel",
+    "healthy_flux",
+)
 
 
 def harness(python: Python, out: Path, *words: str, timeout: int) -> str:
     """Run ``inside/every_fault.py`` and return what it printed."""
-    ended = python.run(str(INSIDE / "every_fault.py"), str(out), "--together", "2", *words, timeout=timeout)
+    ended = python.run(
+        str(INSIDE / "every_fault.py"), str(out), "--together", "2", *words, timeout=timeout
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -35,7 +42,9 @@ def wrong(out: Path, expected: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(900)
-def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(python: Python, tmp_path: Path) -> None:
+def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(
+    python: Python, tmp_path: Path
+) -> None:
     """A fault that sets a name that a module has lost would change nothing, or fail when it is run months later."""
     # A quarter of the tokens is enough for these.
     words = ("--patches", "--settings", "seq_len=32", "--names", *QUICK)

@@ -41,15 +41,27 @@ TOGETHER = 3
 # Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training itself is small.
 PROXIES = {
     "fsdp": (
-        "llama3.1-8b", "--proxy", "--backend", "fsdp", "--mode", "pretrain", "--precision", "fp32",
-        f"fsdp.training.checkpoint_interval={INTERVAL}", "fsdp.training.micro_batch_size=2",
-        "fsdp.training.global_batch_size=4", "fsdp.training.seq_len=64",
+        "llama3.1-8b",
+        "--proxy",
+        "--backend",
+        "fsdp",
+        "--mode",
+        "pretrain",
+        "--precision",
+        "fp32",
+        f"fsdp.training.checkpoint_interval={INTERVAL}",
+        "fsdp.training.micro_batch_size=2",
+        "fsdp.training.global_batch_size=4",
+        "fsdp.training.seq_len=64",
     ),
     "torchtitan": (
-        "llama3-proxy", f"checkpoint.interval={INTERVAL}", "training.local_batch_size=2",
-        "training.global_batch_size=4", "training.seq_len=64",
+        "llama3-proxy",
+        f"checkpoint.interval={INTERVAL}",
+        "training.local_batch_size=2",
+        "training.global_batch_size=4",
+        "training.seq_len=64",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +77,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     cluster = Slurm(folder / "cluster", nodes=3 * TOGETHER)
     tools = folder / "bin"
     tools.mkdir()
-    (tools / "primus").write_text(f'#!/bin/sh\nexec {PYTHON} -m primus.cli.main "$@"\n')
+    (tools / "primus").write_text(f'#!/bin/sh\nexec {PYTHON} -m primus_images.cli.main "$@"\n')
     (tools / "primus").chmod(0o755)
-    cluster.environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    cluster.environment |= {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
     yield cluster
     cluster.stop()
 
@@ -126,7 +141,12 @@ class Case:
         """Rank → process, as soon as there are two. Looking for them takes seconds on a busy machine."""
         self.job.running()
         pids, number = self.job.slurm.pids, self.job.number
-        found = until(lambda: time.sleep(1) or self.processes.update(pids(number)) or len(self.processes) == 2, 300)
+        found = until(
+            lambda: (
+                time.sleep(1) or self.processes.update(pids(number)) or len(self.processes) == 2
+            ),
+            300,
+        )
         assert found, self.job.said()
         return self.processes
 
@@ -138,9 +158,14 @@ class Case:
         """Wait for the end, which is to be ``state`` after one of ``restarts``."""
         job, started = job or self.job, time.monotonic()
         ended = job.ended()
-        self.row |= {"ended": ended["JobState"].lower(), "seconds": round(time.monotonic() - started, 1)}
+        self.row |= {
+            "ended": ended["JobState"].lower(),
+            "seconds": round(time.monotonic() - started, 1),
+        }
         if ended["JobState"] != state or int(ended["Restarts"]) not in restarts:
-            self.wrong.append(f"{ended['JobState']} after {ended['Restarts']} restarts: {job.said()[-600:]}")
+            self.wrong.append(
+                f"{ended['JobState']} after {ended['Restarts']} restarts: {job.said()[-600:]}"
+            )
 
     def named(self, pattern: str) -> None:
         """The job's own result gives the reason."""
@@ -158,9 +183,13 @@ class Case:
         losses, others = job.losses(last), self.undisturbed.losses(0)
         self.row |= {"continued from step": first - 1, "steps with equal loss": len(losses)}
         if not losses or (min(losses), max(losses)) != (first, STEPS):
-            self.wrong.append(f"steps {sorted(losses)[:1]}–{sorted(losses)[-1:]}, not {first}–{STEPS}")
+            self.wrong.append(
+                f"steps {sorted(losses)[:1]}–{sorted(losses)[-1:]}, not {first}–{STEPS}"
+            )
         if different := [step for step in losses if losses[step] != others.get(step)]:
-            self.wrong.append(f"the loss of step {different[0]} differs from that of the undisturbed job")
+            self.wrong.append(
+                f"the loss of step {different[0]} differs from that of the undisturbed job"
+            )
 
     def kept(self) -> int:
         """The newest complete checkpoint before the last step. Each must be the undisturbed job's, byte for byte."""
@@ -189,7 +218,9 @@ def node_lost(case: Case) -> None:
 
 def continued(case: Case) -> None:
     """The last attempt went on from the newest checkpoint that the attempts before it left."""
-    earlier = [step for attempt in case.job.attempts[:-1] for step in whole(attempt) if step < STEPS]
+    earlier = [
+        step for attempt in case.job.attempts[:-1] for step in whole(attempt) if step < STEPS
+    ]
     case.kept()
     case.same(case.job, max(earlier, default=0) + 1)
 
@@ -258,9 +289,13 @@ def disk_full(case: Case) -> None:
 
 
 EVENTS: dict[str, Callable[[Case], None]] = {
-    "node lost": node_lost, "rank killed": rank_killed, "preempted": preempted, "disk full": disk_full,
-    "slow rank": rank_slow, "hung rank": rank_hung,
-}  # fmt: skip
+    "node lost": node_lost,
+    "rank killed": rank_killed,
+    "preempted": preempted,
+    "disk full": disk_full,
+    "slow rank": rank_slow,
+    "hung rank": rank_hung,
+}
 
 
 def test_two_nodes_train_and_each_rank_has_a_log(undisturbed: dict[str, Job]) -> None:
@@ -278,15 +313,23 @@ def test_two_nodes_train_and_each_rank_has_a_log(undisturbed: dict[str, Job]) ->
 @pytest.mark.timeout(6 * 3600)  # with --slurm-events 20
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_ends_right_and_loses_nothing(
-    event: str, slurm: Slurm, folder: Path, undisturbed: dict[str, Job], request: pytest.FixtureRequest
+    event: str,
+    slurm: Slurm,
+    folder: Path,
+    undisturbed: dict[str, Job],
+    request: pytest.FixtureRequest,
 ) -> None:
-    repetitions, seed = (int(request.config.getoption(name)) for name in ("--slurm-events", "--slurm-seed"))
+    repetitions, seed = (
+        int(request.config.getoption(name)) for name in ("--slurm-events", "--slurm-seed")
+    )
 
     def repeat(number: int) -> list[str]:
         chance = random.Random(f"{seed} {event} {number}")
         backend = list(PROXIES)[number % len(PROXIES)]
         runs = folder / f"{event.replace(' ', '-')}-{number}"
-        case = Case(slurm=slurm, runs=runs, backend=backend, undisturbed=undisturbed[backend], chance=chance)
+        case = Case(
+            slurm=slurm, runs=runs, backend=backend, undisturbed=undisturbed[backend], chance=chance
+        )
         try:
             EVENTS[event](case)
         except (AssertionError, OSError, ValueError, LookupError) as error:
@@ -294,11 +337,26 @@ def test_an_event_ends_right_and_loses_nothing(
         finally:
             slurm.run("scancel", case.job.number, check=False)
         # The rows of benchmarks/results/slurm-events.json, with pytest's option -s.
-        print(json.dumps({"event": event, "repetition": number, "backend": backend, **case.row, "wrong": case.wrong}))
+        print(
+            json.dumps(
+                {
+                    "event": event,
+                    "repetition": number,
+                    "backend": backend,
+                    **case.row,
+                    "wrong": case.wrong,
+                }
+            )
+        )
         if not case.wrong:
             shutil.rmtree(runs, ignore_errors=True)
-        return [f"repetition {number} ({backend}, {case.row.get('moment')}): {sentence}" for sentence in case.wrong]
+        return [
+            f"repetition {number} ({backend}, {case.row.get('moment')}): {sentence}"
+            for sentence in case.wrong
+        ]
 
     with ThreadPoolExecutor(TOGETHER) as pool:
-        wrong = [sentence for sentences in pool.map(repeat, range(repetitions)) for sentence in sentences]
+        wrong = [
+            sentence for sentences in pool.map(repeat, range(repetitions)) for sentence in sentences
+        ]
     assert not wrong, "\n".join(wrong)

@@ -17,26 +17,34 @@ import yaml
 
 from amd_channel import registry, restore
 from host_tools import needs
-from primus.engine.pipeline import Options, build
-from primus.errors import HostError, InputError, PrimusError
-from primus.gates.check import judge
-from primus.gates.examined import examine_image
-from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
-from primus.plan.action import compose
-from primus.plan.layers import plan_images
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.progress import Progress
-from primus.release.artifact import Document, artifact, digest_tag
-from primus.release.documents import VALIDATION, documents
-from primus.release.policy import Policy
-from primus.release.publish import Ready, publish
-from primus.release.registry import Repository
-from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, Trust, statements
-from primus.release.verification import Verified, verified_text, verify_image
-from primus.training import suite
-from primus.training.checks import Verdict
-from primus.versions.lock import Lock, LockedFile, dumps
+from primus_images.engine.pipeline import Options, build
+from primus_images.errors import HostError, InputError, PrimusError
+from primus_images.gates.check import judge
+from primus_images.gates.examined import examine_image
+from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
+from primus_images.plan.action import compose
+from primus_images.plan.layers import plan_images
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.progress import Progress
+from primus_images.release.artifact import Document, artifact, digest_tag
+from primus_images.release.documents import VALIDATION, documents
+from primus_images.release.policy import Policy
+from primus_images.release.publish import Ready, publish
+from primus_images.release.registry import Repository
+from primus_images.release.statement import (
+    BUNDLE,
+    PROVENANCE,
+    SIGNATURE,
+    TEST_RESULT,
+    Signer,
+    Trust,
+    statements,
+)
+from primus_images.release.verification import Verified, verified_text, verify_image
+from primus_images.training.judge import suite
+from primus_images.training.judge.checks import Verdict
+from primus_images.versions.lock import Lock, LockedFile, dumps
 from project_kit import SOURCE, Kit, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "cosign")]
@@ -50,18 +58,34 @@ def record(content: str, digest: str) -> Document:
     jobs = suite.plan("llama3-proxy", Path("/out"), among=SOURCE.parent / "recipes")
     image = {"ref": TAG, "manifest": digest, "content": content}
     made: dict[str, Any] = suite.record(
-        jobs, {}, [Verdict("loss falls", True, "it does")], target="demo", image=image, gpu="none", time="2026-11-26"
+        jobs,
+        {},
+        [Verdict("loss falls", True, "it does")],
+        target="demo",
+        image=image,
+        gpu="none",
+        time="2026-11-26",
     )
     made |= {"passed": True, "machine": {"gpus": [], "driver": "", "firmware": ""}, "not_run": []}
     made["jobs"] = [{**job, "ran": True, "seconds": 1.0} for job in made["jobs"]]
-    made["suite"]["rates"] = {"faults": 100, "named": 99, "healthy": 100, "refused": 1, "recorded": []}
-    return Document(media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical_json(made))
+    made["suite"]["rates"] = {
+        "faults": 100,
+        "named": 99,
+        "healthy": 100,
+        "refused": 1,
+        "recorded": [],
+    }
+    return Document(
+        media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical_json(made)
+    )
 
 
 def small_image(kit: Kit) -> tuple[Ready, Any]:
     """A built image with one wheel and one Debian package, and its documents."""
     inside = "parts/alpha/lib/python3.11/site-packages/small-1.0.dist-info/METADATA"
-    kit.write(inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n")
+    kit.write(
+        inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n"
+    )
     kit.write("parts/beta/blob", "b" * 5000)
     project = Project(kit.root)
     (built,) = build(
@@ -71,10 +95,19 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     )
     plan = built.image.plan
     files = [
-        LockedFile(kind="wheel", name=name, version="1.0", file=f"{name}-1.0-py3-none-any.whl", size=9, sha256=sha256)
+        LockedFile(
+            kind="wheel",
+            name=name,
+            version="1.0",
+            file=f"{name}-1.0-py3-none-any.whl",
+            size=9,
+            sha256=sha256,
+        )
         for name, sha256 in (("small", "a" * 64), ("tool", "b" * 64))
     ]
-    lock = Lock(target="demo", channel="local", pins={}, files=(files[0], replace(files[1], base="build")))
+    lock = Lock(
+        target="demo", channel="local", pins={}, files=(files[0], replace(files[1], base="build"))
+    )
     plan.resolved.lock_path.parent.mkdir(parents=True)
     plan.resolved.lock_path.write_text(dumps(lock))
     plan = replace(plan, resolved=replace(plan.resolved, lock=lock))
@@ -108,22 +141,37 @@ class World:
     def key(self, name: str) -> str:
         return str(self.root / f"{name}.key")
 
-    def verify(self, reference: str = f":{TAG}", policy: Policy | None = None, key: str = "ours.pub") -> Verified:
+    def verify(
+        self, reference: str = f":{TAG}", policy: Policy | None = None, key: str = "ours.pub"
+    ) -> Verified:
         return verify_image(self.name + reference, Trust(key=str(self.root / key)), policy=policy)
 
     def blob(self, digest: str) -> Path:
         """The file in which the registry keeps a blob or a manifest."""
         number = digest.removeprefix("sha256:")
-        return self.root / "registry/data/docker/registry/v2/blobs/sha256" / number[:2] / number / "data"
+        return (
+            self.root
+            / "registry/data/docker/registry/v2/blobs/sha256"
+            / number[:2]
+            / number
+            / "data"
+        )
 
     def relist(self, change: Callable[[list[Document]], list[Document]]) -> None:
         """Replace what is attached to the image by other documents, whose digests are right."""
         there, new = self.there, change(list(self.attached))
-        there.attach([document for document in new if document not in self.attached], self.ready.subject)
+        there.attach(
+            [document for document in new if document not in self.attached], self.ready.subject
+        )
         digests = {digest_of(artifact(document, self.ready.subject)) for document in new}
         rows = [row for row in there.referrers(self.digest) if row["digest"] in digests]
         listed = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": rows})
-        there.request("PUT", f"manifests/{digest_tag(self.digest)}", data=listed, headers={"Content-Type": INDEX_TYPE})
+        there.request(
+            "PUT",
+            f"manifests/{digest_tag(self.digest)}",
+            data=listed,
+            headers={"Content-Type": INDEX_TYPE},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +180,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     os.environ["COSIGN_PASSWORD"] = "a word"
     for name in ("ours", "others"):
         subprocess.run(
-            ["cosign", "generate-key-pair", f"--output-key-prefix={name}"], cwd=root, check=True, capture_output=True
+            ["cosign", "generate-key-pair", f"--output-key-prefix={name}"],
+            cwd=root,
+            check=True,
+            capture_output=True,
         )
     ready, store = small_image(make_project(root / "project"))
     with registry(root / "registry") as port:
@@ -172,11 +223,15 @@ def edited(document: Document, change: Change) -> Document:
 
 def each(what: str, change: Callable[[Document], list[Document]]) -> Callable[[World], None]:
     return lambda world: world.relist(
-        lambda those: [new for one in those for new in (change(one) if is_about(one, what) else [one])]
+        lambda those: [
+            new for one in those for new in (change(one) if is_about(one, what) else [one])
+        ]
     )
 
 
-def stored(what: str, damage: Callable[[bytes], bytes], *, contents: bool) -> Callable[[World], None]:
+def stored(
+    what: str, damage: Callable[[bytes], bytes], *, contents: bool
+) -> Callable[[World], None]:
     """Change a document, or its manifest, in the registry's own files."""
 
     def tamper(world: World) -> None:
@@ -202,7 +257,9 @@ def inside(part: str, damage: Callable[[bytes], bytes] | None) -> Callable[[Worl
     return tamper
 
 
-def forged(change: Change, *, what: str = "", by: str = "others", tag: str = TAG) -> Callable[[World], None]:
+def forged(
+    change: Change, *, what: str = "", by: str = "others", tag: str = TAG
+) -> Callable[[World], None]:
     """Sign a changed statement with another key (or with ours), in place of the right one."""
 
     def again(bundle: Document, world: World) -> list[Document]:
@@ -217,12 +274,19 @@ def resigned(name: str, change: Change) -> Callable[[World], None]:
     """A publisher with the key who changes a document: all is signed, and nothing fits."""
 
     def tamper(world: World) -> None:
-        plain = [d if not d.name.startswith(name) else edited(d, change) for d in world.ready.documents]
+        plain = [
+            d if not d.name.startswith(name) else edited(d, change) for d in world.ready.documents
+        ]
         about = statements(plain, TAG, world.digest)
-        by = {json.dumps(payload(d), sort_keys=True): d for d in world.attached if d.media_type == BUNDLE}
+        by = {
+            json.dumps(payload(d), sort_keys=True): d
+            for d in world.attached
+            if d.media_type == BUNDLE
+        }
         signer = Signer(key=world.key("ours"))
         bundles = [
-            by.get(json.dumps(s, sort_keys=True)) or Document(media_type=BUNDLE, name="", data=signer.bundle(s))
+            by.get(json.dumps(s, sort_keys=True))
+            or Document(media_type=BUNDLE, name="", data=signer.bundle(s))
             for s in about
         ]
         world.relist(lambda _: [*plain, *bundles])
@@ -275,7 +339,14 @@ def flip(data: bytes) -> bytes:
     return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 
-DOCUMENTS = ("sbom.spdx.json", "sbom.cdx.json", "provenance.json", "lock.json", "gates.json", "validation-")
+DOCUMENTS = (
+    "sbom.spdx.json",
+    "sbom.cdx.json",
+    "provenance.json",
+    "lock.json",
+    "gates.json",
+    "validation-",
+)
 STATEMENTS = {
     SIGNATURE: "signature",
     PROVENANCE: "provenance.json",
@@ -292,16 +363,22 @@ def bundled(change: Change, what: str = SIGNATURE) -> Callable[[World], None]:
 
 def added(what: str, change: Callable[[Document], Document]) -> Callable[[World], None]:
     """Attach a changed copy beside a document or bundle."""
-    return lambda w: w.relist(lambda those: [*those, *(change(d) for d in those if is_about(d, what))])
+    return lambda w: w.relist(
+        lambda those: [*those, *(change(d) for d in those if is_about(d, what))]
+    )
 
 
-def tagged(manifest: Callable[[World], Any], tag: Callable[[World], str] = lambda _: TAG) -> Callable[[World], object]:
+def tagged(
+    manifest: Callable[[World], Any], tag: Callable[[World], str] = lambda _: TAG
+) -> Callable[[World], object]:
     """Let a tag name something else."""
 
     def tamper(world: World) -> None:
         content = manifest(world)
         headers = {"Content-Type": content["mediaType"]}
-        world.there.request("PUT", f"manifests/{tag(world)}", data=canonical_json(content), headers=headers)
+        world.there.request(
+            "PUT", f"manifests/{tag(world)}", data=canonical_json(content), headers=headers
+        )
 
     return tamper
 
@@ -321,76 +398,220 @@ CHANGES: dict[str, Callable[[str, Change], Callable[[World], None]]] = {
     "bundle": lambda of, change: bundled(change, of),
 }
 
-# fmt: off
+
 TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
-    **{f"{d} removed": (each(d, lambda _: []), f"{d}.*it is missing, but signed") for d in DOCUMENTS},
-    **{f"{d} changed": (stored(d, flip, contents=True), rf"{d}.* was changed: its contents have other bytes") for d in DOCUMENTS},
     **{
-        f"{d} replaced": (each(d, lambda one: [edited(one, put("more", value=1))]), f"{d}.*it was changed, other bytes are signed")
+        f"{d} removed": (each(d, lambda _: []), f"{d}.*it is missing, but signed")
         for d in DOCUMENTS
     },
-    "a document emptied": (stored("lock.json", lambda _: b"", contents=True), "lock.json.* was changed: its contents"),
-    "a document's manifest": (stored("lock.json", flip, contents=False), "was changed: its manifest has other bytes|not a document"),
-    **{f"statement of {n} removed": (each(s, lambda _: []), f"{n}.*(no signed statement|not signed)") for s, n in STATEMENTS.items()},
-    **{f"{n} signed by another": (forged(lambda _: None, what=s), f"{n}.*(no signed statement|not signed).*: ") for s, n in STATEMENTS.items()},
-    "a statement that says more": (each(BILL, lambda b: [said(b, OTHER)]), "sbom.spdx.json.*no signed statement.*its signature is not by"),
-    "a statement about another": (each(SIGNATURE, lambda b: [said(b, DIFFERENT)]), "signature.*not signed.*its signature is not by"),
-    "a broken signature": (
-        each(PROVENANCE, lambda b: [signature(b, lambda sig: sig[:-8] + "AAAAAAA=")]), "provenance.json.*no signed statement.*its signature is not by",
+    **{
+        f"{d} changed": (
+            stored(d, flip, contents=True),
+            rf"{d}.* was changed: its contents have other bytes",
+        )
+        for d in DOCUMENTS
+    },
+    **{
+        f"{d} replaced": (
+            each(d, lambda one: [edited(one, put("more", value=1))]),
+            f"{d}.*it was changed, other bytes are signed",
+        )
+        for d in DOCUMENTS
+    },
+    "a document emptied": (
+        stored("lock.json", lambda _: b"", contents=True),
+        "lock.json.* was changed: its contents",
     ),
-    "every statement removed": (lambda w: w.relist(lambda those: [d for d in those if d.media_type != BUNDLE]), "signature: no statement .* nothing is attached"),
-    "everything removed": (lambda w: w.relist(lambda _: []), "signature: no statement .* nothing is attached"),
-    "an envelope without a statement": (each(SIGNATURE, lambda b: [replace(b, data=b"{}")]), "signature: the image itself is not signed"),
-    "manifest changed": (inside("manifest", lambda data: data.replace(b"2026", b"2027")), "manifest: the registry returns other bytes|not that of an image"),
+    "a document's manifest": (
+        stored("lock.json", flip, contents=False),
+        "was changed: its manifest has other bytes|not a document",
+    ),
+    **{
+        f"statement of {n} removed": (
+            each(s, lambda _: []),
+            f"{n}.*(no signed statement|not signed)",
+        )
+        for s, n in STATEMENTS.items()
+    },
+    **{
+        f"{n} signed by another": (
+            forged(lambda _: None, what=s),
+            f"{n}.*(no signed statement|not signed).*: ",
+        )
+        for s, n in STATEMENTS.items()
+    },
+    "a statement that says more": (
+        each(BILL, lambda b: [said(b, OTHER)]),
+        "sbom.spdx.json.*no signed statement.*its signature is not by",
+    ),
+    "a statement about another": (
+        each(SIGNATURE, lambda b: [said(b, DIFFERENT)]),
+        "signature.*not signed.*its signature is not by",
+    ),
+    "a broken signature": (
+        each(PROVENANCE, lambda b: [signature(b, lambda sig: sig[:-8] + "AAAAAAA=")]),
+        "provenance.json.*no signed statement.*its signature is not by",
+    ),
+    "every statement removed": (
+        lambda w: w.relist(lambda those: [d for d in those if d.media_type != BUNDLE]),
+        "signature: no statement .* nothing is attached",
+    ),
+    "everything removed": (
+        lambda w: w.relist(lambda _: []),
+        "signature: no statement .* nothing is attached",
+    ),
+    "an envelope without a statement": (
+        each(SIGNATURE, lambda b: [replace(b, data=b"{}")]),
+        "signature: the image itself is not signed",
+    ),
+    "manifest changed": (
+        inside("manifest", lambda data: data.replace(b"2026", b"2027")),
+        "manifest: the registry returns other bytes|not that of an image",
+    ),
     "config changed": (inside("config", flip), "config: its bytes are not those of"),
     "config missing": (inside("config", None), "config: it is missing"),
     "layer changed": (inside("0", flip), r"layer alpha: .*(hash to|does not decompress|no tar)"),
     "layer cut": (inside("1", lambda data: data[:-20]), "layer beta: "),
     "layer missing": (inside("1", None), "layer beta: it is missing"),
     "layer longer": (inside("2", lambda data: data + b"\0" * 99), "layer recipes: "),
-    "image without a layer": (moved(lambda m: m["layers"].pop()), "it is about sha256:.* void for this image"),
+    "image without a layer": (
+        moved(lambda m: m["layers"].pop()),
+        "it is about sha256:.* void for this image",
+    ),
     "layers swapped": (moved(lambda m: m["layers"].reverse()), "layer .*: its content hashes to"),
-    "other annotations": (moved(lambda m: m["annotations"].update(x="y")), "it is about sha256:.* void for this image"),
+    "other annotations": (
+        moved(lambda m: m["annotations"].update(x="y")),
+        "it is about sha256:.* void for this image",
+    ),
     "tag of another release": (
-        lambda w: w.there.tag("v26.12-demo", w.ready.image.manifest), "tag: v26.12-demo names the image that was signed as v26.11-demo",
+        lambda w: w.there.tag("v26.12-demo", w.ready.image.manifest),
+        "tag: v26.12-demo names the image that was signed as v26.11-demo",
     ),
     # The owner of the key is wrong, or lies.
-    "bill without a package": (resigned("sbom.spdx", put("relationships", value=lambda r: r[1:])), "sbom.*small 1.0 is in the image, sbom.* has no such wheel"),
-    "bill with a package more": (resigned("sbom.spdx", put("relationships", value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}])), "sbom.*tool 1.0 is in sbom.*, the image has no such"),
-    "record without a job": (resigned("validation", put("jobs", value=lambda jobs: jobs[:1])), "validation.*runs and limits are not those of suite"),
+    "bill without a package": (
+        resigned("sbom.spdx", put("relationships", value=lambda r: r[1:])),
+        "sbom.*small 1.0 is in the image, sbom.* has no such wheel",
+    ),
+    "bill with a package more": (
+        resigned(
+            "sbom.spdx",
+            put(
+                "relationships",
+                value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}],
+            ),
+        ),
+        "sbom.*tool 1.0 is in sbom.*, the image has no such",
+    ),
+    "record without a job": (
+        resigned("validation", put("jobs", value=lambda jobs: jobs[:1])),
+        "validation.*runs and limits are not those of suite",
+    ),
     # As reported of cosign, notation, oras, skopeo and distribution, or close to it.
-    "payload with a line end": (bundled(put("dsseEnvelope", "payload", value=lambda data: data + "\n")), "signature.*not signed"),
-    "bundle of a message": (bundled(lambda b: b.update(messageSignature=b.pop("dsseEnvelope"))), "signature.*not signed"),
-    "bundle cut": (each(SIGNATURE, lambda b: [replace(b, data=b.data[:-40])]), "signature.*not signed"),
-    "bundle of brackets": (each(SIGNATURE, lambda b: [replace(b, data=b"[" * 100_000)]), "signature.*not signed"),
-    "bundle as text": (each(SIGNATURE, lambda b: [replace(b, media_type="text/plain")]), "signature.*not signed"),
-    "statement about two images": (forged(put("subject", value=lambda s: [*s, {"name": "x", "digest": {"sha256": "e" * 64}}]), what=SIGNATURE, by="ours"), "signature.*it is about sha256:.*, sha256:eeee.* void"),
-    "statement in capitals": (forged(put("subject", 0, "digest", "sha256", value=str.upper), what=SIGNATURE, by="ours"), "signature.*it is about.* void"),
-    "bill beside the bill": (added("sbom.spdx", lambda d: edited(d, OTHER_KEY)), "sbom.spdx.json: no signed statement"),
-    "lock beside the lock": (added("lock", lambda d: edited(d, OTHER_KEY)), "lock.json: it was changed, other bytes are signed"),
-    "gates beside the gates": (added("gates", lambda d: replace(edited(d, put("gates", value=[])), name="x.json")), "x.json: the signature does not name it"),
-    "validation more": (added("validation", lambda d: replace(edited(d, OTHER_KEY), name="validation-x.json")), "validation-x.json: no signed statement"),
-    "document of no name": (each("lock", lambda d: [replace(d, name="")]), "lock.json.*missing, but signed"),
-    "document under another name": (each("lock", lambda d: [replace(d, name="look.json")]), "lock.json.*missing, but signed"),
-    "gates as text": (each("gates", lambda d: [replace(d, media_type="text/plain")]), "gates.json: it is missing, but signed"),
-    "bill as text": (each("sbom.spdx", lambda d: [replace(d, media_type="text/plain")]), "sbom.spdx.json: it is missing, but signed"),
-    "tag of a list of images": (tagged(lambda w: {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [w.ready.subject]}), "manifest: it is not that of an image"),
-    "layer as config": (moved(lambda m: m["config"].update(digest=m["layers"][0]["digest"])), "manifest: it is not that of an image|void for this image"),
+    "payload with a line end": (
+        bundled(put("dsseEnvelope", "payload", value=lambda data: data + "\n")),
+        "signature.*not signed",
+    ),
+    "bundle of a message": (
+        bundled(lambda b: b.update(messageSignature=b.pop("dsseEnvelope"))),
+        "signature.*not signed",
+    ),
+    "bundle cut": (
+        each(SIGNATURE, lambda b: [replace(b, data=b.data[:-40])]),
+        "signature.*not signed",
+    ),
+    "bundle of brackets": (
+        each(SIGNATURE, lambda b: [replace(b, data=b"[" * 100_000)]),
+        "signature.*not signed",
+    ),
+    "bundle as text": (
+        each(SIGNATURE, lambda b: [replace(b, media_type="text/plain")]),
+        "signature.*not signed",
+    ),
+    "statement about two images": (
+        forged(
+            put("subject", value=lambda s: [*s, {"name": "x", "digest": {"sha256": "e" * 64}}]),
+            what=SIGNATURE,
+            by="ours",
+        ),
+        "signature.*it is about sha256:.*, sha256:eeee.* void",
+    ),
+    "statement in capitals": (
+        forged(put("subject", 0, "digest", "sha256", value=str.upper), what=SIGNATURE, by="ours"),
+        "signature.*it is about.* void",
+    ),
+    "bill beside the bill": (
+        added("sbom.spdx", lambda d: edited(d, OTHER_KEY)),
+        "sbom.spdx.json: no signed statement",
+    ),
+    "lock beside the lock": (
+        added("lock", lambda d: edited(d, OTHER_KEY)),
+        "lock.json: it was changed, other bytes are signed",
+    ),
+    "gates beside the gates": (
+        added("gates", lambda d: replace(edited(d, put("gates", value=[])), name="x.json")),
+        "x.json: the signature does not name it",
+    ),
+    "validation more": (
+        added("validation", lambda d: replace(edited(d, OTHER_KEY), name="validation-x.json")),
+        "validation-x.json: no signed statement",
+    ),
+    "document of no name": (
+        each("lock", lambda d: [replace(d, name="")]),
+        "lock.json.*missing, but signed",
+    ),
+    "document under another name": (
+        each("lock", lambda d: [replace(d, name="look.json")]),
+        "lock.json.*missing, but signed",
+    ),
+    "gates as text": (
+        each("gates", lambda d: [replace(d, media_type="text/plain")]),
+        "gates.json: it is missing, but signed",
+    ),
+    "bill as text": (
+        each("sbom.spdx", lambda d: [replace(d, media_type="text/plain")]),
+        "sbom.spdx.json: it is missing, but signed",
+    ),
+    "tag of a list of images": (
+        tagged(
+            lambda w: {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [w.ready.subject]}
+        ),
+        "manifest: it is not that of an image",
+    ),
+    "layer as config": (
+        moved(lambda m: m["config"].update(digest=m["layers"][0]["digest"])),
+        "manifest: it is not that of an image|void for this image",
+    ),
     "layer twice": (moved(lambda m: m["layers"].append(m["layers"][0])), "void for this image"),
-    "layer of another type": (moved(lambda m: m["layers"][0].update(mediaType="application/vnd.oci.image.layer.v1.tar+gzip")), "void for this image"),
-    "layer elsewhere": (moved(lambda m: m["layers"][0].update(urls=["http://127.0.0.1:1/x"])), "void for this image"),
+    "layer of another type": (
+        moved(
+            lambda m: m["layers"][0].update(mediaType="application/vnd.oci.image.layer.v1.tar+gzip")
+        ),
+        "void for this image",
+    ),
+    "layer elsewhere": (
+        moved(lambda m: m["layers"][0].update(urls=["http://127.0.0.1:1/x"])),
+        "void for this image",
+    ),
     "layer emptied": (inside("0", lambda _: b""), "layer alpha: "),
     "layer of zeros": (inside("0", lambda data: bytes(len(data))), "layer alpha: "),
     "config emptied": (inside("config", lambda _: b""), "config: its bytes are not those of"),
-    "manifest emptied": (inside("manifest", lambda _: b""), "manifest: the registry returns other bytes|has no image|refuses"),
-    "an image as list of documents": (tagged(lambda w: json.loads(w.ready.image.manifest), listing), "signature.*nothing is attached"),
-    "a document lost": (lambda w: w.blob(w.there.referrers(w.digest)[0]["digest"]).unlink(), "is listed for the image, but missing"),
+    "manifest emptied": (
+        inside("manifest", lambda _: b""),
+        "manifest: the registry returns other bytes|has no image|refuses",
+    ),
+    "an image as list of documents": (
+        tagged(lambda w: json.loads(w.ready.image.manifest), listing),
+        "signature.*nothing is attached",
+    ),
+    "a document lost": (
+        lambda w: w.blob(w.there.referrers(w.digest)[0]["digest"]).unlink(),
+        "is listed for the image, but missing",
+    ),
     **{
         name: (CHANGES[row["change"]](row["of"], put(*row["at"], value=row["to"])), row["named"])
         for name, row in yaml.safe_load(TABLE.read_text()).items()
     },
 }
-# fmt: on
 
 
 # One document and one statement stand for the others, which the same code compares.
@@ -400,7 +621,11 @@ ALIKE = re.compile(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * bool(ALIKE.fullmatch(name))) for name in TAMPERINGS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * bool(ALIKE.fullmatch(name)))
+        for name in TAMPERINGS
+    ],
 )
 def test_each_tampering_is_named(world: World, name: str) -> None:
     tamper, expected = TAMPERINGS[name]
@@ -421,18 +646,33 @@ def test_each_tampering_is_named(world: World, name: str) -> None:
 
 def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
     for kind in ("slsaprovenance1", "spdxjson", TEST_RESULT):
-        words = ["cosign", "verify-attestation", "--insecure-ignore-tlog", "--key", world.key("ours")[:-4] + ".pub"]
-        subprocess.run([*words, "--type", kind, f"{world.name}:{TAG}"], check=True, capture_output=True)
+        words = [
+            "cosign",
+            "verify-attestation",
+            "--insecure-ignore-tlog",
+            "--key",
+            world.key("ours")[:-4] + ".pub",
+        ]
+        subprocess.run(
+            [*words, "--type", kind, f"{world.name}:{TAG}"], check=True, capture_output=True
+        )
     (result,) = world.verify().validations
     assert result["primus"]["suite"]["rates"]["named"] == 99
     assert world.verify(f"@{world.digest}").passed
     # Another validation under the same name, signed as well, does not make the first one wrong.
     later = edited(world.ready.documents[-1], put("made", value="2026-11-27"))
-    more, store = replace(world.ready, documents=(*world.ready.documents, later)), Project(world.root / "project")
-    publish(more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours")))
+    more, store = (
+        replace(world.ready, documents=(*world.ready.documents, later)),
+        Project(world.root / "project"),
+    )
+    publish(
+        more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours"))
+    )
     assert (world.verify().faults, len(world.verify().validations)) == ([], 2)
     layers = list[str]()
-    stranger = verify_image(f"{world.name}:{TAG}", Trust(key=str(world.root / "others.pub")), say=layers.append)
+    stranger = verify_image(
+        f"{world.name}:{TAG}", Trust(key=str(world.root / "others.pub")), say=layers.append
+    )
     assert ("its signature is not by" in stranger.faults[0], layers) == (True, [])
 
 
@@ -459,7 +699,9 @@ def test_a_key_that_cannot_be_used_is_no_verdict_on_the_image(world: World) -> N
 )
 def test_a_policy_names_what_a_release_lacks(world: World, policy: Policy, lacking: str) -> None:
     assert any("names no recipe" in reason for reason in world.verify(policy=policy).lacking)
-    needs_one = put("predicate", "buildDefinition", "externalParameters", "recipes", value=["llama3-proxy"])
+    needs_one = put(
+        "predicate", "buildDefinition", "externalParameters", "recipes", value=["llama3-proxy"]
+    )
     resigned("provenance", needs_one)(world)
     assert world.verify(policy=Policy()).passed
     assert any(lacking in reason for reason in world.verify(policy=policy).lacking)

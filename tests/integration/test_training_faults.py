@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from training_kit import Python, failing, train
 
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import checks, outcome
-from primus.training.checks import Verdict
-from primus.training.job import Job
-from primus.training.outcome import Outcome
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.judge import checks
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +24,10 @@ INSIDE = Path(__file__).with_name("inside")
 STEPS = 10
 # The step at which torchtitan's healthy run saves the checkpoint that a resumed run starts from.
 KEPT = 8
-BASES = {"fsdp": ("steps=10", "lr=0.01", "seq_len=32"), "torchtitan": ("steps=10", f"checkpoint={KEPT}")}
+BASES = {
+    "fsdp": ("steps=10", "lr=0.01", "seq_len=32"),
+    "torchtitan": ("steps=10", f"checkpoint={KEPT}"),
+}
 # Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision is a choice.
 FAULTS = {
     "fsdp": {
@@ -37,16 +41,29 @@ FAULTS = {
 # Unit tests break each check, and test_silent_faults.py breaks each backend.
 QUICK = ("nan", "loop_lost_micro_batch", "no_fp8")
 CASES = [
-    pytest.param(backend, fault, *what[:1], what[1:], id=fault, marks=() if fault in QUICK else pytest.mark.slow)
+    pytest.param(
+        backend,
+        fault,
+        *what[:1],
+        what[1:],
+        id=fault,
+        marks=() if fault in QUICK else pytest.mark.slow,
+    )
     for backend, faults in FAULTS.items()
     for fault, what in faults.items()
 ]
 
 
 def job_of(backend: str, output: Path, *words: str, resume_from: Path | None = None) -> Job:
-    precision = next((word.removeprefix("--precision=") for word in words if word.startswith("--")), "fp32")
+    precision = next(
+        (word.removeprefix("--precision=") for word in words if word.startswith("--")), "fp32"
+    )
     choices = Choices(backend=backend, gpu="cpu", proxy=True, precision=precision)
-    settings = {word.partition("=")[0]: word for word in (*BASES[backend], *words) if not word.startswith("--")}
+    settings = {
+        word.partition("=")[0]: word
+        for word in (*BASES[backend], *words)
+        if not word.startswith("--")
+    }
     recipe = resolve("llama3.1-8b", [*settings.values()], choices)
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
@@ -61,7 +78,9 @@ def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ..
         verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, last=1))
     elif check == "resume":
         tolerance = recipe.get("validation.resume_tolerance", float)
-        verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, first=KEPT + 1))
+        verdicts.append(
+            checks.same_steps(check, healthy.series, run.series, tolerance, first=KEPT + 1)
+        )
     elif check == "same result again":
         tolerance = recipe.get("validation.repeat_tolerance", float)
         verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance))
@@ -89,9 +108,14 @@ def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str)
 
 @pytest.mark.parametrize(("backend", "fault", "check", "words"), CASES)
 def test_a_fault_is_caught_by_the_check_meant_for_it(
-    python: Python, healthy: Callable[[str], Outcome], tmp_path: Path,
-    backend: str, fault: str, check: str, words: tuple[str, ...],
-) -> None:  # fmt: skip
+    python: Python,
+    healthy: Callable[[str], Outcome],
+    tmp_path: Path,
+    backend: str,
+    fault: str,
+    check: str,
+    words: tuple[str, ...],
+) -> None:
     base = healthy(backend)
     checkpoint = base.job.output / "checkpoint" / f"step-{KEPT}" if check == "resume" else None
     job = job_of(backend, tmp_path / "broken", *words, resume_from=checkpoint)
@@ -109,7 +133,7 @@ def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
     assert "exit code 3" in run.cause or "exitcode  : 3" in (run.job.output / "log.txt").read_text()
     ranks = [line.split() for line in sorted((tmp_path / "started").read_text().splitlines())]
     assert [words[0] for words in ranks] == ["0", "1"]
-    assert all("primus.training.fsdp.entry" in words for words in ranks)
+    assert all("primus_images.training.backends.fsdp.entry" in words for words in ranks)
     assert " ".join(wrap) in " ".join(run.run.argv)
 
 
@@ -120,11 +144,16 @@ def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
     job = replace(job_of(backend, tmp_path / "wrong", "steps=4"), verify_steps=2)
     broken = train(python, job, "wrong_kernel")
     assert broken.exit_code
-    assert re.match(r"rank 1: .*WrongResultError: step 2: the CPU of .* it computes wrong", broken.cause)
+    assert re.match(
+        r"rank 1: .*WrongResultError: step 2: the CPU of .* it computes wrong", broken.cause
+    )
     runs = [
         train(
             python,
-            replace(job_of(backend, tmp_path / f"verified-{n}", "steps=4", "deterministic=true"), verify_steps=n),
+            replace(
+                job_of(backend, tmp_path / f"verified-{n}", "steps=4", "deterministic=true"),
+                verify_steps=n,
+            ),
         )
         for n in (0, 2)
     ]

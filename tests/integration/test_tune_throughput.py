@@ -14,15 +14,28 @@ pytestmark = pytest.mark.integration
 # Without a limit of its own, a model that does not fit would take the machine's memory first.
 LIMITED = """\
 import resource, sys
-from primus.cli.main import main
+from primus_images.cli.main import main
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 sys.exit(main(sys.argv[1:]))
 """
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return ["tune", "throughput", "llama3-proxy", "--gpu", "cpu", "ranks=1",
-            "--steps", "3", "--warmup", "1", "--folder", str(folder), *more]  # fmt: skip
+    return [
+        "tune",
+        "throughput",
+        "llama3-proxy",
+        "--gpu",
+        "cpu",
+        "ranks=1",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--folder",
+        str(folder),
+        *more,
+    ]
 
 
 def test_a_start_that_does_not_fit_into_memory_is_said_to(python: Python, tmp_path: Path) -> None:
@@ -35,12 +48,14 @@ def test_a_start_that_does_not_fit_into_memory_is_said_to(python: Python, tmp_pa
 
 
 @pytest.mark.slow  # 12 runs, two minutes
-def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: Python, tmp_path: Path) -> None:
+def test_a_search_goes_on_after_an_interruption_and_its_file_trains(
+    python: Python, tmp_path: Path
+) -> None:
     file = tmp_path / "tuned.yaml"
     command = [
         *python.command,
         "-m",
-        "primus.cli.main",
+        "primus_images.cli.main",
         *words(tmp_path / "kept", "training.local_batch_size=2", "--output", str(file), "--json"),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
@@ -53,7 +68,9 @@ def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: Pyth
     assert len(before) >= 2
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are not repeated"
+    assert {path: path.stat().st_mtime_ns for path in before} == before, (
+        "finished runs are not repeated"
+    )
     found = json.loads(ended.stdout)
     assert len(found["runs"]) >= 4
     assert all(run["tokens_per_second"] > 0 and not run["reason"] for run in found["runs"])
@@ -61,8 +78,20 @@ def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: Pyth
     if found["winner"]:
         assert len(found["winner_tokens_per_second"]) == len(found["start_tokens_per_second"]) == 3
     if file.exists():
-        train = ["train", str(file), "--gpu", "cpu", "--steps", "2", "--output", str(tmp_path / "run")]
+        train = [
+            "train",
+            str(file),
+            "--gpu",
+            "cpu",
+            "--steps",
+            "2",
+            "--output",
+            str(tmp_path / "run"),
+        ]
         ended = subprocess.run(
-            [*python.command, "-m", "primus.cli.main", *train], capture_output=True, text=True, check=False
+            [*python.command, "-m", "primus_images.cli.main", *train],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert ended.returncode == 0, ended.stderr

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, make_certificate, make_wheel, serve
-from primus.errors import HostError, InputError
-from primus.progress import Progress
-from primus.versions.fetch import fetch
-from primus.versions.filecache import FileCache
-from primus.versions.lock import BaseRequest, LockedFile, Request
-from primus.versions.wheels import resolve_sdists, resolve_wheels
+from primus_images.errors import HostError, InputError
+from primus_images.progress import Progress
+from primus_images.versions.fetch import fetch
+from primus_images.versions.filecache import FileCache
+from primus_images.versions.lock import BaseRequest, LockedFile, Request
+from primus_images.versions.wheels import resolve_sdists, resolve_wheels
 from project_kit import until
 
 pytestmark = pytest.mark.integration
@@ -35,7 +35,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     files = root / "files"
     make_wheel(files, "small", "1.0")
     make_wheel(files, "small", "1.1")
-    make_wheel(files, "big", "1.0+cpu", needs=("small", 'old-python-only; python_version < "3.12"'), padding=BIG)
+    make_wheel(
+        files,
+        "big",
+        "1.0+cpu",
+        needs=("small", 'old-python-only; python_version < "3.12"'),
+        padding=BIG,
+    )
     make_wheel(files, "old-python-only", "1.0", needs=('never; sys_platform == "win32"',))
     make_wheel(files, "newer-glibc", "1.0", tag="cp311-cp311-manylinux_2_36_x86_64")
     make_wheel(files, "newer-glibc", "2.0", tag="cp311-cp311-manylinux_2_39_x86_64")
@@ -46,7 +52,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    for name in [n for n in os.environ if n.startswith(("PIP_", "UV_")) or n.lower().endswith("_proxy")]:
+    for name in [
+        n for n in os.environ if n.startswith(("PIP_", "UV_")) or n.lower().endswith("_proxy")
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", url)
@@ -84,7 +92,11 @@ def _within(seconds: float, work: Callable[[], object], error: type[Exception]) 
 
 def test_resolve_gives_closure_names_sizes_and_hashes(index: Server) -> None:
     found = _resolve(_request(big="1.0+cpu"))
-    assert {n: f.version for n, f in found.items()} == {"big": "1.0+cpu", "old-python-only": "1.0", "small": "1.1"}
+    assert {n: f.version for n, f in found.items()} == {
+        "big": "1.0+cpu",
+        "old-python-only": "1.0",
+        "small": "1.1",
+    }
     big = found["big"]
     data = (index.root / "files" / big.file).read_bytes()
     assert big.file == "big-1.0+cpu-py3-none-any.whl"
@@ -112,7 +124,11 @@ def test_what_the_base_brings_is_not_taken_from_the_index(index: Server) -> None
     brought = replace(_request(big="1.0+cpu"), debs={"python3-small": "0.9"})
     assert set(_resolve(brought)) == {"big", "old-python-only"}
     assert set(_resolve(brought, small="1.0")) == {"big", "old-python-only"}
-    message = _within(9, lambda: _resolve(replace(_request(clash="1.0"), debs={"python3-small": "0.9"})), InputError)
+    message = _within(
+        9,
+        lambda: _resolve(replace(_request(clash="1.0"), debs={"python3-small": "0.9"})),
+        InputError,
+    )
     assert "the pins do not fit" in message
 
 
@@ -154,12 +170,17 @@ def test_an_sdist_is_found_by_version(index: Server) -> None:
         resolve_sdists(replace(request, sdists={"src-thing": "1.6"}))
 
 
-def test_unreachable_index_answers_in_seconds(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_index_answers_in_seconds(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = list(_resolve(_request(big="1.0+cpu")).values())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         _use(monkeypatch, f"http://user:SECRET@127.0.0.1:{taken.getsockname()[1]}/simple")
-        for work in (lambda: _resolve(_request(small="1.1")), lambda: _fetch(files, FileCache(tmp_path / "c"))):
+        for work in (
+            lambda: _resolve(_request(small="1.1")),
+            lambda: _fetch(files, FileCache(tmp_path / "c")),
+        ):
             message = _within(5, work, HostError)
             assert "Connection refused" in message
             assert "SECRET" not in message
@@ -186,7 +207,9 @@ def test_nobody_waits_as_long_as_a_server_asks(index: Server) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_a_file_in_find_links_needs_no_download(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_find_links_needs_no_download(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = list(_resolve(_request(small="1.1")).values())
     monkeypatch.setenv("PIP_FIND_LINKS", str(index.root / "files"))
     index.log.clear()
@@ -195,7 +218,9 @@ def test_a_file_in_find_links_needs_no_download(index: Server, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_cut_download_goes_on_where_it_was_cut(index: Server, tmp_path: Path, ranges: bool) -> None:
+def test_a_cut_download_goes_on_where_it_was_cut(
+    index: Server, tmp_path: Path, ranges: bool
+) -> None:
     index.faults.no_range = not ranges
     big = _resolve(_request(big="1.0+cpu"))["big"]
     index.faults.cut["/files/" + big.file] = [1_000_000, 2_000_000] if ranges else [1_000_000]
@@ -280,7 +305,9 @@ def test_credentials_of_the_index_reach_its_files_and_no_message(
     index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.faults.login = ("me", "SECRET")
-    assert "valid authentication credentials" in _within(5, lambda: _resolve(_request(small="1.1")), HostError)
+    assert "valid authentication credentials" in _within(
+        5, lambda: _resolve(_request(small="1.1")), HostError
+    )
     monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("//", "//me:SECRET@") + "/simple")
     small = _resolve(_request(small="1.1"))["small"]
     _fetched(small, tmp_path / "c")
@@ -296,7 +323,9 @@ def test_credentials_of_the_index_reach_its_files_and_no_message(
     assert _resolve(_request(small="1.1"))["small"] == small
 
 
-def test_a_private_ca_is_pips_own_setting(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_ca_is_pips_own_setting(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificate = make_certificate(tmp_path / "ca.pem")
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -340,7 +369,9 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(index: Server, tmp_path: Pa
         subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
         _fetch(list(files.values()), cache)
         assert all(cache.verify(f.sha256) for f in files.values())
-        assert index.asked(files["big"].file)[-1] is not None, "it went on from what the full disk had taken"
+        assert index.asked(files["big"].file)[-1] is not None, (
+            "it went on from what the full disk had taken"
+        )
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -348,17 +379,19 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(index: Server, tmp_path: Pa
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from primus.versions.fetch import fetch
-from primus.versions.filecache import FileCache
-from primus.progress import Progress
-from primus.versions.lock import LockedFile, Request
+from primus_images.versions.fetch import fetch
+from primus_images.versions.filecache import FileCache
+from primus_images.progress import Progress
+from primus_images.versions.lock import LockedFile, Request
 file = LockedFile(**json.loads(sys.argv[1]))
 request = Request(target="t", channel="pypi", python="3.11")
 fetch({file: request}, FileCache(Path(sys.argv[2])), progress=Progress())
 """
 
 
-def test_ctrl_c_on_a_stalled_server_ends_at_once_and_keeps_the_part(index: Server, tmp_path: Path) -> None:
+def test_ctrl_c_on_a_stalled_server_ends_at_once_and_keeps_the_part(
+    index: Server, tmp_path: Path
+) -> None:
     big = _resolve(_request(big="1.0+cpu"))["big"]
     path = "/files/" + big.file
     index.faults.cut[path] = [1_000_000]

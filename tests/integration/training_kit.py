@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Timer
 
-from primus.training import outcome
-from primus.training.checks import Verdict
-from primus.training.job import Job
-from primus.training.outcome import Outcome
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
 
 # Variables of the process that is forked: libraries read them when they are loaded.
 SET = ("OMP_NUM_THREADS=1", "HF_HUB_OFFLINE=1")
@@ -32,13 +32,19 @@ class Python:
             environment = os.environ | dict(variable.split("=") for variable in SET)
             words_of_server = [*self.command, "-W", "ignore", str(WARM)]
             self._server = subprocess.Popen(
-                words_of_server, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                words_of_server,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
         stdin, stdout = self._server.stdin, self._server.stdout
         assert stdin is not None and stdout is not None
         timer = Timer(timeout, self._server.kill)
         timer.start()
-        stdin.write(json.dumps({"words": words, "variables": variables | {"PRIMUS_FAULT": fault}}) + "\n")
+        stdin.write(
+            json.dumps({"words": words, "variables": variables | {"PRIMUS_FAULT": fault}}) + "\n"
+        )
         stdin.flush()
         answer = stdout.readline()
         timer.cancel()
@@ -56,7 +62,9 @@ def started(
     python: Python, job: Job, *words: str, fault: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``job`` with ``primus train`` and ``words``."""
-    return python.run("-m", "primus.cli.main", *job.arguments(), *words, fault=fault, **variables)
+    return python.run(
+        "-m", "primus_images.cli.main", *job.arguments(), *words, fault=fault, **variables
+    )
 
 
 def train(python: Python, job: Job, fault: str = "", **variables: str) -> Outcome:

@@ -17,11 +17,11 @@ from docs.site.models import INTRO
 from docs.site.reference import commands as reference
 
 import gits
-from primus.cli.main import parser_of
-from primus.gpus import detect
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.versions.lock import Lock, dumps
+from primus_images.cli.main import parser_of
+from primus_images.gpus import detect
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.versions.lock import Lock, dumps
 from project_kit import Kit, make_project
 from proof_kit import finished_run, kept, sparse_weights
 
@@ -29,18 +29,33 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/results/documented-commands.json"
 # Folders in the pages' commands. Here they are below a temporary one.
 FOLDERS = re.compile(r"(?<![\w$.}/])/(?=(?:data|models|shared|weights)\b)")
-RULES = yaml.safe_load((ROOT / "tests/fixtures/documented_commands.yaml").read_text(encoding="utf-8"))
+RULES = yaml.safe_load(
+    (ROOT / "tests/fixtures/documented_commands.yaml").read_text(encoding="utf-8")
+)
 HERE = "tests/unit/test_docs_commands.py"
 
 
 def documented() -> list[tuple[str, str]]:
     """Page and command of each line of a shell block."""
-    names = ["README.md", *(name for name in written() if not name.startswith(("benchmarks/", "CHANGELOG")))]
+    names = [
+        "README.md",
+        *(name for name in written() if not name.startswith(("benchmarks/", "CHANGELOG"))),
+    ]
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
     texts |= {"reference/commands.md": "\n".join(reference()), "models.md": INTRO}
-    blocks = [(name, block) for name in texts for block in re.findall(r"^```sh\n(.*?)^```", texts[name], re.M | re.S)]
-    lines = [(name, line) for name, block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    shown = [(name, line) for name in texts for line in re.findall(r"^```console\n\$ (.+)", texts[name], re.M)]
+    blocks = [
+        (name, block)
+        for name in texts
+        for block in re.findall(r"^```sh\n(.*?)^```", texts[name], re.M | re.S)
+    ]
+    lines = [
+        (name, line) for name, block in blocks for line in block.replace("\\\n", " ").splitlines()
+    ]
+    shown = [
+        (name, line)
+        for name in texts
+        for line in re.findall(r"^```console\n\$ (.+)", texts[name], re.M)
+    ]
     return [(name, " ".join(line.partition("  #")[0].split())) for name, line in lines + shown]
 
 
@@ -70,8 +85,13 @@ def test_the_record_counts_them(request: pytest.FixtureRequest) -> None:
     record = {
         "generated": "by pytest tests/unit/test_docs_commands.py --regenerate-golden; do not edit",
         "commands": len(ways),
-        **{kind: dict(Counter(by for what, by in ways.values() if what == kind)) for kind in ("run", "dry run")},
-        "not run": {command: reason for command, (kind, reason) in ways.items() if kind == "not run"},
+        **{
+            kind: dict(Counter(by for what, by in ways.values() if what == kind))
+            for kind in ("run", "dry run")
+        },
+        "not run": {
+            command: reason for command, (kind, reason) in ways.items() if kind == "not run"
+        },
     }
     if request.config.getoption("--regenerate-golden"):
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -95,26 +115,47 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in ("10", "11", "12"):
         text = pins.replace("v26.11", f"v26.{number}").replace("opt/alpha", f"opt/alpha{number}")
         kit.write("versions.yaml", text)
-        for words in (("init", "-q"), ("add", "versions.yaml", "images"), ("commit", "-q", "-m", number)):
+        for words in (
+            ("init", "-q"),
+            ("add", "versions.yaml", "images"),
+            ("commit", "-q", "-m", number),
+        ):
             gits.git(root, *words)
         kit.build("cpu", "mi300x")
     for folder in ("data/tokenizer", "models/llama-3.1-8b", "models/mine", "weights"):
         shutil.copytree(ROOT / "recipes/assets/tokenizer", root / folder)
-        shutil.copy(ROOT / "recipes/published/meta-llama--Llama-3.1-8B.json", root / folder / "config.json")
+        shutil.copy(
+            ROOT / "recipes/published/meta-llama--Llama-3.1-8B.json", root / folder / "config.json"
+        )
         sparse_weights(root / folder)
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.S)
+    (recipe,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.S
+    )
     kit.write("my-model.yaml", recipe)
     for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt", "chats.jsonl"):
-        kit.write(name, '{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
+        kit.write(
+            name, '{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100
+        )
     for name in ("before", "after", "mine"):
         finished_run(root / "runs" / name)
     kept(root / "runs/mine/checkpoint/step-10", resolve("llama3.1-8b", (), Choices(gpu="mi300x")))
-    kit.write("shared/preflight/node-1.json", kit.primus("preflight", "--quick", "--expect", "0", "--json").out)
-    kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
+    kit.write(
+        "shared/preflight/node-1.json",
+        kit.primus("preflight", "--quick", "--expect", "0", "--json").out,
+    )
+    kit.write(
+        "images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=()))
+    )
     for name, text in RULES["files"].items():
         kit.write(name, text)
-    stand_in = f"#!{sys.executable} -IS\n" + (ROOT / "tests/fixtures/stand_in").read_text(encoding="utf-8")
-    for name in [*(f"programs/{program}" for program in RULES["programs"]), ".venv/bin/pip", ".venv/bin/nox"]:
+    stand_in = f"#!{sys.executable} -IS\n" + (ROOT / "tests/fixtures/stand_in").read_text(
+        encoding="utf-8"
+    )
+    for name in [
+        *(f"programs/{program}" for program in RULES["programs"]),
+        ".venv/bin/pip",
+        ".venv/bin/nox",
+    ]:
         kit.write(name, stand_in).chmod(0o755)
     return root
 
@@ -125,14 +166,20 @@ def test_a_documented_command_runs(
 ) -> None:
     monkeypatch.chdir(world)
     calls = tmp_path / "calls"
-    environment = {"PATH": f"{world}/programs:/usr/bin:/bin", "CALLS": str(calls), "HOME": str(tmp_path)}
+    environment = {
+        "PATH": f"{world}/programs:/usr/bin:/bin",
+        "CALLS": str(calls),
+        "HOME": str(tmp_path),
+    }
     text = FOLDERS.sub(f"{world}/", command)
     subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True, env=environment)
     machine = detect.Found(vendor="amd", names=("AMD Instinct MI300X",) * 8, generation="mi300x")
     monkeypatch.setattr(detect, "_amd", lambda root: machine)
     monkeypatch.setenv("PATH", f"{world}/programs:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "kubectl"))
-    for program, *words, variables in map(json.loads, calls.read_text().splitlines() if calls.exists() else ()):
+    for program, *words, variables in map(
+        json.loads, calls.read_text().splitlines() if calls.exists() else ()
+    ):
         if program == "docker":
             at = next(n for n, word in enumerate(words) if word.startswith("rocm/primus:"))
             assert {word for word in words[1:at] if word.startswith("-")} <= {*RULES["docker run"]}

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.recipes.load import entries
-from primus.recipes.schema import backends
+from primus_images.cli.main import main
+from primus_images.recipes.load import entries
+from primus_images.recipes.schema import backends
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 CONSOLE = [
     pytest.param(command, shown, id=command)
     for page in PAGES
-    for command, shown in re.findall(r"^```console\n\$ primus (.*)\n((?:.*\n)*?)```", page.read_text(), re.MULTILINE)
+    for command, shown in re.findall(
+        r"^```console\n\$ primus (.*)\n((?:.*\n)*?)```", page.read_text(), re.MULTILINE
+    )
 ]
 # A speed-up, with the paragraph that it is in.
 RATIO = re.compile(r"\b\d+\.\d+(?= times| ×\))")
@@ -45,7 +47,9 @@ def test_every_recipe_and_backend_has_a_golden_curve() -> None:
     (curves,) = (ROOT / "benchmarks/golden").glob("*-cpu.json")
     recorded = json.loads(curves.read_text())["curves"]
     cells = {f"{entry.recipe}-{entry.backend}-{entry.mode}" for entry in entries()}
-    assert set(recorded) == cells, "record it: primus validate cpu --suite quick --recipe RECIPE --record-golden"
+    assert set(recorded) == cells, (
+        "record it: primus validate cpu --suite quick --recipe RECIPE --record-golden"
+    )
 
 
 def ratios() -> list[tuple[str, str]]:
@@ -58,17 +62,23 @@ def ratios() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("ratio", "paragraph"), [pytest.param(*one, id=one[0]) for one in ratios()])
+@pytest.mark.parametrize(
+    ("ratio", "paragraph"), [pytest.param(*one, id=one[0]) for one in ratios()]
+)
 def test_a_speed_up_stands_in_the_result_that_is_linked(ratio: str, paragraph: str) -> None:
     linked = re.findall(r"reports/([\w-]+)\.md", paragraph)
     reports = ROOT / "benchmarks/reports"
     pages = [reports / f"{name}.md" for name in linked] or sorted(reports.glob("speed-*.md"))
-    stated = [float(word) for page in pages for word in re.findall(r"\b\d+\.\d{3}\b", page.read_text())]
+    stated = [
+        float(word) for page in pages for word in re.findall(r"\b\d+\.\d{3}\b", page.read_text())
+    ]
     places = len(ratio.partition(".")[2])
     assert any(abs(word - float(ratio)) <= 0.5001 * 10**-places for word in stated), paragraph
 
 
 def test_every_short_name_of_a_setting_is_listed() -> None:
-    rows = [row for row in (ROOT / "docs/training.md").read_text().splitlines() if row.startswith("| `")]
+    rows = [
+        row for row in (ROOT / "docs/training.md").read_text().splitlines() if row.startswith("| `")
+    ]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert {name for one in backends().values() for name in (*one.keys, *one.degrees)} <= listed

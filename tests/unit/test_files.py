@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from primus import files
-from primus.errors import InputError
+from primus_images import files
+from primus_images.errors import InputError
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

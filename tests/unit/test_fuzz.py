@@ -19,27 +19,27 @@ import requests
 from hypothesis import HealthCheck, given, settings, strategies as st
 from requests.adapters import BaseAdapter
 
-from primus import files
-from primus.compat.translate import read_experiment
-from primus.engine.kinds.wheels import wheel_entries
-from primus.errors import PrimusError
-from primus.gpucode.bundles import bundles_in
-from primus.gpucode.elf import read_elf
-from primus.oci.layer import walk, write_layer
-from primus.oci.store import MANIFEST_TYPE, Blob, Store
-from primus.oci.tar import Entry
-from primus.plan.skeleton import Prefix
-from primus.plan.stats import StatIndex
-from primus.recipes.load import parse
-from primus.recipes.resolve import vocabulary
-from primus.recipes.tensors import header
-from primus.recipes.weights import config_of
-from primus.release.artifact import Document, artifact
-from primus.release.registry import Repository
-from primus.report.run import read_all
-from primus.system import nodes
-from primus.training import identity
-from primus.versions.lock import dumps, load, loads
+from primus_images import files
+from primus_images.compat.translate import read_experiment
+from primus_images.engine.kinds.wheels import wheel_entries
+from primus_images.errors import PrimusError
+from primus_images.gpucode.bundles import bundles_in
+from primus_images.gpucode.elf import read_elf
+from primus_images.oci.layer import walk, write_layer
+from primus_images.oci.store import MANIFEST_TYPE, Blob, Store
+from primus_images.oci.tar import Entry
+from primus_images.plan.skeleton import Prefix
+from primus_images.plan.stats import StatIndex
+from primus_images.recipes.load import parse
+from primus_images.recipes.resolve import vocabulary
+from primus_images.recipes.tensors import header
+from primus_images.recipes.weights import config_of
+from primus_images.release.artifact import Document, artifact
+from primus_images.release.registry import Repository
+from primus_images.report.run import read_all
+from primus_images.system import nodes
+from primus_images.training.run import identity
+from primus_images.versions.lock import dumps, load, loads
 
 ROOT = Path(__file__).parents[2]
 PREFIX = Prefix(python="3.11")
@@ -49,10 +49,12 @@ def wheel() -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in {
-            "demo/__init__.py": "x = 1\n" * 40, "d-1.dist-info/WHEEL": "Wheel-Version: 1.0\n",
-            "d-1.data/scripts/run": "#!python\n", "d-1.dist-info/RECORD": "demo/__init__.py,,\n",
+            "demo/__init__.py": "x = 1\n" * 40,
+            "d-1.dist-info/WHEEL": "Wheel-Version: 1.0\n",
+            "d-1.data/scripts/run": "#!python\n",
+            "d-1.dist-info/RECORD": "demo/__init__.py,,\n",
             "d-1.dist-info/entry_points.txt": "[console_scripts]\nrun = demo:main\n",
-        }.items():  # fmt: skip
+        }.items():
             archive.writestr(name, text)
     return data.getvalue()
 
@@ -74,7 +76,9 @@ class Registry(BaseAdapter):
         answer.status_code, answer.raw, answer.url = 200, io.BytesIO(self.data), str(request.url)
         answer.request, answer.connection = request, self  # type: ignore[attr-defined]
         head = self.data[:60].decode("latin-1").split("\n")[0]
-        answer.headers = requests.structures.CaseInsensitiveDict({"Docker-Content-Digest": head, "Location": head})
+        answer.headers = requests.structures.CaseInsensitiveDict(
+            {"Docker-Content-Digest": head, "Location": head}
+        )
         return answer
 
     def close(self) -> None:
@@ -85,9 +89,10 @@ def of_registry(data: bytes, _: Path) -> None:
     repository = Repository("localhost:1/a/b")
     repository._session.mount("http://", Registry(data))
     for call in (
-        lambda: repository.digest("v1"), repository.check_uploads,
+        lambda: repository.digest("v1"),
+        repository.check_uploads,
         lambda: [repository.document(one) for one in repository.referrers("sha256:" + "0" * 64)],
-    ):  # fmt: skip
+    ):
         try:
             call()
         except PrimusError:
@@ -118,7 +123,9 @@ def of_stats(data: bytes, folder: Path) -> None:
 def of_layer(data: bytes, folder: Path) -> None:
     (folder / "layer").write_bytes(data)
     for compression in ("tar+gzip", "tar+zstd"):
-        blob = Blob(digest="sha256:" + "0" * 64, size=len(data), media_type=f"application/x.{compression}")
+        blob = Blob(
+            digest="sha256:" + "0" * 64, size=len(data), media_type=f"application/x.{compression}"
+        )
         for member in walk(blob, folder / "layer"):
             if member.kind == "file":
                 next(iter(member.chunks), b"")
@@ -131,13 +138,23 @@ def of_run(data: bytes, folder: Path) -> None:
 
 
 def of_checkpoint(data: bytes, folder: Path) -> None:
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "recipe.json", "sealed.json", ".metadata"):
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "recipe.json",
+        "sealed.json",
+        ".metadata",
+    ):
         (folder / name).write_bytes(data)
     for call in (
-        lambda: header(folder / "model.safetensors"), lambda: identity.fingerprint(folder),
-        lambda: identity.saved(folder), lambda: identity.complete(folder), lambda: config_of(folder),
+        lambda: header(folder / "model.safetensors"),
+        lambda: identity.fingerprint(folder),
+        lambda: identity.saved(folder),
+        lambda: identity.complete(folder),
+        lambda: config_of(folder),
         lambda: vocabulary(folder),
-    ):  # fmt: skip
+    ):
         try:
             call()
         except PrimusError:
@@ -182,30 +199,72 @@ TEXTS = ("recipes/llama3.1-8b.yaml", "tests/fixtures/old_commands.yaml")
 READERS: dict[str, tuple[Callable[[Path], bytes], Callable[[bytes, Path], object]]] = {
     "wheel": (
         lambda _: wheel(),
-        to_file("w.whl", lambda path: [b"".join(e.chunks()) for e in wheel_entries(path, "d-1-py3-none-any.whl", PREFIX)]),
+        to_file(
+            "w.whl",
+            lambda path: [
+                b"".join(e.chunks()) for e in wheel_entries(path, "d-1-py3-none-any.whl", PREFIX)
+            ],
+        ),
     ),
     "registry": (lambda _: INDEX, of_registry),
-    "artifact": (lambda _: artifact(Document(media_type="a/b", name="n", data=b"{}"), IMAGE), of_registry),
+    "artifact": (
+        lambda _: artifact(Document(media_type="a/b", name="n", data=b"{}"), IMAGE),
+        of_registry,
+    ),
     "store": (lambda _: INDEX, of_store),
-    "stats": (lambda folder: json.dumps({str(folder / "known"): [0, 1, 2, 3, "0" * 64]}).encode(), of_stats),
+    "stats": (
+        lambda folder: json.dumps({str(folder / "known"): [0, 1, 2, 3, "0" * 64]}).encode(),
+        of_stats,
+    ),
     "layer": (layer, of_layer),
     "lock": (lock, lambda data, _: loads(data, "lock")),
-    "recipe": (lambda _: (ROOT / TEXTS[0]).read_bytes(), lambda data, _: parse(data.decode("utf-8", "replace"), "r.yaml")),
-    "experiment": (lambda _: (ROOT / TEXTS[1]).read_bytes()[:2000], to_file("e.yaml", lambda path: read_experiment(path, {}))),
+    "recipe": (
+        lambda _: (ROOT / TEXTS[0]).read_bytes(),
+        lambda data, _: parse(data.decode("utf-8", "replace"), "r.yaml"),
+    ),
+    "experiment": (
+        lambda _: (ROOT / TEXTS[1]).read_bytes()[:2000],
+        to_file("e.yaml", lambda path: read_experiment(path, {})),
+    ),
     "node": (lambda _: json.dumps(NODE.document()).encode(), to_file("n.json", nodes.read)),
     "run": (lambda _: b'{"exit_code": 0, "step": 1, "loss": 2.0, "summary": {"steps": 1}}', of_run),
     "checkpoint": (lambda _: tensors(), of_checkpoint),
-    "model": (lambda _: b'{"architectures": ["A"], "hidden_size": 8, "model": {"vocab": {"a": 1}}, "weight_map": {}}', of_checkpoint),
-    "GPU code": (lambda _: b"\x7fELF\x02\x01\x01" + bytes(57) + b"__CLANG_OFFLOAD_BUNDLE__" + bytes(40), of_gpu_code),
-}  # fmt: skip
+    "model": (
+        lambda _: (
+            b'{"architectures": ["A"], "hidden_size": 8, "model": {"vocab": {"a": 1}}, "weight_map": {}}'
+        ),
+        of_checkpoint,
+    ),
+    "GPU code": (
+        lambda _: b"\x7fELF\x02\x01\x01" + bytes(57) + b"__CLANG_OFFLOAD_BUNDLE__" + bytes(40),
+        of_gpu_code,
+    ),
+}
 # A change: where (a share of the length), how many bytes go, what comes.
 ODD = (
-    b"", b"\0", b"\xff" * 8, b"-1", b"9" * 400, b"null", b"[]", b"{}", b'"x"', b"1e999", b"[" * 3000, b"\xed\xa0\x80", b"\n",
-)  # fmt: skip
+    b"",
+    b"\0",
+    b"\xff" * 8,
+    b"-1",
+    b"9" * 400,
+    b"null",
+    b"[]",
+    b"{}",
+    b'"x"',
+    b"1e999",
+    b"[" * 3000,
+    b"\xed\xa0\x80",
+    b"\n",
+)
 CHANGES = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 40) | st.just(10**6), st.sampled_from(ODD) | st.binary(max_size=8)),
-    min_size=1, max_size=6,
-)  # fmt: skip
+    st.tuples(
+        st.floats(0, 1),
+        st.integers(0, 40) | st.just(10**6),
+        st.sampled_from(ODD) | st.binary(max_size=8),
+    ),
+    min_size=1,
+    max_size=6,
+)
 EXAMPLES = int(os.environ.get("PRIMUS_FUZZ", "36"))
 
 
@@ -222,7 +281,9 @@ def test_no_bytes_end_in_a_traceback(reader: str, tmp_path: Path) -> None:
     (tmp_path / "known").touch()
     sound = seed(tmp_path)
 
-    @settings(max_examples=EXAMPLES, deadline=5000, database=None, suppress_health_check=[*HealthCheck])
+    @settings(
+        max_examples=EXAMPLES, deadline=5000, database=None, suppress_health_check=[*HealthCheck]
+    )
     @given(changes=CHANGES)
     def fuzz(changes: list[tuple[float, int, bytes]]) -> None:
         try:

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
+from primus_images.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-PRIMUS = f"{sys.executable} -m primus.cli.main"
+PRIMUS = f"{sys.executable} -m primus_images.cli.main"
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     env = {**os.environ, **environment}
-    return subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, timeout=30, check=False)
+    return subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, timeout=30, check=False
+    )
 
 
 @pytest.mark.parametrize("verb", ["--version", "--help", "list"])
@@ -39,12 +41,14 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
 
 
 # An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
-@pytest.mark.parametrize("module", ["primus.recipes.load", "primus.cli.image.recipes"])
+@pytest.mark.parametrize(
+    "module", ["primus_images.recipes.load", "primus_images.cli.image.recipes"]
+)
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> None:
     program = f"""
 import os, signal, sys
-from primus.cli.main import main
+from primus_images.cli.main import main
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -59,7 +63,9 @@ if {times} == 2:
     sys.stderr = Slow()
 sys.exit(main(["list"]))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.count("\n") == 2 - times
     assert "interrupted" in done.stderr or times == 2
@@ -82,7 +88,8 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("number", "hint"), [(errno.EACCES, "/srv belongs to root, and you"), (errno.EROFS, "choose a folder on a file")]
+    ("number", "hint"),
+    [(errno.EACCES, "/srv belongs to root, and you"), (errno.EROFS, "choose a folder on a file")],
 )
 def test_a_file_that_cannot_be_used_comes_with_advice(
     number: int, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,12 +97,14 @@ def test_a_file_that_cannot_be_used_comes_with_advice(
     def refuse(_options: object) -> int:
         raise OSError(number, os.strerror(number), "/srv/store/tmp")
 
-    monkeypatch.setattr("primus.cli.image.recipes.list_recipes", refuse)
+    monkeypatch.setattr("primus_images.cli.image.recipes.list_recipes", refuse)
     assert main(["list"]) == 3
     assert f"(/srv/store/tmp)\n  → {hint}" in capsys.readouterr().err
 
 
-def test_a_path_that_is_too_long_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_too_long_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", "a" * 300 + ".yaml"]) == 2
     assert main(["show", "a/" * 3000 + "a.yaml"]) == 2
     recipe = tmp_path / "r.yaml"

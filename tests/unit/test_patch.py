@@ -4,8 +4,8 @@ from types import ModuleType
 
 import pytest
 
-from primus.errors import HostError
-from primus.patch import replace
+from primus_images.errors import HostError
+from primus_images.patch import replace
 from tables import table_of
 
 
@@ -17,13 +17,17 @@ def library() -> ModuleType:
 
 def test_the_replacement_gets_what_was_there() -> None:
     lib = library()
-    original = replace(lib, "total", lambda values, start=0: 2 * original(values, start), takes="values, start")
+    original = replace(
+        lib, "total", lambda values, start=0: 2 * original(values, start), takes="values, start"
+    )
     assert lib.total([1, 2]) == 6
     assert replace(lib, "LIMIT", 7) == 0
     assert lib.LIMIT == 7
 
 
-@pytest.mark.parametrize(("name", "takes", "message"), table_of("patch.a_moved_or_changed_function_is_named"))
+@pytest.mark.parametrize(
+    ("name", "takes", "message"), table_of("patch.a_moved_or_changed_function_is_named")
+)
 def test_a_moved_or_changed_function_is_named(name: str, takes: str | None, message: str) -> None:
     lib = library()
     before = lib.total

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from primus import programs
-from primus.errors import HostError
+from primus_images import programs
+from primus_images.errors import HostError
 
 DEBIAN = {"PRETTY_NAME": "Debian GNU/Linux 12", "ID": "debian"}
 
@@ -29,7 +29,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_missing_tool_is_installed_and_said_first(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tool_is_installed_and_said_first(
+    host: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert programs.need("mytool", "mypackage") == host / "bin/mytool"
     said = "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`\n"
     assert capsys.readouterr().err == said
@@ -54,7 +56,10 @@ def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
 def test_several_tools_come_by_one_command(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs.install({"mytool": "mypackage", "other": "otherpackage"})
     command = "install -y --no-install-recommends mypackage otherpackage"
-    assert capsys.readouterr().err == f"mytool and other are missing: installing with `apt-get {command}`\n"
+    assert (
+        capsys.readouterr().err
+        == f"mytool and other are missing: installing with `apt-get {command}`\n"
+    )
     assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from primus.progress import Progress, choose_progress, last_line
+from primus_images.progress import Progress, choose_progress, last_line
 
 
 def _console() -> tuple[Console, io.StringIO]:

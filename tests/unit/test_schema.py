@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 from docs.json_schema import json_schema
 
-from primus.errors import InputError
-from primus.schema import build, parse_json
-from primus.yamlfile import Document, parse
+from primus_images.errors import InputError
+from primus_images.schema import build, parse_json
+from primus_images.yamlfile import Document, parse
 from tables import table_of
 
 
@@ -41,9 +41,7 @@ class Outer:
             raise ValueError("this name is forbidden")
 
 
-GOOD = (
-    "name: x\nkind: warm\non: true\nitems: [{size: 1000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
-)
+GOOD = "name: x\nkind: warm\non: true\nitems: [{size: 1000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
 
 
 def test_good() -> None:
@@ -71,8 +69,12 @@ def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
 @pytest.mark.parametrize("digits", [19, 40, 400])
 @pytest.mark.parametrize("key", ["size", "rate"])
 @pytest.mark.parametrize("read", [parse, parse_json])
-def test_a_number_is_not_too_large(digits: int, key: str, read: Callable[[str, str], Document]) -> None:
-    message = "must be a number that fits into 64 bits, not '?9999" if digits < 65 else "a number of 400"
+def test_a_number_is_not_too_large(
+    digits: int, key: str, read: Callable[[str, str], Document]
+) -> None:
+    message = (
+        "must be a number that fits into 64 bits, not '?9999" if digits < 65 else "a number of 400"
+    )
     with pytest.raises(InputError, match=message):
         build(Inner, read(json.dumps({"size": 1, key: 0}).replace("0", "9" * digits), "f"))
 
@@ -95,7 +97,9 @@ def test_null_is_none_where_it_is_allowed_and_the_schema_agrees() -> None:
     assert built.items == (Inner(size=1),)
     validator = jsonschema.Draft202012Validator(json_schema(Outer, title="Outer"))
     item = {"size": 1, "rate": None, "mood": None}
-    assert not list(validator.iter_errors({"name": "x", "gaps": {"a": None}, "other": None, "items": [item]}))
+    assert not list(
+        validator.iter_errors({"name": "x", "gaps": {"a": None}, "other": None, "items": [item]})
+    )
     for wrong in (
         {"nam": "x"},
         {"name": "X"},

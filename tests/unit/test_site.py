@@ -16,21 +16,29 @@ import pytest
 from docs.site.rocm import rocm_data
 
 from browser import CHROMIUM, Browser
-from primus.cli.main import main
-from primus.cli.verb import VERBS
-from primus.compat.commands import requested
-from primus.recipes.resolve import resolve
-from primus.recipes.schema import backends
-from primus.recipes.setting import Choices
+from primus_images.cli.main import main
+from primus_images.cli.verb import VERBS
+from primus_images.compat.commands import requested
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.schema import backends
+from primus_images.recipes.setting import Choices
 from proof_kit import finished_run
 
 ROOT = Path(__file__).parents[2]
 PAGE_BYTES = 500_000
 # The kinds of pages, and a report of runs.
 KINDS = (
-    "index.html", "picker.html", "running.html", "reference/commands.html", "models.html", "gpus.html", "releases.html",
-    "measured/suite-2xh200-gpu.html", "measured/golden-curves.html", "report.html",
-)  # fmt: skip
+    "index.html",
+    "picker.html",
+    "running.html",
+    "reference/commands.html",
+    "models.html",
+    "gpus.html",
+    "releases.html",
+    "measured/suite-2xh200-gpu.html",
+    "measured/golden-curves.html",
+    "report.html",
+)
 SCRIPT = (ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8")
 
 
@@ -38,7 +46,11 @@ SCRIPT = (ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "docs.site", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "docs.site", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return out / "html"
@@ -48,7 +60,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def window(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
-    with Browser(site / "picker.html", tmp_path_factory.mktemp("profile"), width=390, phone=True) as browser:
+    with Browser(
+        site / "picker.html", tmp_path_factory.mktemp("profile"), width=390, phone=True
+    ) as browser:
         yield browser
 
 
@@ -57,21 +71,29 @@ def browser(site: Path, window: Browser) -> Iterator[Browser]:
     window.show(390, phone=True)
     window.open(site / "picker.html")
     yield window
-    assert not [e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+    assert not [
+        e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
+    ]
 
 
 def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
-    pages = [path for path in site.rglob("*.html") if path.name not in ("genindex.html", "search.html")]
+    pages = [
+        path for path in site.rglob("*.html") if path.name not in ("genindex.html", "search.html")
+    ]
     listed = set(re.findall(r"\]\((\S+)\)", (site / "llms.txt").read_text()))
     assert listed == {str(page.relative_to(site).with_suffix(".md")) for page in pages}
     assert all((site / name).is_file() for name in listed)
     for name in listed:
-        prose = re.sub(r"^ *```.*?^ *```$", "", (site / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(
+            r"^ *```.*?^ *```$", "", (site / name).read_text(), flags=re.MULTILINE | re.DOTALL
+        )
         links = re.findall(r"\]\((?!\w+:)([^)\s#]+)", prose)
         assert not [link for link in links if not ((site / name).parent / link).exists()], name
     for page in pages:
         text = page.read_text()
-        loaded = re.findall(r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text)
+        loaded = re.findall(
+            r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text
+        )
         assert not [url for url in loaded if ":" in url], "nothing comes from elsewhere"
         size = len(text.encode()) + sum((page.parent / url).stat().st_size for url in loaded)
         assert size <= PAGE_BYTES, f"{page.name}: {size:,}"
@@ -97,19 +119,35 @@ def combinations(data: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_thirty_choices_give_commands_that_are_accepted(
-    site: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: Path,
+    browser: Browser,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data = json.loads((site / "picker.json").read_text())
     chosen = combinations(data)
-    too_large = {"model": "deepseek-v3", "mode": "pretrain", "backend": "megatron", "precision": "fp8", "gpu": "mi300x"}
+    too_large = {
+        "model": "deepseek-v3",
+        "mode": "pretrain",
+        "backend": "megatron",
+        "precision": "fp8",
+        "gpu": "mi300x",
+    }
     chosen.append(too_large | {"machines": "4"})
     shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / "weights")
-    shutil.copytree(ROOT / "recipes/assets", tmp_path / "data", ignore=shutil.ignore_patterns("tokenizer"))
+    shutil.copytree(
+        ROOT / "recipes/assets", tmp_path / "data", ignore=shutil.ignore_patterns("tokenizer")
+    )
     # The weights have no tensors, which would be of full size.
-    monkeypatch.setattr("primus.training.finetune.backend.check", lambda _folder, _model: None)
+    monkeypatch.setattr(
+        "primus_images.training.backends.finetune.backend.check", lambda _folder, _model: None
+    )
     assert {one["mode"] for one in chosen} == {"pretrain", "full", "lora"}
-    assert {one["gpu"] for one in chosen} == {key.split()[1] for way in data["ways"] for key in way["runs"]}
+    assert {one["gpu"] for one in chosen} == {
+        key.split()[1] for way in data["ways"] for key in way["runs"]
+    }
     for one in chosen:
         address = "#" + "&".join(f"{key}={value}" for key, value in one.items())
         texts = browser.js(
@@ -124,7 +162,10 @@ def test_thirty_choices_give_commands_that_are_accepted(
             assert texts == []
             continue
         assert len(texts) == (3 if one["machines"] == "1" else 2)
-        assert all(("weights=" in text and "corpus=" in text) == (one["mode"] != "pretrain") for text in texts)
+        assert all(
+            ("weights=" in text and "corpus=" in text) == (one["mode"] != "pretrain")
+            for text in texts
+        )
         choices = Choices(**{key: one[key] for key in ("backend", "mode", "precision", "gpu")})
         repository = resolve(one["model"], (), choices).get("model.hf_repo", str).replace("/", "--")
         shutil.copy(ROOT / f"recipes/published/{repository}.json", tmp_path / "weights/config.json")
@@ -143,17 +184,27 @@ def test_thirty_choices_give_commands_that_are_accepted(
 
 def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:
     browser.js("document.getElementById('pick-gpu').focus()")
-    browser.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown", code="ArrowDown", windowsVirtualKeyCode=40)
+    browser.ask(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="ArrowDown",
+        code="ArrowDown",
+        windowsVirtualKeyCode=40,
+    )
     browser.js("document.getElementById('pick-gpu').dispatchEvent(new Event('change'))")
     chosen = browser.js("document.getElementById('pick-gpu').value")
     assert browser.js("new URLSearchParams(location.hash.slice(1)).get('gpu')") == chosen
 
 
-def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(site: Path, browser: Browser) -> None:
+def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(
+    site: Path, browser: Browser
+) -> None:
     browser.open(site / "search.html", "?q=resume+checkpoint")
     titles: list[str] = []
     while len(titles) < 4:
-        titles = browser.js("[...document.querySelectorAll('#search-results a')].map((link) => link.innerText)")
+        titles = browser.js(
+            "[...document.querySelectorAll('#search-results a')].map((link) => link.innerText)"
+        )
     assert titles[0] == "Training on your own data and weights" and "Changelog" not in titles[:4]
 
 
@@ -162,12 +213,20 @@ def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
     page: str, site: Path, browser: Browser, tmp_path: Path
 ) -> None:
     if page == "report.html":
-        runs = [str(finished_run(tmp_path / name, passed=name == "good")) for name in ("good", "bad_" * 30)]
+        runs = [
+            str(finished_run(tmp_path / name, passed=name == "good"))
+            for name in ("good", "bad_" * 30)
+        ]
         assert main(["report", *runs, "--out", str(tmp_path)]) == 0
         site = tmp_path
     browser.open(site / page)
     browser.js(SCRIPT)
-    shown = ((1280, "screen", "light"), (1280, "screen", "dark"), (390, "screen", "dark"), (718, "print", "dark"))
+    shown = (
+        (1280, "screen", "light"),
+        (1280, "screen", "dark"),
+        (390, "screen", "dark"),
+        (718, "print", "dark"),
+    )
     for width, media, scheme in shown:
         browser.show(width, media, scheme, phone=width == 390)
         assert browser.js("unreadable()") == [], (width, media, scheme)
@@ -175,7 +234,9 @@ def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
     missed, ended = set(browser.js("reachable()")), False
     while not ended:
         for kind in ("keyDown", "keyUp"):
-            browser.ask("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            browser.ask(
+                "Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9
+            )
         focused, visible, ended = browser.js("focused()")
         assert visible or ended, f"its focus is not visible: {focused}"
         missed.discard(focused)
@@ -197,7 +258,17 @@ def test_pages_of_rocm_find_every_variable_in_the_data() -> None:
         text = template.render(data=json.loads(file))
         assert text.count("rocm/primus:") == 2
         for tag in re.findall(r'"(primus_train/.+)"', file):
-            request, parts = requested("madengine", ["run", "--tags", tag], {}), re.split("[_-]", tag.lower())
+            request, parts = (
+                requested("madengine", ["run", "--tags", tag], {}),
+                re.split("[_-]", tag.lower()),
+            )
             assert parts[1:3] == [f"train/{request.choices.backend}", request.gpu_of_path]
             assert request.choices.precision == parts[-2]
-    assert len(re.findall("primus_train/megatron_MI355X_", files["primus-megatron-benchmark-models.json"])) > 20
+    assert (
+        len(
+            re.findall(
+                "primus_train/megatron_MI355X_", files["primus-megatron-benchmark-models.json"]
+            )
+        )
+        > 20
+    )

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.terminal import PLAIN, Screen, Styled
+from primus_images.terminal import PLAIN, Screen, Styled
 from project_kit import SOURCE, Kit, make_project
 from tables import table_of
 
 ROOT = Path(__file__).parents[2]
 CELLS = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=60)
 TABLES = st.integers(1, 6).flatmap(
-    lambda columns: st.lists(st.lists(CELLS, min_size=columns, max_size=columns), min_size=1, max_size=6)
+    lambda columns: st.lists(
+        st.lists(CELLS, min_size=columns, max_size=columns), min_size=1, max_size=6
+    )
 )
 
 
@@ -31,7 +33,9 @@ def letters(text: str) -> list[str]:
 
 
 @given(TABLES, st.integers(40, 200))
-def test_no_line_is_wider_than_the_screen_and_no_text_is_lost(rows: list[list[str]], width: int) -> None:
+def test_no_line_is_wider_than_the_screen_and_no_text_is_lost(
+    rows: list[list[str]], width: int
+) -> None:
     lines = Screen(width=width).table(rows, indent="  ")
     assert max(map(len, lines)) <= width
     assert letters("".join(lines)) == letters("".join(cell for row in rows for cell in row))
@@ -75,7 +79,9 @@ def test_finished_text_wraps_below_itself_and_its_paths_stay_whole() -> None:
     assert PLAIN.fit(text) == text
 
 
-@pytest.mark.parametrize(("columns", "width"), [("100", 100), ("5", 20), ("²", None), ("9" * 5000, None), ("-1", None)])
+@pytest.mark.parametrize(
+    ("columns", "width"), [("100", 100), ("5", 20), ("²", None), ("9" * 5000, None), ("-1", None)]
+)
 def test_columns_that_are_no_number_are_ignored(
     columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,9 +100,13 @@ def on_a_terminal(words: list[str], columns: int, cwd: Path, **env: str) -> list
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
     with subprocess.Popen(
-        [sys.executable, "-m", "primus.cli.main", *words], stdout=follower, stderr=follower, stdin=subprocess.DEVNULL,
-        cwd=cwd, env={**kept, "TERM": "xterm", "PYTHONPATH": str(SOURCE), **env},
-    ) as process:  # fmt: skip
+        [sys.executable, "-m", "primus_images.cli.main", *words],
+        stdout=follower,
+        stderr=follower,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        env={**kept, "TERM": "xterm", "PYTHONPATH": str(SOURCE), **env},
+    ) as process:
         os.close(follower)
         text = b""
         with contextlib.suppress(OSError):  # the follower is closed: the command has ended
@@ -114,9 +124,15 @@ def bare(line: str) -> str:
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     kit = make_project(tmp_path_factory.mktemp("terminal") / "project")
-    kit.write("parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns", b"x")
+    kit.write(
+        "parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns",
+        b"x",
+    )
     kit.build()
-    kit.write("parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns", b"y")
+    kit.write(
+        "parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns",
+        b"y",
+    )
     return kit
 
 
@@ -132,7 +148,9 @@ def test_colour_on_a_terminal_only(kit: Kit) -> None:
     assert "\033[32m+" in "\n".join(on_a_terminal(words, 100, kit.root))
     for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         text = "".join(
-            line for verb in ("plan", "build") for line in on_a_terminal([verb, "demo"], 100, kit.root, **env)
+            line
+            for verb in ("plan", "build")
+            for line in on_a_terminal([verb, "demo"], 100, kit.root, **env)
         )
         assert "\033" not in text
     assert "\033" not in kit.primus(*words).out

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from primus import waits
-from primus.errors import HostError
-from primus.release import registry
-from primus.versions import indexes
-from primus.versions.traffic import run_tool
+from primus_images import waits
+from primus_images.errors import HostError
+from primus_images.release import registry
+from primus_images.versions import indexes
+from primus_images.versions.traffic import run_tool
 from project_kit import Kit, make_project
 from tables import table_of
 
@@ -64,13 +64,22 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 COMMANDS = [
     ("in-use", words)
     for words in (
-        "plan demo", "build demo", "explain demo", "check demo", "publish demo --to localhost:9/x --dry-run",
-        "validate demo", "clean", "verify demo", "load demo", "sbom demo", "run demo -- true",
+        "plan demo",
+        "build demo",
+        "explain demo",
+        "check demo",
+        "publish demo --to localhost:9/x --dry-run",
+        "validate demo",
+        "clean",
+        "verify demo",
+        "load demo",
+        "sbom demo",
+        "run demo -- true",
     )
-] + [("tmp", "build demo --rehash"), ("index", "build demo")]  # fmt: skip
+] + [("tmp", "build demo --rehash"), ("index", "build demo")]
 
 
-IMPATIENT = "from primus import waits; from primus.cli.main import main; waits._PATIENCE_S = 0.05; main()"
+IMPATIENT = "from primus import waits; from primus_images.cli.main import main; waits._PATIENCE_S = 0.05; main()"
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS)
@@ -80,7 +89,9 @@ def test_every_command_that_locks_names_a_stopped_holder(kit: Kit, name: str, wo
     command = [sys.executable, "-c", IMPATIENT, *words.split()]
     with (
         holder(kit.root / f".primus/store/locks/{name}") as pid,
-        subprocess.Popen(command, cwd=kit.root, env=kit.env, stderr=subprocess.PIPE, text=True) as waiting,
+        subprocess.Popen(
+            command, cwd=kit.root, env=kit.env, stderr=subprocess.PIPE, text=True
+        ) as waiting,
     ):
         assert waiting.stderr
         line = next((line for line in waiting.stderr if line.startswith("… waiting")), "it ended")
@@ -97,9 +108,12 @@ def test_a_pipe_instead_of_a_lock_does_not_block(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "text"), [("running", "is running (wait for it, or end it: kill"), ("orphan", "is running")]
+    ("state", "text"),
+    [("running", "is running (wait for it, or end it: kill"), ("orphan", "is running")],
 )
-def test_a_holder_is_recognized(tmp_path: Path, state: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_holder_is_recognized(
+    tmp_path: Path, state: str, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "lock"
     with holder(path, state=state) as pid, path.open("a") as file:
         sentence = waits.holders(file.fileno(), path)
@@ -129,11 +143,16 @@ def test_the_store_of_another_user_is_neither_empty_nor_damaged(
         # Each worker of the tests has a folder of its own between the root of all and this one.
         if parent.is_relative_to(tempfile.gettempdir()) and parent != Path(tempfile.gettempdir()):
             parent.chmod(0o711)
-    monkeypatch.setattr(os, "chdir", lambda path, chdir=os.chdir: (chdir(path), os.setgid(65534), os.setuid(65534)))
+    monkeypatch.setattr(
+        os, "chdir", lambda path, chdir=os.chdir: (chdir(path), os.setgid(65534), os.setuid(65534))
+    )
     for verb in verbs:
         result = kit.primus(*verb.split())
         assert result.code in (2, 3)
-        assert re.search("(?s)(you may not read|[Pp]ermission denied).*belongs to root, and you are nobody", result.err)
+        assert re.search(
+            "(?s)(you may not read|[Pp]ermission denied).*belongs to root, and you are nobody",
+            result.err,
+        )
 
 
 ANSWERS = {
@@ -163,7 +182,9 @@ def test_a_silent_source_is_named_without_its_login(
     assert "secret" not in lines[0]
 
 
-def test_what_arrives_in_time_is_no_wait(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_arrives_in_time_is_no_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(waits, "_PATIENCE_S", 0.2)
     size = 0
     with waits.answer_of("a slow server", lambda: size):

@@ -1,12 +1,13 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.errors import InputError
-from primus.yamlfile import parse, parse_values, scalar, spell, value
+from primus_images.errors import InputError
+from primus_images.yamlfile import parse, parse_values, scalar, spell, value
 
 
 @pytest.mark.parametrize(
-    ("text", "meaning"), [("3.10", "3.10"), ("0x10", "0x10"), ("", None), ("~", None), ('"null"', "null")]
+    ("text", "meaning"),
+    [("3.10", "3.10"), ("0x10", "0x10"), ("", None), ("~", None), ('"null"', "null")],
 )
 def test_plain_scalars_stay_what_was_typed(text: str, meaning: str | None) -> None:
     assert parse(f"a: {text}", "f").data == {"a": meaning}
@@ -23,16 +24,48 @@ def test_places_are_one_based_and_fall_back_to_the_parent() -> None:
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        ("1e-6", 1e-6), ("3e-4", 3e-4), ("3E+4", 3e4), ("-.5", -0.5), ("+1.", 1.0), ("1.5e3", 1500.0),
-        ("010", 10), ("0o17", 15), ("0xfF", 255), ("-0", 0), ("+7", 7), ("-.inf", float("-inf")),
+        ("1e-6", 1e-6),
+        ("3e-4", 3e-4),
+        ("3E+4", 3e4),
+        ("-.5", -0.5),
+        ("+1.", 1.0),
+        ("1.5e3", 1500.0),
+        ("010", 10),
+        ("0o17", 15),
+        ("0xfF", 255),
+        ("-0", 0),
+        ("+7", 7),
+        ("-.inf", float("-inf")),
         (".INF", float("inf")),
-        ("true", True), ("TRUE", True), ("False", False), ("~", None), ("", None), ("Null", None), ("NULL", None),
+        ("true", True),
+        ("TRUE", True),
+        ("False", False),
+        ("~", None),
+        ("", None),
+        ("Null", None),
+        ("NULL", None),
         # YAML 1.1 makes numbers, dates and truth values of these.
-        ("yes", "yes"), ("no", "no"), ("on", "on"), ("off", "off"), ("y", "y"), ("1_000", "1_000"), ("1:30", "1:30"),
-        ("2026-11-20", "2026-11-20"), ("0b11", "0b11"), ("0o8", "0o8"), ("0x", "0x"), ("1e", "1e"), (".", "."),
-        ("nan", "nan"), ("inf", "inf"), ("tRue", "tRue"), ("١", "١"), ("1 ", "1 "), ("=", "="),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("off", "off"),
+        ("y", "y"),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("2026-11-20", "2026-11-20"),
+        ("0b11", "0b11"),
+        ("0o8", "0o8"),
+        ("0x", "0x"),
+        ("1e", "1e"),
+        (".", "."),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("tRue", "tRue"),
+        ("١", "١"),
+        ("1 ", "1 "),
+        ("=", "="),
     ],
-)  # fmt: skip
+)
 def test_scalars_follow_yaml_1_2(text: str, meaning: object) -> None:
     assert (type(scalar(text)), scalar(text)) == (type(meaning), meaning)
     if text.strip() == text and text not in ("", "."):
@@ -40,7 +73,13 @@ def test_scalars_follow_yaml_1_2(text: str, meaning: object) -> None:
         assert value(text, "here") == meaning
 
 
-_SCALARS = st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(allow_nan=False) | st.text()
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**18), 10**18)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
 
 
 @given(_SCALARS | st.lists(_SCALARS))

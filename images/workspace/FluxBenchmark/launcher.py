@@ -3,6 +3,6 @@
 import sys
 from pathlib import Path
 
-from primus.cli.main import main
+from primus_images.cli.main import main
 
 sys.exit(main(["compat", Path(sys.argv[0]).name, *sys.argv[1:]]))

@@ -19,7 +19,9 @@ def bit(number: int, place: int = 77) -> Change:
     def change(values: Tensor) -> None:
         # The result of an attention can be transposed.
         bits = values.as_strided((values.numel(),), (1,))
-        bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])[place] ^= 1 << number
+        bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])[
+            place
+        ] ^= 1 << number
 
     return change
 
@@ -78,14 +80,22 @@ GPUS = {
     "flipped-memory": Wrong("copy_", 1, bit(63), "memory", every=4),
     "stuck-memory": Wrong("copy_", 0, stuck_bit, "memory"),
     "lost-write": Wrong("copy_", 2, lost, "memory", every=5),
-    "flipped-message": Wrong("batch_isend_irecv", 1, bit(11), "exchange with GPU", gpus="0123", every=3),
-    "stale-message": Wrong("batch_isend_irecv", 2, lost, "GPU 2 of .* everything that is wrong", gpus="0123"),
+    "flipped-message": Wrong(
+        "batch_isend_irecv", 1, bit(11), "exchange with GPU", gpus="0123", every=3
+    ),
+    "stale-message": Wrong(
+        "batch_isend_irecv", 2, lost, "GPU 2 of .* everything that is wrong", gpus="0123"
+    ),
     "swapped-message": Wrong("swap", 0, hang, "GPU 0 of .* everything that is wrong", gpus="0123"),
     "wrong-sum": Wrong("all_reduce", 1, bit(22), "all-reduce"),
     # The sums of all, and of all but one, are wrong for everyone with this share; those of two are not.
-    "wrong-share": Wrong("all_reduce share", 1, lost, "GPU 1 of .* everything that is wrong", gpus="0123"),
+    "wrong-share": Wrong(
+        "all_reduce share", 1, lost, "GPU 1 of .* everything that is wrong", gpus="0123"
+    ),
     "stuck-rank": Wrong("mm", 2, hang, "does not end", every=4),
-    "crash": Wrong("mm", 1, crash, "fails: RuntimeError: HIP error: an illegal memory access", every=5),
+    "crash": Wrong(
+        "mm", 1, crash, "fails: RuntimeError: HIP error: an illegal memory access", every=5
+    ),
 }
 
 

@@ -138,23 +138,28 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no_fp8": ("torchao.float8", no_fp8),
     "forgets_its_place": ("torchtitan.components.dataloader", forgets_its_place),
     "other_seed": ("torchtitan.distributed.utils", other_seed),
-    "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
-    "loop_lost_micro_batch": ("primus.training.loop.session", loop_lost_micro_batch),
-    "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
+    "turbo_left_out": ("primus_images.training.backends.torchtitan.turbo", turbo_left_out),
+    "loop_lost_micro_batch": (
+        "primus_images.training.backends.loop.session",
+        loop_lost_micro_batch,
+    ),
+    "loop_out_of_memory": ("primus_images.training.backends.loop.train", loop_out_of_memory),
     "wrong_kernel": ("torch.nn.functional", wrong_kernel),
-    "loop_hangs": ("primus.training.loop.train", loop_hangs),
-    "import_error": ("primus.training.fsdp.llama", import_error),
+    "loop_hangs": ("primus_images.training.backends.loop.train", loop_hangs),
+    "import_error": ("primus_images.training.backends.fsdp.llama", import_error),
 }
 
 
 def put(module: str, change: Callable[[Any], None]) -> None:
     """Put a fault in place: one of tokens in the command, any other in the ranks."""
-    if (module == "primus.training.tokens") == ("RANK" in os.environ):
+    if (module == "primus_images.training.text.tokens") == ("RANK" in os.environ):
         return
-    if module.startswith(("torchtitan", "primus.training.torchtitan")):
+    if module.startswith(("torchtitan", "primus_images.training.backends.torchtitan")):
         # torchtitan chooses its device, and keeps its arguments, when it is imported; the entry of a rank sets these.
-        with patch.object(sys, "argv", [sys.argv[0], "--job.config_file", f"{sys.argv[-1]}/torchtitan.toml"]):
-            importlib.import_module("primus.training.torchtitan.cpu").apply()
+        with patch.object(
+            sys, "argv", [sys.argv[0], "--job.config_file", f"{sys.argv[-1]}/torchtitan.toml"]
+        ):
+            importlib.import_module("primus_images.training.backends.torchtitan.cpu").apply()
             importlib.import_module("torchtitan.config")
     change(importlib.import_module(module))
 

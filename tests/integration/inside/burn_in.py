@@ -20,20 +20,27 @@ from forks import ranks
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from burn_in_faults import GPUS
 
-from primus.system import measure, nodes
-from primus.system.host import Host
-from primus.training import gloo
+from primus_images.system import measure, nodes
+from primus_images.system.host import Host
+from primus_images.training.backends import gloo
 
 
 def named(name: str, host: Host, seconds: float, patience: float) -> bool:
     """Whether the burn-in names the wrong GPU ``name``, and no other."""
-    os.environ |= {"PRIMUS_FAULT": f"burn-in {name}", "PYTHONPATH": f"{sys.path[0]}:{os.environ['PYTHONPATH']}"}
+    os.environ |= {
+        "PRIMUS_FAULT": f"burn-in {name}",
+        "PYTHONPATH": f"{sys.path[0]}:{os.environ['PYTHONPATH']}",
+    }
     wrong = GPUS[name]
     # A fault in one of 50 calls has to happen, on a busy machine, too.
     findings = nodes.burn_in(host, max(seconds, wrong.every / 4), print, patience)
-    gpus = set(re.findall(r"^GPU (\d)", "\n".join(finding.message for finding in findings), re.MULTILINE))
+    gpus = set(
+        re.findall(r"^GPU (\d)", "\n".join(finding.message for finding in findings), re.MULTILINE)
+    )
     fine = (
-        gpus and gpus <= {*(wrong.gpus or str(wrong.rank))} and any(re.search(wrong.named, f.message) for f in findings)
+        gpus
+        and gpus <= {*(wrong.gpus or str(wrong.rank))}
+        and any(re.search(wrong.named, f.message) for f in findings)
     )
     print(name, "is named" if fine else "is NOT named", *findings, sep="\n  ", flush=True)
     return bool(fine) and all(finding.level == "failed" for finding in findings)
@@ -43,7 +50,9 @@ def healthy(folder: Path, tries: int, number: int) -> None:
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "3", "LOCAL_RANK": str(number)}
     bench = measure._Bench()
     for attempt in range(tries):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=number, world_size=3)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{attempt}", rank=number, world_size=3
+        )
         burn_in = measure.BurnIn(bench, folder / f"rank-{number}.json", "e4m3fn")
         for round_ in range(1, 4):
             burn_in.run(round_)
@@ -73,7 +82,9 @@ def main() -> None:
             host = Host(root=folder, environment={})
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         counts = {"planted": len(options.names)}
-        counts["named"] = sum(named(name, host, options.seconds, options.patience) for name in options.names)
+        counts["named"] = sum(
+            named(name, host, options.seconds, options.patience) for name in options.names
+        )
         if not options.gpus:
             counts["healthy"] = int(ranks(partial(healthy, folder, options.tries), 3)[0])
     print(json.dumps(counts))

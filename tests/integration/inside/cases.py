@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from primus.training.finetune import objections
+from primus_images.training.backends.finetune import objections
 
 Check = Callable[[str, Path], None]
 
@@ -25,7 +25,10 @@ def try_all(checks: Iterable[tuple[Check, Sequence[str]]]) -> None:
                 check(name, Path(folder))
             except Exception:  # noqa: BLE001, every case is tried
                 failed += 1
-                print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
+                print(
+                    f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}",
+                    file=sys.stderr,
+                )
     print(f"{len(every)} cases, {failed} failed")
     assert not failed, f"{failed} of {len(every)} cases failed"
 

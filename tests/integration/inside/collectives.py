@@ -16,7 +16,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from primus.training import gloo, witness
+from primus_images.training.backends import gloo
+from primus_images.training.judge import witness
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -44,7 +45,9 @@ def use_all(folder: Path, completed: bool, number: int) -> None:
     elif gloo.lacks(torch.bfloat16):
         return
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
-    torch.save([use(number, dtype) for dtype in (torch.bfloat16, torch.float32)], folder / f"{number}.pt")
+    torch.save(
+        [use(number, dtype) for dtype in (torch.bfloat16, torch.float32)], folder / f"{number}.pt"
+    )
     end()
 
 
@@ -64,7 +67,9 @@ def use(number: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             work.wait()
 
     in_place("sum", dist.all_reduce)
-    in_place("maximum, waited for", lambda out: dist.all_reduce(out, op=dist.ReduceOp.MAX, async_op=True))
+    in_place(
+        "maximum, waited for", lambda out: dist.all_reduce(out, op=dist.ReduceOp.MAX, async_op=True)
+    )
     in_place("broadcast", lambda out: dist.broadcast(out, 0))
     into("reduce and scatter", 3, dist.reduce_scatter_tensor)
     into("gather", 12, dist.all_gather_into_tensor)
@@ -100,7 +105,14 @@ def gather(folder: Path, number: int) -> None:
     torch.manual_seed(0)
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     # The last rank has fewer rows, or several ranks have none.
-    rows = {"even": (8, 3), "odd": (7, 3), "few": (5,), "one": (1, 2), "vector": (12,), "deep": (6, 2, 3)}
+    rows = {
+        "even": (8, 3),
+        "odd": (7, 3),
+        "few": (5,),
+        "one": (1, 2),
+        "vector": (12,),
+        "deep": (6, 2, 3),
+    }
     layouts = {
         "rows": (flat, [Shard(0)]),
         "copies": (square, [Replicate(), Shard(0)]),
@@ -139,7 +151,12 @@ def check_ranks_meet_also_after_an_attempt_that_ended(folder: Path) -> None:
 
 
 def meet(folder: Path, number: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(number)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": str(number),
+    }
     gloo.choose_store(folder)
     dist.init_process_group("gloo")
     total = torch.ones(1)
@@ -154,7 +171,10 @@ def check_a_torch_without_libuv(_: Path) -> None:
     for error, expected in ((None, None), (missing, "0"), ("the port is taken", RuntimeError)):
         refused = RuntimeError(error) if error else None
         elsewhere = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        with patch.dict(os.environ, elsewhere), patch("torch.distributed.TCPStore", side_effect=refused):
+        with (
+            patch.dict(os.environ, elsewhere),
+            patch("torch.distributed.TCPStore", side_effect=refused),
+        ):
             os.environ.pop("USE_LIBUV", None)
             try:
                 gloo.choose_store(Path())
@@ -165,8 +185,10 @@ def check_a_torch_without_libuv(_: Path) -> None:
 
 
 for check in (
-    check_a_completed_gloo_gives_the_same, check_every_layout_is_gathered_whole,
-    check_ranks_meet_also_after_an_attempt_that_ended, check_a_torch_without_libuv,
-):  # fmt: skip
+    check_a_completed_gloo_gives_the_same,
+    check_every_layout_is_gathered_whole,
+    check_ranks_meet_also_after_an_attempt_that_ended,
+    check_a_torch_without_libuv,
+):
     with tempfile.TemporaryDirectory() as name:
         check(Path(name))

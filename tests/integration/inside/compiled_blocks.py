@@ -11,9 +11,9 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from primus.training import gloo
-from primus.training.loop.config import ShardingConfig
-from primus.training.loop.session import shard
+from primus_images.training.backends import gloo
+from primus_images.training.backends.loop.config import ShardingConfig
+from primus_images.training.backends.loop.session import shard
 
 
 class Block(nn.Module):
@@ -30,14 +30,18 @@ def compiled(recompute: str) -> list[list[str]]:
     """Train three blocks for one step; return the calls of each graph that was compiled."""
     graphs = []
 
-    def compile_fx(graph: torch.fx.GraphModule, _inputs: object, **_: object) -> torch.fx.GraphModule:
+    def compile_fx(
+        graph: torch.fx.GraphModule, _inputs: object, **_: object
+    ) -> torch.fx.GraphModule:
         # Instead of PyTorch's, which needs a C++ compiler. PyTorch itself says whether it would keep the graph.
         autograd_cache.check_cacheable(graph)
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
     torch._dynamo.reset()
-    training = SimpleNamespace(master_dtype="float32", dtype="float32", fp8="", recompute=recompute, compile=True)
+    training = SimpleNamespace(
+        master_dtype="float32", dtype="float32", fp8="", recompute=recompute, compile=True
+    )
     given = SimpleNamespace(turbo=(), training=training, section=lambda *_: ShardingConfig())
     blocks = [Block() for _ in range(3)]
     model = nn.Sequential(*blocks)
@@ -50,7 +54,9 @@ def compiled(recompute: str) -> list[list[str]]:
 
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
 for recompute in ("none", "full"):
     (calls,) = compiled(recompute)  # One for all three blocks.
     assert ("tag_activation_checkpoint" in calls) == (recompute != "none"), recompute

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from primus.turbo import adapters, experts, fp8_kernels, kernels
+from primus_images.turbo import adapters, experts, fp8_kernels, kernels
 
 KERNELS = {
     name: value
@@ -31,61 +31,114 @@ def calls(arch: str, inputs: int) -> dict[str, tuple[dict[str, str], dict[str, A
     numbers = ("lr", "decay", "beta1", "beta2", "eps", "step_size", "root")
     return {
         "_cross_entropy": (
-            {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "stride": "i32", "columns": "i32"},
+            {
+                "logits": "*bf16",
+                "labels": "*i64",
+                "losses": "*fp32",
+                "stride": "i32",
+                "columns": "i32",
+            },
             {"IGNORED": -100, "BLOCK": 8192},
         ),
         "_cast_fp8": (
-            {"x": "*fp32", "scale": "*fp32", "out": f"*{fp8}", "count": "i32"}, {"LARGEST": 448.0, "BLOCK": 4096},
+            {"x": "*fp32", "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},
+            {"LARGEST": 448.0, "BLOCK": 4096},
         ),
         "_copy_in": (
-            {"grad": "*bf16", "out": "*fp32", "share": "i32", "width": "i32", "at": "i32"}, {"BLOCK": 4096},
+            {"grad": "*bf16", "out": "*fp32", "share": "i32", "width": "i32", "at": "i32"},
+            {"BLOCK": 4096},
         ),
         "_sum_of_ranks": (
-            {"shares": "*bf16", "out": "*fp32", "count": "i32"}, {"RANKS": 8, "BLOCK": 4096},
+            {"shares": "*bf16", "out": "*fp32", "count": "i32"},
+            {"RANKS": 8, "BLOCK": 4096},
         ),
         "_adamw": (
             {"table": "*i64", "clip": "*fp32", **dict.fromkeys(numbers, "fp32")},
             {"ALIGNED": True, "AMAX": True, "BLOCK": 2048},
         ),
         "_add_low_rank": (
-            {**dict.fromkeys(("x", "y", "z", "rows", "columns", "out"), "*bf16"), "factor": "fp32",
-             **dict.fromkeys(("tokens", "width", "ranks", "rows_stride", "columns_stride", "columns_step"), "i32")},
+            {
+                **dict.fromkeys(("x", "y", "z", "rows", "columns", "out"), "*bf16"),
+                "factor": "fp32",
+                **dict.fromkeys(
+                    ("tokens", "width", "ranks", "rows_stride", "columns_stride", "columns_step"),
+                    "i32",
+                ),
+            },
             {"INPUTS": 3, "RANKS": 16, "ROWS": 64, "COLUMNS": 256},
         ),
         "_cast_both": (
-            {"x": "*bf16", "scale": "*fp32", "rows_out": f"*{gradient}", "columns_out": "*u8", **sizes,
-             "stride": "i32"},
+            {
+                "x": "*bf16",
+                "scale": "*fp32",
+                "rows_out": f"*{gradient}",
+                "columns_out": "*u8",
+                **sizes,
+                "stride": "i32",
+            },
             {"LARGEST": 57344.0, **alone, **tile},
         ),
         "_spread": (
-            {"x": "*bf16", "choices": "*i32", "weights": "*fp32", "experts": "*bf16", "out": "*bf16",
-             "gradient": "*fp32", "width": "i32"},
+            {
+                "x": "*bf16",
+                "choices": "*i32",
+                "weights": "*fp32",
+                "experts": "*bf16",
+                "out": "*bf16",
+                "gradient": "*fp32",
+                "width": "i32",
+            },
             {"PER_TOKEN": 6, "WEIGHTED": True, "BLOCK": 2048},
         ),
         "_add_up": (
-            {"experts": "*bf16", "rows": "*i32", "weights": "*fp32", "base": "*bf16", "out": "*bf16", "width": "i32"},
+            {
+                "experts": "*bf16",
+                "rows": "*i32",
+                "weights": "*fp32",
+                "base": "*bf16",
+                "out": "*bf16",
+                "width": "i32",
+            },
             {"PER_TOKEN": 6, "WEIGHTED": True, "BASED": True, "BLOCK": 2048},
         ),
         "_flip": ({"x": "*u8", "out": "*u8", **sizes}, tile),
-        "_largest": ({**swiglu, "grad": "*bf16", "largest": "*fp32", "count": "i32"}, flat | {"INPUTS": inputs}),
+        "_largest": (
+            {**swiglu, "grad": "*bf16", "largest": "*fp32", "count": "i32"},
+            flat | {"INPUTS": inputs},
+        ),
         "_swiglu_cast": (
-            {**swiglu, "scale": "*fp32", "out": f"*{fp8}", "count": "i32"}, {"LARGEST": 240.0, "BLOCK": 4096},
+            {**swiglu, "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},
+            {"LARGEST": 240.0, "BLOCK": 4096},
         ),
         "_swiglu_backward": (
-            {**swiglu, "grad": "*bf16", "gate_scale": "*fp32", "up_scale": "*fp32", "made_scale": "*fp32",
-             "gate_rows": f"*{gradient}", "gate_columns": "*u8", "up_rows": f"*{gradient}", "up_columns": "*u8",
-             "made_columns": "*u8", **sizes},
+            {
+                **swiglu,
+                "grad": "*bf16",
+                "gate_scale": "*fp32",
+                "up_scale": "*fp32",
+                "made_scale": "*fp32",
+                "gate_rows": f"*{gradient}",
+                "gate_columns": "*u8",
+                "up_rows": f"*{gradient}",
+                "up_columns": "*u8",
+                "made_columns": "*u8",
+                **sizes,
+            },
             {"LARGEST": 57344.0, "LARGEST_MADE": 240.0, "MADE": made, **alone, **tile},
         ),
-    }  # fmt: skip
+    }
 
 
 def code(name: str, arch: str, inputs: int) -> bytes:
     """The machine code of a kernel."""
     signature, constants = calls(arch, inputs)[name]
-    source = ASTSource(KERNELS[name], signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    source = ASTSource(
+        KERNELS[name], signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
+    )
     target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 16 if name == "_cross_entropy" else 8})
+    compiled = triton.compile(
+        source, target=target, options={"num_warps": 16 if name == "_cross_entropy" else 8}
+    )
     return compiled.asm.get("hsaco") or compiled.asm["cubin"]
 
 

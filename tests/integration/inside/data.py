@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from primus.recipes.architecture import Architecture, DiffusionTransformer, MixtureOfExperts
-from primus.training.finetune.models import FineTuned, config_of
-from primus.training.flux.latents import Images, packed
-from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Documents, Mock
-from primus.training.loop.session import terms_of
-from primus.training.reference.data import samples as reference_samples
-from primus.training.tokens import Tokens, packs
+from primus_images.recipes.architecture import Architecture, DiffusionTransformer, MixtureOfExperts
+from primus_images.training.backends.finetune.models import FineTuned, config_of
+from primus_images.training.backends.flux.latents import Images, packed
+from primus_images.training.backends.loop.config import LoopConfig
+from primus_images.training.backends.loop.data import Documents, Mock
+from primus_images.training.backends.loop.session import terms_of
+from primus_images.training.judge.reference.data import samples as reference_samples
+from primus_images.training.text.tokens import Tokens, packs
 
 
 def check_a_pass_sees_every_sample_once() -> None:
@@ -28,11 +28,17 @@ def check_a_pass_sees_every_sample_once() -> None:
     for batch in passes:
         starts = sorted(batch["input_ids"][:, 0].tolist())
         assert starts == list(range(0, 100, 10)), starts
-        assert torch.equal(batch["labels"], batch["input_ids"] + 1), "labels are not the next tokens"
+        assert torch.equal(batch["labels"], batch["input_ids"] + 1), (
+            "labels are not the next tokens"
+        )
         assert terms_of(batch) == 100
-    assert not torch.equal(passes[0]["input_ids"], passes[1]["input_ids"]), "both passes have one order"
+    assert not torch.equal(passes[0]["input_ids"], passes[1]["input_ids"]), (
+        "both passes have one order"
+    )
     again = Documents(tokens, seq_len=10, seed=3).batch(13, 1)
-    assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), "a sample depends on those before it"
+    assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), (
+        "a sample depends on those before it"
+    )
 
 
 def check_held_out_documents_that_are_trained_are_counted() -> None:
@@ -63,9 +69,15 @@ def check_latents_are_packed_as_flux_packs_them() -> None:
 def check_cached_latents_are_read_with_their_own_noise() -> None:
     from safetensors.torch import save_file
 
-    model = Architecture(family="flux", dit=DiffusionTransformer(in_channels=16, image_size=64, text_tokens=3))
+    model = Architecture(
+        family="flux", dit=DiffusionTransformer(in_channels=16, image_size=64, text_tokens=3)
+    )
     training = LoopConfig(seq_len=16 + 3, seed=1)
-    stored = {"latents": torch.randn(3, 4, 8, 8), "text": torch.randn(3, 3, 5), "pooled": torch.randn(3, 6)}
+    stored = {
+        "latents": torch.randn(3, 4, 8, 8),
+        "text": torch.randn(3, 3, 5),
+        "pooled": torch.randn(3, 6),
+    }
     with TemporaryDirectory() as folder:
         save_file(stored, Path(folder) / "some.safetensors")
         given: Any = SimpleNamespace(model=model, training=training, assets={"corpus": folder})
@@ -73,15 +85,23 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
         batch = data.batch(0, 3)
         again = data.batch(3, 3)
         job = {
-            "backend": "flux", "config": {"training.micro_batch_size": 3, "training.seed": 1}, "accumulation": 1,
-            "data_parallel": 1, "assets": {"corpus": folder}, "model": {"dit": {}},
-        }  # fmt: skip
+            "backend": "flux",
+            "config": {"training.micro_batch_size": 3, "training.seed": 1},
+            "accumulation": 1,
+            "data_parallel": 1,
+            "assets": {"corpus": folder},
+            "model": {"dit": {}},
+        }
         for step, seen in ((1, batch), (2, again)):
             judged = reference_samples(job).batch(step, 0)
             assert judged.keys() == seen.keys()
-            assert all(torch.equal(judged[name], seen[name]) for name in seen), "the reference reads other images"
+            assert all(torch.equal(judged[name], seen[name]) for name in seen), (
+                "the reference reads other images"
+            )
     found = {tuple(one.flatten().tolist()) for one in batch["latents"]}
-    assert found == {tuple(packed(one).flatten().tolist()) for one in stored["latents"]}, "a pass misses an image"
+    assert found == {tuple(packed(one).flatten().tolist()) for one in stored["latents"]}, (
+        "a pass misses an image"
+    )
     assert batch["latents"].shape == batch["noise"].shape == (3, 16, 16)
     assert terms_of(batch) == 3
     assert ((batch["time"] > 0) & (batch["time"] < 1)).all()
@@ -104,13 +124,22 @@ def check_answers_are_samples_of_their_own() -> None:
 
 
 FAMILIES = {
-    "llama3": Architecture(family="llama3"), "mistral": Architecture(family="mistral", window=5),
+    "llama3": Architecture(family="llama3"),
+    "mistral": Architecture(family="mistral", window=5),
     "qwen2": Architecture(family="qwen2", qkv_bias=True),
     "mixtral": Architecture(
         family="mixtral", moe=MixtureOfExperts(experts=4, top_k=2, ffn_size=48, auxiliary_loss=1.0)
     ),
-}  # fmt: skip
-SIZES = {"layers": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_size": 48, "vocab_size": 40, "max_seq_len": 64}
+}
+SIZES = {
+    "layers": 2,
+    "hidden_size": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_size": 48,
+    "vocab_size": 40,
+    "max_seq_len": 64,
+}
 
 
 def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool) -> None:
@@ -118,20 +147,29 @@ def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool)
     generator = np.random.default_rng(5)
     ends = generator.integers(2, 12, 40).cumsum()
     mask = (generator.random(int(ends[-1])) < 0.6).astype(np.uint8) if masked else None
-    tokens = Tokens(tokens=generator.integers(0, 40, int(ends[-1]), dtype=np.uint32), ends=ends, mask=mask)
+    tokens = Tokens(
+        tokens=generator.integers(0, 40, int(ends[-1]), dtype=np.uint32), ends=ends, mask=mask
+    )
     results = []
     for architecture in FAMILIES.values():
         torch.manual_seed(1)
-        model = FineTuned(AutoModelForCausalLM.from_config(config_of(replace(architecture, **SIZES), attention)), 64)
+        model = FineTuned(
+            AutoModelForCausalLM.from_config(config_of(replace(architecture, **SIZES), attention)),
+            64,
+        )
         for packing in (False, True):
             data = Documents(tokens, 16, 1, packing=packing)
             batch = data.batch(0, data.samples)
-            assert data.samples == tokens.samples(16, packing=packing) or (mask is None and not packing)
+            assert data.samples == tokens.samples(16, packing=packing) or (
+                mask is None and not packing
+            )
             assert not packing or data.samples * 16 < 1.2 * ends[-1], "the samples are not filled"
             model.zero_grad()
             loss = model(**batch)
             loss.backward()
-            results.append((terms_of(batch), loss, *(parameter.grad for parameter in model.parameters())))
+            results.append(
+                (terms_of(batch), loss, *(parameter.grad for parameter in model.parameters()))
+            )
         for alone, packed_ones in zip(*results[-2:], strict=True):
             torch.testing.assert_close(packed_ones, alone, rtol=1e-5, atol=1e-5)
 

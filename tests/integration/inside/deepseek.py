@@ -15,45 +15,77 @@ import torch
 import torch._dynamo.config
 from megatron.core import parallel_state
 
-from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
-from primus.training import gloo
-from primus.training.loop.config import LoopConfig
-from primus.training.megatron import cpu
-from primus.training.reference.model import Model
-from primus.training.reference.names import BIAS, to_canonical
+from primus_images.recipes.architecture import (
+    Architecture,
+    LatentAttention,
+    MixtureOfExperts,
+    RopeScaling,
+)
+from primus_images.training.backends import gloo
+from primus_images.training.backends.loop.config import LoopConfig
+from primus_images.training.backends.megatron import cpu
+from primus_images.training.judge.reference.model import Model
+from primus_images.training.judge.reference.names import BIAS, to_canonical
 
 # torch was imported before, where all scripts run.
 torch._dynamo.config.disable = True
 LENGTH = 48
 SIZES: dict[str, Any] = {
-    "layers": 3, "hidden_size": 64, "heads": 4, "kv_heads": 4, "ffn_size": 96, "vocab_size": 128, "norm_eps": 1e-5,
+    "layers": 3,
+    "hidden_size": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn_size": 96,
+    "vocab_size": 128,
+    "norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "rope_scaling": RopeScaling(
         kind="yarn", factor=40.0, original_max_position=16, mscale=0.707, mscale_all_dim=0.707
     ),
-}  # fmt: skip
+}
 LATENT = LatentAttention(kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
 V2 = Architecture(
-    family="deepseek_v2", **SIZES, mla=LATENT,
+    family="deepseek_v2",
+    **SIZES,
+    mla=LATENT,
     moe=MixtureOfExperts(experts=8, top_k=3, ffn_size=32, shared_experts=2, dense_layers=1),
-)  # fmt: skip
+)
 V3 = Architecture(
-    family="deepseek_v3", **SIZES, mla=replace(LATENT, q_lora_rank=20),
+    family="deepseek_v3",
+    **SIZES,
+    mla=replace(LATENT, q_lora_rank=20),
     moe=MixtureOfExperts(
-        experts=8, top_k=4, ffn_size=32, shared_experts=1, dense_layers=1, score="sigmoid", normalize_top_k=True,
-        route_scale=2.5, groups=4, top_groups=2,
+        experts=8,
+        top_k=4,
+        ffn_size=32,
+        shared_experts=1,
+        dense_layers=1,
+        score="sigmoid",
+        normalize_top_k=True,
+        route_scale=2.5,
+        groups=4,
+        top_groups=2,
     ),
-)  # fmt: skip
+)
 
 
 def gap_of(sizes: Architecture) -> float:
     """The largest gap of any logit, relative to the largest logit."""
-    from primus.training.megatron.model import MegatronConfig, build
+    from primus_images.training.backends.megatron.model import MegatronConfig, build
 
     config = {"model.moe_token_dispatcher_type": "alltoall", "model.moe_router_dtype": "fp32"}
-    (part,) = build(sizes, LoopConfig(seq_len=LENGTH, dtype="float32"), config, MegatronConfig(), (), on_cpu=True)
+    (part,) = build(
+        sizes,
+        LoopConfig(seq_len=LENGTH, dtype="float32"),
+        config,
+        MegatronConfig(),
+        (),
+        on_cpu=True,
+    )
     own = dict(part.module.named_parameters())
-    own |= {name: tensor for name, tensor in part.module.named_buffers() if name.endswith("expert_bias")}
+    own |= {
+        name: tensor for name, tensor in part.module.named_buffers() if name.endswith("expert_bias")
+    }
     for name, tensor in own.items():
         tensor.data.uniform_(0.5, 1.5) if "norm" in name else tensor.data.normal_(0, 0.15)
     weights = to_canonical("megatron", sizes, own)
@@ -67,7 +99,12 @@ def gap_of(sizes: Architecture) -> float:
 
 
 cpu.apply()
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

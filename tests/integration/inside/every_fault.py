@@ -21,9 +21,9 @@ from silent import SILENT
 from silent_jobs import Row, arguments, ended, job_of, record, rows, together
 from warm import warm
 
-from primus.training import outcome
-from primus.training.job import Job
-from primus.training.torchtitan import cpu
+from primus_images.training.backends.torchtitan import cpu
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
 
 # Name → backend and words of jobs without a fault.
 HEALTHY = {
@@ -33,11 +33,23 @@ HEALTHY = {
         ("healthy_fsdp", "fsdp", "--precision=bf16 training.recompute=full"),
         ("healthy_finetune", "finetune", "--mode=lora --precision=bf16 training.recompute=full"),
         ("healthy_flux", "flux", "--precision=bf16 training.recompute=full"),
-        ("healthy_fused_torchtitan", "torchtitan", "--precision=bf16 turbo=fused-adamw,linear-cross-entropy"),
+        (
+            "healthy_fused_torchtitan",
+            "torchtitan",
+            "--precision=bf16 turbo=fused-adamw,linear-cross-entropy",
+        ),
         # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
-        ("healthy_narrow_torchtitan", "torchtitan", "--precision=bf16 training.dtype=bfloat16 optimizer.name=Adam"),
+        (
+            "healthy_narrow_torchtitan",
+            "torchtitan",
+            "--precision=bf16 training.dtype=bfloat16 optimizer.name=Adam",
+        ),
         # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one of them.
-        ("healthy_experts_tensor_parallel", "megatron", "--recipe=mixtral-8x7b --precision=bf16 tp=2 ep=1"),
+        (
+            "healthy_experts_tensor_parallel",
+            "megatron",
+            "--recipe=mixtral-8x7b --precision=bf16 tp=2 ep=1",
+        ),
     )
 }
 
@@ -69,7 +81,10 @@ def new_names(name: str) -> None:
     """Print what the fault sets but its module, or a class of it, does not have."""
     fault = SILENT[name]
     module = importlib.import_module(fault.module)
-    owners: list[Any] = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
+    owners: list[Any] = [
+        module,
+        *(value for value in vars(module).values() if inspect.isclass(value)),
+    ]
     before = [set(dir(owner)) for owner in owners]
     try:
         fault.change(module)
@@ -82,16 +97,24 @@ def new_names(name: str) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--names", nargs="*", help="the runs; the faults of one run are joined by +")
+    parser.add_argument(
+        "--names", nargs="*", help="the runs; the faults of one run are joined by +"
+    )
     parser.add_argument("--settings", nargs="*", default=[], help="of all jobs that train on text")
-    parser.add_argument("--patches", action="store_true", help="look at the names that all faults replace")
+    parser.add_argument(
+        "--patches", action="store_true", help="look at the names that all faults replace"
+    )
     options = parser.parse_args()
     warm()
     names = options.names or [*HEALTHY, *SILENT]
     done = {row["name"] for row in rows(options.out)}
     waiting = [name for name in names if name not in done]
     print(f"{len(names)} runs, {len(waiting)} to do", flush=True)
-    together([partial(run, name, options.settings, options.out) for name in waiting], options.together, options.seconds)
+    together(
+        [partial(run, name, options.settings, options.out) for name in waiting],
+        options.together,
+        options.seconds,
+    )
     if options.patches:
         # torchtitan chooses its device when it is imported.
         cpu.apply()

@@ -22,27 +22,33 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from primus.cli.main import main
-from primus.recipes.load import entries
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import gloo, identity, ranks
-from primus.training.backend import backend_of
-from primus.training.finetune import backend, models
-from primus.training.fsdp.llama import Llama
-from primus.training.job import Job
-from primus.training.loop import weights
-from primus.training.loop.config import read_job
-from primus.training.megatron import cpu
-from primus.training.reference.names import to_canonical
-from primus.training.torchtitan import cpu as on_cpu, entry, render
+from primus_images.cli.main import main
+from primus_images.recipes.load import entries
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends import gloo
+from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.finetune import backend, models
+from primus_images.training.backends.fsdp.llama import Llama
+from primus_images.training.backends.loop import weights
+from primus_images.training.backends.loop.config import read_job
+from primus_images.training.backends.megatron import cpu
+from primus_images.training.backends.torchtitan import cpu as on_cpu, entry, render
+from primus_images.training.judge.reference.names import to_canonical
+from primus_images.training.run import identity, ranks
+from primus_images.training.run.job import Job
 
 torch._dynamo.config.disable = True
 LENGTH = 48
 # The smallest recipe of every kind of model that a backend trains.
 SMALLEST = {
-    (entry.backend, (model := entry.architecture).family, model.tied_embeddings, model.mla.q_lora_rank): entry.recipe
+    (
+        entry.backend,
+        (model := entry.architecture).family,
+        model.tied_embeddings,
+        model.mla.q_lora_rank,
+    ): entry.recipe
     for entry in sorted(entries(), key=lambda entry: -entry.size.total)
     if entry.backend != "flux" and entry.mode != "lora" and not entry.only_proxy
 }
@@ -56,12 +62,19 @@ CASES = sorted({*WORDS, *(f"{backend} {recipe}" for (backend, *_), recipe in SMA
 # Settings that start from the exported folder.
 TITAN = "checkpoint.initial_load_in_hf=true tokenizer={}"
 BACK = {
-    "torchtitan": TITAN, "megatron": "weights={}",
+    "torchtitan": TITAN,
+    "megatron": "weights={}",
     # The run did not scale its positions, as all are below the original length.
-    **dict.fromkeys(("torchtitan deepseek-16b", "torchtitan deepseek-16b v3"), f"{TITAN} model.rope_scaling.kind=none"),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("torchtitan deepseek-16b", "torchtitan deepseek-16b v3"),
+        f"{TITAN} model.rope_scaling.kind=none",
+    ),
+}
 # Ranks that share layers, stages of them, and experts.
-LAYOUTS = {"megatron qwen2.5-7b": "--ranks 2 tp=2", "megatron qwen3-30b-a3b": "--ranks 4 tp=1 pp=2 ep=2"}
+LAYOUTS = {
+    "megatron qwen2.5-7b": "--ranks 2 tp=2",
+    "megatron qwen3-30b-a3b": "--ranks 4 tp=1 pp=2 ep=2",
+}
 TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 256
 Model = tuple[torch.nn.Module, dict[str, Any], Callable[[], Tensor]]
 
@@ -69,7 +82,11 @@ Model = tuple[torch.nn.Module, dict[str, Any], Callable[[], Tensor]]
 def recipe_of(case: str, *words: str) -> Recipe:
     backend, name, *_ = case.split()
     choices = Choices(
-        backend=backend, mode="full" if backend == "finetune" else "pretrain", precision="fp32", gpu="cpu", proxy=True
+        backend=backend,
+        mode="full" if backend == "finetune" else "pretrain",
+        precision="fp32",
+        gpu="cpu",
+        proxy=True,
     )
     few = ["ep=1"] if backend in ("torchtitan", "megatron") else []
     more = WORDS.get(case, "").split()
@@ -86,16 +103,24 @@ def built(where: Path, recipe: Recipe) -> Model:
         spec = get_train_spec(render.model_name(job.model))
         kind = type(next(iter(spec.model_args.values())))
         arguments = entry._arguments(kind, render.model_arguments(job.model, recipe.precision))
-        arguments.update_from_config(ConfigManager().parse_args(["--job.config_file", str(where / render.FILE)]))
+        arguments.update_from_config(
+            ConfigManager().parse_args(["--job.config_file", str(where / render.FILE)])
+        )
         model = spec.model_cls(arguments)
         if recipe.find(render.INITIAL, False):
-            adapter = entry.adapter_of(spec.state_dict_adapter, job.model)(arguments, job.assets["tokenizer"])
+            adapter = entry.adapter_of(spec.state_dict_adapter, job.model)(
+                arguments, job.assets["tokenizer"]
+            )
             files = adapter.to_hf(model.state_dict())
-            dcp.load(files, storage_reader=adapter.get_hf_storage_reader(job.assets["tokenizer"]), no_dist=True)
+            dcp.load(
+                files,
+                storage_reader=adapter.get_hf_storage_reader(job.assets["tokenizer"]),
+                no_dist=True,
+            )
             model.load_state_dict(adapter.from_hf(files), strict=False)
         return model, model.state_dict(), lambda: model(TOKENS)
     if recipe.backend == "megatron":
-        from primus.training.megatron.session import MegatronSession
+        from primus_images.training.backends.megatron.session import MegatronSession
 
         parallel_state.destroy_model_parallel()
         session = MegatronSession(job, torch.device("cpu"))
@@ -117,7 +142,9 @@ def check_export(case: str, where: Path) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name and tensor.is_floating_point():
             tensor.data.uniform_(0.5, 1.5)
-        elif isinstance(tensor, torch.nn.Parameter) or (name.endswith("expert_bias") and "megatron" in case):
+        elif isinstance(tensor, torch.nn.Parameter) or (
+            name.endswith("expert_bias") and "megatron" in case
+        ):
             tensor.data.normal_(0, 0.15)
     checkpoint = where / "run/checkpoint/step-1"
     dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
@@ -133,7 +160,9 @@ def check_export(case: str, where: Path) -> None:
         recipe = recipe_of(case, *words)
         backend_of(recipe).check_weights(recipe)
         again, _, _ = built(where / "again", recipe)
-        for (name, tensor), mine in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        for (name, tensor), mine in zip(
+            again.state_dict().items(), model.state_dict().values(), strict=True
+        ):
             assert tensor is mine is None or torch.equal(tensor, mine), name
 
 
@@ -141,7 +170,9 @@ def check_older_names(folder: Path) -> None:
     """Without the settings that only transformers 5 reads, the rotary positions are the same."""
     rope, file = AutoConfig.from_pretrained(folder).rope_parameters, folder / "config.json"
     config = json.loads(text := file.read_text())
-    file.write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters"}))
+    file.write_text(
+        json.dumps({key: value for key, value in config.items() if key != "rope_parameters"})
+    )
     assert AutoConfig.from_pretrained(folder).rope_parameters == rope
     file.write_text(text)
 
@@ -150,8 +181,24 @@ def check_layout(case: str, where: Path) -> None:
     """The first weights depend on the seed alone, and a step of this size hardly changes them."""
     few = ["model.layers=4", "seed=7", "lr=1e-12", "checkpoint=1"]
     backend, name = case.split()
-    command = [sys.executable, "-m", "primus.cli.main", "train", name, "--backend", backend, "--precision", "fp32",
-               "--gpu", "cpu", "--proxy", "--output", str(where / "run"), "steps=1", f"seq_len={LENGTH}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "primus_images.cli.main",
+        "train",
+        name,
+        "--backend",
+        backend,
+        "--precision",
+        "fp32",
+        "--gpu",
+        "cpu",
+        "--proxy",
+        "--output",
+        str(where / "run"),
+        "steps=1",
+        f"seq_len={LENGTH}",
+    ]
     subprocess.run([*command, *few, *LAYOUTS[case].split()], check=True, stdout=subprocess.DEVNULL)
     assert main(["export", str(where / "run"), str(where / "hf")]) == 0
     recipe = recipe_of(case, *few)

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from primus.training import facts, gloo
+from primus_images.training.backends import gloo
+from primus_images.training.run import facts
 
 
 class Layer(torch.nn.Linear):
@@ -36,7 +37,9 @@ def check_the_compilers_own_products_are_not_the_runs() -> None:
 
 
 def digest(*weights: torch.Tensor) -> str:
-    model = torch.nn.ParameterList(torch.nn.Parameter(weight, requires_grad=False) for weight in weights)
+    model = torch.nn.ParameterList(
+        torch.nn.Parameter(weight, requires_grad=False) for weight in weights
+    )
     return facts.digest([model])
 
 
@@ -46,11 +49,21 @@ def check_any_change_of_the_weights_changes_their_digest() -> None:
     bit.view(torch.int32)[32, 6] ^= 1
     exchanged = second.clone()
     exchanged[[3, 200]] = exchanged[[200, 3]]
-    other_shape, other_dtype, not_contiguous = first.reshape(7, 33), first.view(torch.int32), first.t()
+    other_shape, other_dtype, not_contiguous = (
+        first.reshape(7, 33),
+        first.view(torch.int32),
+        first.t(),
+    )
     digests = [
-        digest(first, second), digest(bit, second), digest(first, exchanged), digest(second, first),
-        digest(other_shape, second), digest(other_dtype, second), digest(not_contiguous, second), digest(first),
-    ]  # fmt: skip
+        digest(first, second),
+        digest(bit, second),
+        digest(first, exchanged),
+        digest(second, first),
+        digest(other_shape, second),
+        digest(other_dtype, second),
+        digest(not_contiguous, second),
+        digest(first),
+    ]
     assert len(set(digests)) == len(digests), digests
     assert digest(first.clone(), second.clone()) == digests[0]
     whole, *in_pieces = (facts.checksums(first, at_once).tolist() for at_once in (1000, 10, 1))
@@ -59,7 +72,9 @@ def check_any_change_of_the_weights_changes_their_digest() -> None:
 
 check_the_compilers_own_products_are_not_the_runs()
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
 torch.manual_seed(1)
 check_any_change_of_the_weights_changes_their_digest()
 gloo.leave()

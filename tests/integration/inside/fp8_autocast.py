@@ -10,14 +10,21 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import linear as plain, silu
 
-from primus.turbo import fp8
+from primus_images.turbo import fp8
 
-cast = [SimpleNamespace(target_dtype=kind) for kind in (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)]
+cast = [
+    SimpleNamespace(target_dtype=kind)
+    for kind in (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
+]
 product = SimpleNamespace(use_fast_accum=False)
 CONFIG = SimpleNamespace(
-    cast_config_input=cast[0], cast_config_weight=cast[1], cast_config_grad_output=cast[2],
-    gemm_config_output=product, gemm_config_grad_input=product, gemm_config_grad_weight=product,
-)  # fmt: skip
+    cast_config_input=cast[0],
+    cast_config_weight=cast[1],
+    cast_config_grad_output=cast[2],
+    gemm_config_output=product,
+    gemm_config_grad_input=product,
+    gemm_config_grad_weight=product,
+)
 torch.manual_seed(0)
 x = torch.randn(2, 32, 64)
 gate, up, down = torch.randn(96, 64) / 8, torch.randn(96, 64) / 8, torch.randn(64, 96) / 10
@@ -38,11 +45,18 @@ def kept_by(
     kept: set[torch.dtype] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 1 and tensor.shape[0] == given.shape[0] * given.shape[1] and tensor is not down:
+        if (
+            tensor.numel() > 1
+            and tensor.shape[0] == given.shape[0] * given.shape[1]
+            and tensor is not down
+        ):
             kept.add(tensor.dtype)
         return tensor
 
-    with torch.autocast("cpu", dtype=torch.bfloat16), saved_tensors_hooks(note, lambda tensor: tensor):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
         return layer(given), kept
 
 

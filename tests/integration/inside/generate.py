@@ -10,7 +10,9 @@ for folder in sys.argv[1:]:
     adapters = (Path(folder) / "adapter_config.json").is_file()
     model = (AutoPeftModelForCausalLM if adapters else AutoModelForCausalLM).from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    written = model.generate(**tokenizer("The carpenter asked", return_tensors="pt"), max_new_tokens=8)
+    written = model.generate(
+        **tokenizer("The carpenter asked", return_tensors="pt"), max_new_tokens=8
+    )
     assert written.shape[1] > 8
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     print(tokenizer.decode(written[0]))

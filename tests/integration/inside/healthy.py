@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parent))
 from silent_jobs import Row, arguments, ended, record, rows, together
 from warm import warm
 
-from primus.recipes.load import entries
-from primus.recipes.setting import Choices
-from primus.training import suite
-from primus.training.failure import stacks
-from primus.training.job import Job
+from primus_images.recipes.load import entries
+from primus_images.recipes.setting import Choices
+from primus_images.training.judge import suite
+from primus_images.training.run.failure import stacks
+from primus_images.training.run.job import Job
 
 Cell = tuple[str, str, str, str]
 KEYS = ("recipe", "backend", "mode", "precision")
@@ -57,7 +57,11 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:
             "failed": failed,
             "torch": left.facts.get("versions", {}).get("torch", ""),
             "seconds": round(time.monotonic() - began, 1),
-            **({} if not failed else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),
+            **(
+                {}
+                if not failed
+                else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}
+            ),
         }, not failed
 
     record(row, "", partial(job_of, cell, gpu, seed, steps), judge, out)
@@ -65,7 +69,9 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="regular expression on RECIPE BACKEND MODE PRECISION")
+    parser.add_argument(
+        "--only", default="", help="regular expression on RECIPE BACKEND MODE PRECISION"
+    )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own")
@@ -77,7 +83,9 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     left = [(cell, seed) for seed in seeds for cell in wanted if (*cell, seed) not in done]
     print(f"{len(wanted)} cells, {len(left)} runs", flush=True)
-    runs = [partial(run, cell, options.gpu, seed, options.steps, options.out) for cell, seed in left]
+    runs = [
+        partial(run, cell, options.gpu, seed, options.steps, options.out) for cell, seed in left
+    ]
     together(runs, options.together, options.seconds)
 
 

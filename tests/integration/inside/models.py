@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from primus.recipes import load
-from primus.recipes.architecture import (
+from primus_images.recipes import load
+from primus_images.recipes.architecture import (
     Architecture,
     DiffusionTransformer,
     MixtureOfExperts,
@@ -21,20 +21,29 @@ from primus.recipes.architecture import (
     shapes,
     size,
 )
-from primus.recipes.family import described, families_of, family
-from primus.training.finetune import models
-from primus.training.finetune.backend import LoraConfig
-from primus.training.flux.entry import flow_matching, transformer
-from primus.training.fsdp.llama import Llama
-from primus.training.loop import weights
-from primus.training.reference.names import to_canonical
-from primus.training.reference.parameters import without_bias
+from primus_images.recipes.family import described, families_of, family
+from primus_images.training.backends.finetune import models
+from primus_images.training.backends.finetune.backend import LoraConfig
+from primus_images.training.backends.flux.entry import flow_matching, transformer
+from primus_images.training.backends.fsdp.llama import Llama
+from primus_images.training.backends.loop import weights
+from primus_images.training.judge.reference.names import to_canonical
+from primus_images.training.judge.reference.parameters import without_bias
 
 SMALL = Architecture(
-    family="llama3", layers=2, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, vocab_size=128, max_seq_len=256,
+    family="llama3",
+    layers=2,
+    hidden_size=64,
+    heads=4,
+    kv_heads=2,
+    ffn_size=96,
+    vocab_size=128,
+    max_seq_len=256,
     rope_theta=500000.0,
-)  # fmt: skip
-STRETCHED = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
+)
+STRETCHED = RopeScaling(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
+)
 SAME = {
     "llama3.1": replace(SMALL, rope_scaling=STRETCHED),
     "llama2": replace(SMALL, family="llama2", kv_heads=4, rope_theta=10000.0),
@@ -67,7 +76,9 @@ def check_same_logits_and_loss(name: str, model: Architecture) -> None:
 
 
 def check_a_default_of_dropout_is_not_trained() -> None:
-    with patch.object(AutoConfig, "for_model", lambda *_, **_settings: LlamaConfig(attention_dropout=0.1)):
+    with patch.object(
+        AutoConfig, "for_model", lambda *_, **_settings: LlamaConfig(attention_dropout=0.1)
+    ):
         assert models.config_of(SMALL, "sdpa").attention_dropout == 0.0
 
 
@@ -86,8 +97,12 @@ def check_mixtrals_files_are_read() -> None:
     with TemporaryDirectory() as folder:
         hub.save_pretrained(folder)
         files = weights.Files(Path(folder))
-        assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in files, "the files are not as Mixtral's"
-        again = models.FineTuned(AutoModelForCausalLM.from_config(models.config_of(MIXED, "sdpa")), 64)
+        assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in files, (
+            "the files are not as Mixtral's"
+        )
+        again = models.FineTuned(
+            AutoModelForCausalLM.from_config(models.config_of(MIXED, "sdpa")), 64
+        )
         models.init(again, 1, files)
     for (name, mine), saved in zip(again.model.named_parameters(), hub.parameters(), strict=True):
         assert torch.equal(mine, saved), name
@@ -110,13 +125,17 @@ def check_balance_is_trained_on_and_not_reported() -> None:
 
 
 def check_adapters_alone_are_trained() -> None:
-    adapted = models.adapted(models.causal_model(SMALL, "sdpa"), LoraConfig(rank=2, targets=["q_proj"]))
+    adapted = models.adapted(
+        models.causal_model(SMALL, "sdpa"), LoraConfig(rank=2, targets=["q_proj"])
+    )
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * SMALL.layers, trained
     assert all(".lora_" in name for name in trained), trained
     everywhere = models.adapted(models.causal_model(MIXED, "sdpa"), LoraConfig())
     beside = {
-        name.split(".lora_A")[0].rpartition(".")[2] for name, _ in everywhere.named_parameters() if "lora_A" in name
+        name.split(".lora_A")[0].rpartition(".")[2]
+        for name, _ in everywhere.named_parameters()
+        if "lora_A" in name
     }
     assert beside == {"q_proj", "k_proj", "v_proj", "o_proj"}, beside
     try:
@@ -144,8 +163,12 @@ def check_published_models() -> None:
             made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts))
         kept = {f"model.{name}": value for name, value in made.state_dict().items()}
         canonical = to_canonical("finetune", model, kept)
-        assert {name: tuple(value.shape) for name, value in without_bias(canonical).items()} == shapes(model), file.stem
-        assert sum(value.numel() for value in canonical.values()) == size(model).total == parameters, file.stem
+        assert {
+            name: tuple(value.shape) for name, value in without_bias(canonical).items()
+        } == shapes(model), file.stem
+        assert (
+            sum(value.numel() for value in canonical.values()) == size(model).total == parameters
+        ), file.stem
 
 
 def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
@@ -153,7 +176,9 @@ def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
     model = _small_flux()
     attend, inputs, gradients = functional.scaled_dot_product_attention, set(), set()
 
-    def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: object) -> torch.Tensor:
+    def noting(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: object
+    ) -> torch.Tensor:
         inputs.add((query.shape, query.stride(), key.stride(), value.stride()))
         output = attend(query, key, value, **given)
         output.register_hook(lambda gradient: gradients.add(gradient.stride()))
@@ -183,9 +208,15 @@ def check_flux_begins_with_its_last_layers_gradient_alone() -> None:
 
 def _small_flux() -> nn.Module:
     dit = DiffusionTransformer(
-        double_layers=2, single_layers=2, in_channels=16, text_dim=32, pooled_dim=32, image_size=64, text_tokens=8,
+        double_layers=2,
+        single_layers=2,
+        in_channels=16,
+        text_dim=32,
+        pooled_dim=32,
+        image_size=64,
+        text_tokens=8,
         guidance=True,
-    )  # fmt: skip
+    )
     model = transformer(Architecture(family="flux", hidden_size=64, heads=4, head_dim=16, dit=dit))
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
@@ -196,7 +227,9 @@ def _small_flux() -> nn.Module:
 
 def _images(count: int) -> dict[str, torch.Tensor]:
     shapes = {"latents": (16, 16), "noise": (16, 16), "text": (8, 32), "pooled": (32,)}
-    return {name: torch.randn(count, *shape) for name, shape in shapes.items()} | {"time": torch.rand(count)}
+    return {name: torch.randn(count, *shape) for name, shape in shapes.items()} | {
+        "time": torch.rand(count)
+    }
 
 
 torch.manual_seed(0)

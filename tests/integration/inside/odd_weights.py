@@ -15,17 +15,25 @@ from cases import here, try_all
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mxfp4Config,
+)
 
-from primus.errors import InputError
-from primus.recipes.family import OTHER
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.recipes.weights import config_of, fitting_families, nearest_recipe
-from primus.training.finetune import backend, models
-from primus.training.loop import weights
+from primus_images.errors import InputError
+from primus_images.recipes.family import OTHER
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.recipes.weights import config_of, fitting_families, nearest_recipe
+from primus_images.training.backends.finetune import backend, models
+from primus_images.training.backends.loop import weights
 
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
 Q, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 Tensors = dict[str, Any]
 
@@ -52,7 +60,11 @@ def written(where: Path, row: Mapping[str, Any]) -> Path:
             CHANGES[name](tensors, value)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    keys = {"rope_parameters": None, "rope_scaling": row["rope"], "rope_theta": 500000.0} if "rope" in row else {}
+    keys = (
+        {"rope_parameters": None, "rope_scaling": row["rope"], "rope_theta": 500000.0}
+        if "rope" in row
+        else {}
+    )
     config = json.loads((source / "config.json").read_text()) | keys | row.get("config", {})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -93,7 +105,9 @@ def add(tensors: Tensors, shapes: Mapping[str, list[int]]) -> None:
 
 def cast(tensors: Tensors, parts: Mapping[str, str]) -> None:
     for dtype, part in parts.items():
-        tensors |= {name: t.to(getattr(torch, dtype)) for name, t in tensors.items() if part in name}
+        tensors |= {
+            name: t.to(getattr(torch, dtype)) for name, t in tensors.items() if part in name
+        }
 
 
 def without(tensors: Tensors, part: str) -> None:
@@ -123,12 +137,17 @@ def transposed(tensors: Tensors, name: str) -> None:
 def packed(tensors: Tensors, ends: list[str]) -> None:
     for name in [name for name in tensors if name.endswith(tuple(ends))]:
         experts, columns, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 122, (experts, rows, columns // 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (experts, rows, columns // 32, 16), dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            118, 122, (experts, rows, columns // 32), dtype=torch.uint8
+        )
 
 
 CHANGES: dict[str, Callable[[Tensors, Any], None]] = {
-    change.__name__: change for change in (add, cast, without, renamed, copied, scaled, transposed, packed)
+    change.__name__: change
+    for change in (add, cast, without, renamed, copied, scaled, transposed, packed)
 }
 
 
@@ -151,8 +170,12 @@ def check_foreign(case: str, where: Path) -> None:
     logits = wanted(tokens).logits
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     torch.testing.assert_close(models.WholeLogits(model, 64)(tokens, tokens), loss, rtol=0, atol=0)
-    targets = ["q_proj", "v_proj"] if case == "falcon_h1" else []  # PEFT refuses some layers of Mamba
-    lora = models.WholeLogits(models.adapted(model, backend.LoraConfig(rank=4, targets=targets)), 64)
+    targets = (
+        ["q_proj", "v_proj"] if case == "falcon_h1" else []
+    )  # PEFT refuses some layers of Mamba
+    lora = models.WholeLogits(
+        models.adapted(model, backend.LoraConfig(rank=4, targets=targets)), 64
+    )
     weights.materialize(lora, torch.device("cpu"))
     models.init(lora, 1, weights.Files(folder))
     added = {name: p for name, p in lora.model.named_parameters() if p.requires_grad}
@@ -166,7 +189,10 @@ def check_foreign(case: str, where: Path) -> None:
 
 def check_part(case: str, where: Path) -> None:
     """The language model of a model of several parts is trained, and exported alone."""
-    sizes = {"text_config": TABLE["sizes"] | TABLE["own"]["gemma3_text"], "vision_config": TABLE["vision"]}
+    sizes = {
+        "text_config": TABLE["sizes"] | TABLE["own"]["gemma3_text"],
+        "vision_config": TABLE["vision"],
+    }
     torch.manual_seed(1)
     wanted = Gemma3ForConditionalGeneration(Gemma3Config(**sizes, image_token_index=7)).eval()
     wanted.save_pretrained(where / "w")
@@ -191,7 +217,9 @@ def check_packed(case: str, where: Path) -> None:
     state = model.state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in wanted.state_dict().items())
     models.write(models.WholeLogits(model, 64), where / "out", state, None)
-    assert torch.equal(theirs(where / "out")(torch.arange(48)[None]).logits, model(torch.arange(48)[None]).logits)
+    assert torch.equal(
+        theirs(where / "out")(torch.arange(48)[None]).logits, model(torch.arange(48)[None]).logits
+    )
 
 
 def refused(folder: Path, words: str) -> None:
@@ -216,9 +244,15 @@ def sharded(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     for number, half in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in half}, folder / f"part-{number}.safetensors", {"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in half},
+            folder / f"part-{number}.safetensors",
+            {"format": "pt"},
+        )
     rows = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": rows}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": rows})
+    )
 
 
 def stale(folder: Path) -> None:
@@ -252,11 +286,18 @@ def linked(folder: Path) -> None:
 
 
 FILES = {
-    "sharded": sharded, "stale": stale, "old shards": old_shards, "linked": linked,
-    "an index that names another part": index(lambda names: names.update({Q: names[EMBEDDING], EMBEDDING: names[Q]})),
+    "sharded": sharded,
+    "stale": stale,
+    "old shards": old_shards,
+    "linked": linked,
+    "an index that names another part": index(
+        lambda names: names.update({Q: names[EMBEDDING], EMBEDDING: names[Q]})
+    ),
     "an index that leaves a tensor out": index(lambda names: names.pop(Q)),
-    "an index of a tensor that is nowhere": index(lambda names: names.update({"ghost.weight": names[Q]})),
-}  # fmt: skip
+    "an index of a tensor that is nowhere": index(
+        lambda names: names.update({"ghost.weight": names[Q]})
+    ),
+}
 PART, INDEX = "part-0.safetensors", "model.safetensors.index.json"
 # name → the file, its change, words of the sentence
 DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
@@ -265,11 +306,19 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "a cut header": (PART, lambda data: data[:9], "damaged"),
     "another dtype": (PART, lambda data: data.replace(b"BF16", b"F32 ", 1), "F32 "),
     "another shape": (PART, lambda data: data.replace(b"[96,64]", b"[96,65]", 1), "damaged"),
-    "a pointer of Git LFS": (PART, lambda _: b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    "a pointer of Git LFS": (
+        PART,
+        lambda _: b"version https://git-lfs.github.com/spec/v1",
+        "git lfs pull",
+    ),
     "a byte order mark": ("config.json", lambda data: b"\xef\xbb\xbf" + data, "byte order mark"),
     "a cut index": (INDEX, lambda data: data[:-5], "index of the weights cannot be read"),
     "an absent part": (INDEX, lambda data: data.replace(b"part-1", b"part-7"), "lack part-7"),
-    "half of the tensors": (INDEX, lambda data: data.replace(b"part-1", b"part-0"), "the weights lack"),
+    "half of the tensors": (
+        INDEX,
+        lambda data: data.replace(b"part-1", b"part-0"),
+        "the weights lack",
+    ),
 }
 
 
@@ -298,8 +347,15 @@ def check_a_process_of_its_own(_case: str, where: Path) -> None:
 
 run = backend.subprocess
 backend.subprocess = SimpleNamespace(run=here)
-try_all((
-    (check_foreign, TABLE["foreign"]), (check_packed, TABLE["packed"]), (check_part, ["", "names as published"]),
-    (check_same, TABLE["same"]), (check_refused, TABLE["refused"]), (check_files, FILES), (check_damaged, DAMAGED),
-    (check_a_process_of_its_own, ["a bias"]),
-))  # fmt: skip
+try_all(
+    (
+        (check_foreign, TABLE["foreign"]),
+        (check_packed, TABLE["packed"]),
+        (check_part, ["", "names as published"]),
+        (check_same, TABLE["same"]),
+        (check_refused, TABLE["refused"]),
+        (check_files, FILES),
+        (check_damaged, DAMAGED),
+        (check_a_process_of_its_own, ["a bias"]),
+    )
+)

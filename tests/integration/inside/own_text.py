@@ -22,17 +22,31 @@ import pyarrow as pa
 import yaml
 from cases import try_all
 from pyarrow.parquet import write_table
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
-from primus.errors import InputError
-from primus.training import tokens
-from primus.training.corpus import Corpus, document_of, files_of, layout_of, rows
-from primus.training.encoder import Encoder
-from primus.training.reference.data import _tokenized as reference
+from primus_images.errors import InputError
+from primus_images.training.judge.reference.data import _tokenized as reference
+from primus_images.training.text import tokens
+from primus_images.training.text.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus_images.training.text.encoder import Encoder
 
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-MARKS, CONFIG, TEXTS = TABLE["special tokens"], TABLE["config"], [*TABLE["texts"], " ".join(map(str, range(100)))]
+TABLE: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+MARKS, CONFIG, TEXTS = (
+    TABLE["special tokens"],
+    TABLE["config"],
+    [*TABLE["texts"], " ".join(map(str, range(100)))],
+)
 
 
 def trained(model: Any = None, **parts: Any) -> Tokenizer:
@@ -42,7 +56,10 @@ def trained(model: Any = None, **parts: Any) -> Tokenizer:
     for name, part in parts.items():
         setattr(tokenizer, name, part)
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=MARKS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=512,
+        special_tokens=MARKS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([*TEXTS, __doc__ or ""] * 3, trainer)
     return tokenizer
@@ -52,19 +69,27 @@ BASE = trained()
 
 
 def folder_of(
-    where: Path, config: dict[str, Any] | None = None, content: dict[str, Any] | None = None,
-    files: dict[str, Any] | None = None, base: Tokenizer = BASE,
-) -> Path:  # fmt: skip
+    where: Path,
+    config: dict[str, Any] | None = None,
+    content: dict[str, Any] | None = None,
+    files: dict[str, Any] | None = None,
+    base: Tokenizer = BASE,
+) -> Path:
     where.mkdir(parents=True, exist_ok=True)
     (where / "tokenizer.json").write_text(json.dumps(json.loads(base.to_str()) | (content or {})))
-    for name, value in {"tokenizer_config.json": CONFIG if config is None else config, **(files or {})}.items():
+    for name, value in {
+        "tokenizer_config.json": CONFIG if config is None else config,
+        **(files or {}),
+    }.items():
         (where / name).write_text(value if isinstance(value, str) else json.dumps(value))
     return where
 
 
 def written(where: Path, name: str, *values: object) -> Path:
     where.mkdir(parents=True, exist_ok=True)
-    (where / name).write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
+    (where / name).write_text(
+        "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    )
     return where / name
 
 
@@ -72,7 +97,12 @@ def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int],
     data = {"train_on": "completions" if choices.pop("completions", True) else "all", **choices}
     known = {key: value for key, value in data.items() if key in ("column", "split")}
     reader = tokens.Reader(
-        Corpus(name=str(corpus), tokenizer=str(tokenizer), completions=data["train_on"] == "completions", **known)
+        Corpus(
+            name=str(corpus),
+            tokenizer=str(tokenizer),
+            completions=data["train_on"] == "completions",
+            **known,
+        )
     )
     documents = [(list(ids), list(mask)) for ids, mask in reader]
     if not reader.masked:
@@ -89,15 +119,25 @@ TOKENIZERS = {
     "begins by itself": trained(post_processor=BEGINS),
     "begins and ends by itself": trained(post_processor=BOTH),
     "lower case": trained(normalizer=normalizers.Lowercase()),
-    "NFKC and strip": trained(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])),
+    "NFKC and strip": trained(
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
+    ),
     "prefix space": trained(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "digits apart": trained(pre_tokenizer=pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])),
-}  # fmt: skip
+    "digits apart": trained(
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    ),
+}
 
 
 def check_tokenizer(case: str, where: Path) -> None:
-    row = json.loads(json.dumps(TABLE["tokenizers"][case]).replace('"next"', f'"{BASE.get_vocab_size()}"'))
+    row = json.loads(
+        json.dumps(TABLE["tokenizers"][case]).replace('"next"', f'"{BASE.get_vocab_size()}"')
+    )
     begin, end = row.pop("marks", ("<s>", "</s>"))
     folder = folder_of(where / "tokenizer", base=TOKENIZERS.get(case, BASE), **row)
     corpus = written(where, "text.jsonl", *({"text": text} for text in TEXTS))
@@ -105,13 +145,17 @@ def check_tokenizer(case: str, where: Path) -> None:
     for text, (ids, mask) in zip(TEXTS, ours(corpus, folder), strict=True):
         wanted = authority(text, truncation=False, padding=False)["input_ids"]
         assert len(wanted) > 2
-        first, last = (None if mark is None else authority.convert_tokens_to_ids(mark) for mark in (begin, end))
+        first, last = (
+            None if mark is None else authority.convert_tokens_to_ids(mark) for mark in (begin, end)
+        )
         wanted = wanted if first is None or wanted[0] == first else [first, *wanted]
         wanted = wanted if last is None or wanted[-1] == last else [*wanted, last]
         assert (ids, mask) == (wanted, []), (text, ids, wanted)
 
 
-TEMPLATES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8")
+)
 ASKED, SAID, TOOLS, CALLS, ALPACA, CHATS = (
     TABLE[key] for key in ("asked", "said", "tools", "calls", "alpaca", "chats")
 )
@@ -121,12 +165,17 @@ def check_template(case: str, where: Path) -> None:
     template, none = TEMPLATES[case], "{% if false %}{% endif %}"
     chats = [{"messages": chat} for chat in CHATS.values()]
     if "tools" in case:
-        chats += [{"messages": CALLS, "tools": TOOLS}, {"messages": CALLS, "tools": json.dumps(TOOLS)}]
+        chats += [
+            {"messages": CALLS, "tools": TOOLS},
+            {"messages": CALLS, "tools": json.dumps(TOOLS)},
+        ]
     corpus = written(where, "chats.jsonl", *chats)
     marked_text = template.replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
     marked = folder_of(where / "marked", CONFIG | {"chat_template": marked_text})
     plain = folder_of(
-        where / "plain", CONFIG, files={"chat_template.jinja": template.replace("«", none).replace("»", none)}
+        where / "plain",
+        CONFIG,
+        files={"chat_template.jinja": template.replace("«", none).replace("»", none)},
     )
     authority = AutoTokenizer.from_pretrained(marked)
     wanted = []
@@ -149,7 +198,10 @@ TEXT_BYTES = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LIN
 
 
 def arrow(where: Path) -> None:
-    with pa.OSFile(str(where), "wb") as file, pa.ipc.new_stream(file, pa.table({"text": TEXTS}).schema) as stream:
+    with (
+        pa.OSFile(str(where), "wb") as file,
+        pa.ipc.new_stream(file, pa.table({"text": TEXTS}).schema) as stream,
+    ):
         stream.write_table(pa.table({"text": TEXTS}))
 
 
@@ -165,10 +217,16 @@ Maker = Callable[[Path], Any]
 CORPORA: dict[str, tuple[str, Maker]] = {
     "lines": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES)),
     "byte order mark": ("a.jsonl", lambda f: f.write_bytes(b"\xef\xbb\xbf" + TEXT_BYTES)),
-    "CRLF and blank lines": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES.replace(b"\n", b"\r\n"))),
+    "CRLF and blank lines": (
+        "a.jsonl",
+        lambda f: f.write_bytes(TEXT_BYTES.replace(b"\n", b"\r\n")),
+    ),
     "no last newline": ("a.ndjson", lambda f: f.write_bytes(TEXT_BYTES.rstrip())),
     "a list": ("a.json", lambda f: f.write_text(json.dumps(LINES))),
-    "an indented list": ("a.json", lambda f: f.write_text(json.dumps(LINES, indent=2, ensure_ascii=False))),
+    "an indented list": (
+        "a.json",
+        lambda f: f.write_text(json.dumps(LINES, indent=2, ensure_ascii=False)),
+    ),
     "a list of texts": ("a.json", lambda f: f.write_text(json.dumps(TEXTS, indent=1))),
     "compressed table": ("a.csv.gz", lambda f: f.write_bytes(gzip.compress(table(",")))),
     "gzip": ("a.jsonl.gz", lambda f: f.write_bytes(gzip.compress(TEXT_BYTES))),
@@ -177,22 +235,48 @@ CORPORA: dict[str, tuple[str, Maker]] = {
     "zstd": ("a.jsonl.zst", lambda f: f.write_bytes(pa.compress(TEXT_BYTES, "zstd", asbytes=True))),
     "an upper-case suffix": ("A.JSONL", lambda f: f.write_bytes(TEXT_BYTES)),
     "gzip without its suffix": ("a.jsonl", lambda f: f.write_bytes(gzip.compress(TEXT_BYTES))),
-    "two gzip members": ("a.jsonl.gz", lambda f: f.write_bytes(b"".join(map(gzip.compress, TEXT_BYTES.splitlines(True))))),
-    "two zstd frames": ("a.jsonl.zst", lambda f: f.write_bytes(b"".join(
-        pa.compress(line, "zstd", asbytes=True) for line in TEXT_BYTES.splitlines(True)))),
-    "numbers beyond JSON": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES.replace(b'"n": 1', b'"n": NaN'))),
-    "Parquet of large strings": ("a.parquet", lambda f: write_table(
-        pa.table({"text": pa.array(TEXTS, pa.large_string())}), f)),
-    "Parquet of a dictionary": ("a.parquet", lambda f: write_table(
-        pa.table({"text": pa.array(TEXTS).dictionary_encode()}), f)),
+    "two gzip members": (
+        "a.jsonl.gz",
+        lambda f: f.write_bytes(b"".join(map(gzip.compress, TEXT_BYTES.splitlines(True)))),
+    ),
+    "two zstd frames": (
+        "a.jsonl.zst",
+        lambda f: f.write_bytes(
+            b"".join(
+                pa.compress(line, "zstd", asbytes=True) for line in TEXT_BYTES.splitlines(True)
+            )
+        ),
+    ),
+    "numbers beyond JSON": (
+        "a.jsonl",
+        lambda f: f.write_bytes(TEXT_BYTES.replace(b'"n": 1', b'"n": NaN')),
+    ),
+    "Parquet of large strings": (
+        "a.parquet",
+        lambda f: write_table(pa.table({"text": pa.array(TEXTS, pa.large_string())}), f),
+    ),
+    "Parquet of a dictionary": (
+        "a.parquet",
+        lambda f: write_table(pa.table({"text": pa.array(TEXTS).dictionary_encode()}), f),
+    ),
     "Parquet": ("a.parquet", lambda f: write_table(pa.table({"text": TEXTS, "n": range(5)}), f)),
-    "Parquet by another name": ("a[1] b.parquet", lambda f: write_table(pa.table({"text": TEXTS}), f)),
+    "Parquet by another name": (
+        "a[1] b.parquet",
+        lambda f: write_table(pa.table({"text": TEXTS}), f),
+    ),
     "CSV": ("a.csv", lambda f: f.write_bytes(table(","))),
     "TSV": ("a.tsv", lambda f: f.write_bytes(table("\t"))),
     "Arrow": ("a.arrow", arrow),
-    "other columns in some rows": ("a.jsonl", lambda f: written(f.parent, f.name, *LINES[:2], *(
-        line | {"more": [1, "a", {"k": None}]} for line in LINES[2:]))),
-}  # fmt: skip
+    "other columns in some rows": (
+        "a.jsonl",
+        lambda f: written(
+            f.parent,
+            f.name,
+            *LINES[:2],
+            *(line | {"more": [1, "a", {"k": None}]} for line in LINES[2:]),
+        ),
+    ),
+}
 
 
 def check_corpus(case: str, where: Path) -> None:
@@ -223,10 +307,16 @@ def named(where: Path, *names: str, card: str = "") -> Path:
 
 def check_folder(case: str, where: Path) -> None:
     row = TABLE["folders"][case]
-    folder, tokenizer = named(where, *row["names"], card=row.get("card", "")), folder_of(where / "tokenizer")
+    folder, tokenizer = (
+        named(where, *row["names"], card=row.get("card", "")),
+        folder_of(where / "tokenizer"),
+    )
     split = row.get("split")
     authority = AutoTokenizer.from_pretrained(tokenizer)
-    read = [authority.decode(ids[1:-1]) for ids, _ in ours(folder, tokenizer, **({"split": split} if split else {}))]
+    read = [
+        authority.decode(ids[1:-1])
+        for ids, _ in ours(folder, tokenizer, **({"split": split} if split else {}))
+    ]
     assert read == row["reads"], read
     if row.get("datasets"):
         from datasets import load_dataset
@@ -284,9 +374,13 @@ def broken_link(where: Path) -> Path:
 
 
 CORPORA_REFUSED = {
-    "null in Parquet": parquet("a", None), "bytes in Parquet": parquet(b"a"), "no rows in Parquet": parquet(), "a cut gzip file": cut_gzip,
-    "a link that leads nowhere": broken_link, "an empty folder": lambda where: Path(mkdtemp(dir=where, prefix="data")),
-}  # fmt: skip
+    "null in Parquet": parquet("a", None),
+    "bytes in Parquet": parquet(b"a"),
+    "no rows in Parquet": parquet(),
+    "a cut gzip file": cut_gzip,
+    "a link that leads nowhere": broken_link,
+    "an empty folder": lambda where: Path(mkdtemp(dir=where, prefix="data")),
+}
 
 
 def corpus_of(case: str, row: dict[str, Any], where: Path) -> Path:
@@ -308,7 +402,9 @@ def check_refused(case: str, where: Path) -> None:
         folder.mkdir()
     else:
         folder_of(folder, files=row.get("tokenizer"))
-    corpus = Corpus(name=str(corpus_of(case, row, where)), tokenizer=str(folder), split=row.get("split"))
+    corpus = Corpus(
+        name=str(corpus_of(case, row, where)), tokenizer=str(folder), split=row.get("split")
+    )
     try:
         tokens.write(tokens.Reader(corpus), where, progress=print)
     except InputError as error:
@@ -324,9 +420,13 @@ def check_a_prompt_is_not_trained(_case: str, where: Path) -> None:
     document = document_of(row, layout_of(row, None, ""), "")
     for markers in (("", ""), ("{% generation %}", "{% endgeneration %}")):
         text = TEMPLATES["chatml"].replace("«", markers[0]).replace("»", markers[1])
-        encoder = Encoder(str(folder_of(where / f"of {len(markers[0])}", CONFIG | {"chat_template": text})))
+        encoder = Encoder(
+            str(folder_of(where / f"of {len(markers[0])}", CONFIG | {"chat_template": text}))
+        )
         ids, mask = encoder.document(document, "")
-        said = encoder.tokenizer.decode([number for number, part in zip(ids, mask, strict=True) if part])
+        said = encoder.tokenizer.decode(
+            [number for number, part in zip(ids, mask, strict=True) if part]
+        )
         assert said == "Three.<|im_end|>\n", said
 
 
@@ -336,17 +436,32 @@ def check_a_turn_that_is_not_trained(case: str, where: Path) -> None:
     chat = [dict(turn) for turn in CHATS["several turns"]]
     chat[1][key] = json.loads(value)
     names = {"user": "human", "assistant": "gpt"}
-    share = [{"from": names[turn["role"]], "value": turn["content"], **{key: turn.get(key, 1)}} for turn in chat]
-    marked = TEMPLATES["chatml"].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    share = [
+        {"from": names[turn["role"]], "value": turn["content"], **{key: turn.get(key, 1)}}
+        for turn in chat
+    ]
+    marked = (
+        TEMPLATES["chatml"].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    )
     content = "{% generation %}{{ m.content }}{% endgeneration %}"
-    words = "{% for m in messages %}{% if m.role == 'assistant' %}A" + content + "<|im_end|>{% else %}U{{ m.content }}"
-    templates = {TEMPLATES["chatml"].replace("«", "").replace("»", ""): "Three.<|im_end|>\n",
-                 marked: "Three.<|im_end|>\n",
-                 words + "{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}": "Three."}  # fmt: skip
-    for row, (text, trained) in product(({"messages": chat}, {"conversations": share}), templates.items()):
+    words = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A"
+        + content
+        + "<|im_end|>{% else %}U{{ m.content }}"
+    )
+    templates = {
+        TEMPLATES["chatml"].replace("«", "").replace("»", ""): "Three.<|im_end|>\n",
+        marked: "Three.<|im_end|>\n",
+        words + "{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}": "Three.",
+    }
+    for row, (text, trained) in product(
+        ({"messages": chat}, {"conversations": share}), templates.items()
+    ):
         folder = folder_of(Path(mkdtemp(dir=where)), CONFIG | {"chat_template": text})
         ((ids, mask),) = ours(written(where, "rows.jsonl", row), folder)
-        said = AutoTokenizer.from_pretrained(folder).decode([n for n, part in zip(ids, mask, strict=True) if part])
+        said = AutoTokenizer.from_pretrained(folder).decode(
+            [n for n, part in zip(ids, mask, strict=True) if part]
+        )
         assert said == trained, said
 
 
@@ -364,15 +479,27 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
 
 def check_no_torch(_case: str, where: Path) -> None:
     """The command that starts a run tokenizes, and must not wait for torch."""
-    code = "import sys; from primus.training.encoder import Encoder, without_torch; without_torch(); "
+    code = "import sys; from primus_images.training.text.encoder import Encoder, without_torch; without_torch(); "
     code += f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in sys.modules"
     subprocess.run(["env", sys.executable, "-c", code], check=True)
 
 
-try_all((
-    (check_no_torch, ["here"]), (check_tokenizer, TABLE["tokenizers"]), (check_template, TEMPLATES),
-    (check_corpus, CORPORA), (check_folder, TABLE["folders"]), (check_links, ["links"]),
-    (check_columns, TABLE["columns"]), (check_answers, ["texts", "Alpaca"]), (check_refused, TABLE["refused"]),
-    (check_a_turn_that_is_not_trained, ["weight 0", "train false", "loss false", "trainable false"]),
-    (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
-))  # fmt: skip
+try_all(
+    (
+        (check_no_torch, ["here"]),
+        (check_tokenizer, TABLE["tokenizers"]),
+        (check_template, TEMPLATES),
+        (check_corpus, CORPORA),
+        (check_folder, TABLE["folders"]),
+        (check_links, ["links"]),
+        (check_columns, TABLE["columns"]),
+        (check_answers, ["texts", "Alpaca"]),
+        (check_refused, TABLE["refused"]),
+        (
+            check_a_turn_that_is_not_trained,
+            ["weight 0", "train false", "loss false", "trainable false"],
+        ),
+        (check_nulls_of_a_table, ["null"]),
+        (check_a_prompt_is_not_trained, ["prompt"]),
+    )
+)

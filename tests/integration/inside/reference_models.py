@@ -7,37 +7,43 @@ import torch
 from diffusers import FluxTransformer2DModel
 from transformers import AutoModelForCausalLM
 
-from primus.recipes.architecture import shapes
-from primus.recipes.family import OTHER, families, family
-from primus.recipes.load import entries
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training.finetune.models import config_of
-from primus.training.flux.backend import config_of as flux_config_of
-from primus.training.flux.entry import rotary_axes
-from primus.training.reference import blocks, diffusion, models
-from primus.training.reference.model import Model
-from primus.training.reference.names import from_canonical, to_canonical
-from primus.training.reference.parameters import without_bias
-from primus.training.reference.rounding import Rounding, attended, bfloat, exact
-from primus.training.witness import Blocks
+from primus_images.recipes.architecture import shapes
+from primus_images.recipes.family import OTHER, families, family
+from primus_images.recipes.load import entries
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends.finetune.models import config_of
+from primus_images.training.backends.flux.backend import config_of as flux_config_of
+from primus_images.training.backends.flux.entry import rotary_axes
+from primus_images.training.judge.reference import blocks, diffusion, models
+from primus_images.training.judge.reference.model import Model
+from primus_images.training.judge.reference.names import from_canonical, to_canonical
+from primus_images.training.judge.reference.parameters import without_bias
+from primus_images.training.judge.reference.rounding import Rounding, attended, bfloat, exact
+from primus_images.training.judge.witness import Blocks
 
 
 def main() -> None:
     torch.manual_seed(0)
     names = {entry.architecture.family: entry.recipe for entry in entries()}
     computed = [name for name in families() if not family(name).images and name != OTHER]
-    proxies = [resolve(names[name], [], Choices(gpu="cpu", proxy=True)).architecture for name in computed]
+    proxies = [
+        resolve(names[name], [], Choices(gpu="cpu", proxy=True)).architecture for name in computed
+    ]
     proxies.append(replace(proxies[computed.index("llama3")], tied_embeddings=True))
     for proxy in proxies:
         name = proxy.family
         sizes = replace(proxy, window=7) if name == "mistral" else proxy
         model = AutoModelForCausalLM.from_config(config_of(sizes, "eager"))
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 1.0 - sizes.norm_offset if parameter.ndim == 1 else 0.0, 0.1)
+            torch.nn.init.normal_(
+                parameter, 1.0 - sizes.norm_offset if parameter.ndim == 1 else 0.0, 0.1
+            )
         mine = {f"model.{name}": value for name, value in model.state_dict().items()}
         weights = to_canonical("finetune", sizes, mine)
-        assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
+        assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(
+            sizes
+        ), name
         for key, tensor in mine.items():
             if not (sizes.tied_embeddings and "lm_head" in key):
                 again = from_canonical("finetune", sizes, key, tensor.shape, weights.__getitem__)
@@ -51,7 +57,10 @@ def main() -> None:
         assert gap < 1e-5, (name, gap)
         for wrong in _wrong(sizes):
             other, _ = Model(wrong).prediction(wide, batch)
-            assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (name, wrong)
+            assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (
+                name,
+                wrong,
+            )
 
 
 def norms() -> None:
@@ -59,7 +68,9 @@ def norms() -> None:
 
     torch.manual_seed(0)
 
-    def gradient(states: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def gradient(
+        states: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         leaf = states.detach().clone().requires_grad_()
         norm(leaf).backward(given.to(states.dtype))
         assert leaf.grad is not None
@@ -72,7 +83,10 @@ def norms() -> None:
         return gradient(states.double(), lambda leaf: diffusion._Even.apply(leaf, 1e-6, keeping))
 
     # The mean is much larger than the deviation, as in the states of a trained model.
-    states, given = (torch.randn(6, 64) + 30 * torch.rand(6, 1)).bfloat16(), torch.randn(6, 64).bfloat16()
+    states, given = (
+        (torch.randn(6, 64) + 30 * torch.rand(6, 1)).bfloat16(),
+        torch.randn(6, 64).bfloat16(),
+    )
     exactly = gradient(states.double(), theirs)
     torch.testing.assert_close(ours(exact), exactly)
     narrow = gradient(states, theirs)
@@ -96,7 +110,9 @@ def attention() -> None:
         return [each.double() for each in (out, *torch.autograd.grad(out, leaves, given.to(dtype)))]
 
     def theirs(*leaves: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=True
+        )
 
     def ours(between: Rounding, adding: bool) -> list[torch.Tensor]:
         def attend(*leaves: torch.Tensor) -> torch.Tensor:
@@ -108,13 +124,17 @@ def attention() -> None:
     exactly, narrow = results(theirs, torch.float64), results(theirs, torch.bfloat16)
     torch.testing.assert_close(ours(exact, adding=True), exactly)
     rounded = ours(bfloat, adding=True)
-    for name, *each in zip(("output", "query", "key", "value"), exactly, narrow, rounded, strict=True):
+    for name, *each in zip(
+        ("output", "query", "key", "value"), exactly, narrow, rounded, strict=True
+    ):
         error, own = ((seen - each[0]).norm(dim=-1).mean((0, 1)) for seen in each[1:])
         # The first token's output is its value, and its query has no gradient.
         most = float((error[1:] / own[1:]).max())
         assert 0.5 < most < 2, (name, most)
     # Without the rounded sums, the gradients of the first values would be twice as exact.
-    once, sums = ((seen[3] - exactly[3])[..., :2, :].norm() for seen in (ours(bfloat, adding=False), narrow))
+    once, sums = (
+        (seen[3] - exactly[3])[..., :2, :].norm() for seen in (ours(bfloat, adding=False), narrow)
+    )
     assert float(once) < 0.6 * float(sums), (once, sums)
 
 
@@ -133,14 +153,25 @@ def flux() -> None:
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
     with torch.no_grad():
         theirs = model(
-            hidden_states=image.double(), encoder_hidden_states=text.double(), pooled_projections=pooled, timestep=time,
-            img_ids=places, txt_ids=torch.zeros(dit.text_tokens, 3),
-            guidance=torch.full((2,), 3.5).double(), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=image.double(),
+            encoder_hidden_states=text.double(),
+            pooled_projections=pooled,
+            timestep=time,
+            img_ids=places,
+            txt_ids=torch.zeros(dit.text_tokens, 3),
+            guidance=torch.full((2,), 3.5).double(),
+            return_dict=False,
+        )[0]
         for guidance, scale, agrees in ((3.5, 1.0, True), (3.0, 1.0, False), (3.5, 0.99, False)):
             own = diffusion.Diffusion(sizes, guidance=guidance)
             # An image mixed with itself is the image at any time.
-            batch = {"latents": image, "noise": image, "time": scale * time, "text": text, "pooled": pooled}
+            batch = {
+                "latents": image,
+                "noise": image,
+                "time": scale * time,
+                "text": text,
+                "pooled": pooled,
+            }
             found, _ = own.prediction(weights, batch)
             gap = float((found - theirs).abs().max() / theirs.abs().max())
             # diffusers computes the sinusoids of the time in float32.
@@ -166,13 +197,17 @@ def fit() -> None:
     rows = models.fit(("one", "other", "none"), parts)
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows
-    assert all(abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()), rows
+    assert all(
+        abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()
+    ), rows
 
 
 def figures() -> None:
     """One token far off is a wrong token; a position is wrong if all of its tokens are."""
     generator = torch.Generator().manual_seed(0)
-    outputs, noise = (torch.randn(8, 128, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    outputs, noise = (
+        torch.randn(8, 128, 16, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
 
     def judged(*places: tuple[int | slice, int]) -> dict[str, object]:
         run = outputs + 1e-3 * noise.flip(-1)
@@ -180,7 +215,9 @@ def figures() -> None:
             run[sample, position] = outputs[sample, position] + 8e-3 * noise[sample, position]
         certain = torch.ones(8, 128, dtype=torch.bool)
         rounded = outputs + 1e-3 * noise
-        one = blocks.Result(name="layers.0", run=run, exact=outputs, rounded=rounded, certain=certain)
+        one = blocks.Result(
+            name="layers.0", run=run, exact=outputs, rounded=rounded, certain=certain
+        )
         return blocks._figures([one])
 
     for places, token, position in (((), 2, 2), (((3, 9),), 9, 2), (((slice(None), 9),), 9, 9)):
@@ -234,9 +271,15 @@ def _wrong(sizes: object) -> Iterator[object]:
     if sizes.family == "gemma3":  # type: ignore[attr-defined]
         stretched = replace(sizes.rope_scaling, factor=4.0)  # type: ignore[attr-defined]
         for field, value in {
-            "window_pattern": 3, "local_rope_theta": 9000.0, "query_scalar": 30, "activation": "silu",
-            "norm_offset": False, "scaled_embedding": False, "sandwich_norms": False, "rope_scaling": stretched,
-        }.items():  # fmt: skip
+            "window_pattern": 3,
+            "local_rope_theta": 9000.0,
+            "query_scalar": 30,
+            "activation": "silu",
+            "norm_offset": False,
+            "scaled_embedding": False,
+            "sandwich_norms": False,
+            "rope_scaling": stretched,
+        }.items():
             yield replace(sizes, **{field: value})  # type: ignore[type-var]
     if sizes.family == "llama4":  # type: ignore[attr-defined]
         moe = replace(sizes.moe, weighted_inputs=False)  # type: ignore[attr-defined]
@@ -244,8 +287,10 @@ def _wrong(sizes: object) -> Iterator[object]:
             yield replace(sizes, **{field: value})  # type: ignore[type-var]
     if sizes.family == "gpt_oss":  # type: ignore[attr-defined]
         for field, value in {
-            "window_pattern": 3, "activation": "silu", "rope_scaling": replace(sizes.rope_scaling, truncate=True),
-        }.items():  # fmt: skip
+            "window_pattern": 3,
+            "activation": "silu",
+            "rope_scaling": replace(sizes.rope_scaling, truncate=True),
+        }.items():
             yield replace(sizes, **{field: value})  # type: ignore[type-var]
 
 

@@ -20,11 +20,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 from forks import forked
 
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import outcome
-from primus.training.job import Job
-from primus.training.outcome import Outcome
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import outcome
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
 
 Row = dict[str, Any]
 # Seconds after which a run counts as one that does not end.
@@ -41,7 +41,9 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     if name.startswith("llama"):
         settings.append("model.layers=2")
     mode = chosen.get("mode", "full" if backend == "finetune" else "pretrain")
-    choices = Choices(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=chosen.get("precision", "fp32"))
+    choices = Choices(
+        backend=backend, mode=mode, gpu="cpu", proxy=True, precision=chosen.get("precision", "fp32")
+    )
     return Job(name="base", recipe=resolve(name, settings, choices), output=folder, judged=True)
 
 
@@ -55,17 +57,27 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--together", type=int, default=1, help="runs side by side; each has two processes")
+    parser.add_argument(
+        "--together", type=int, default=1, help="runs side by side; each has two processes"
+    )
     return parser
 
 
 def rows(out: Path) -> list[Row]:
     """The runs that ``out`` holds."""
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+    return (
+        [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        if out.exists()
+        else []
+    )
 
 
 def record(
-    row: Row, fault: str, make: Callable[[Path], Job], judge: Callable[[Job], tuple[Row, bool]], out: Path
+    row: Row,
+    fault: str,
+    make: Callable[[Path], Job],
+    judge: Callable[[Job], tuple[Row, bool]],
+    out: Path,
 ) -> None:
     """Train the job of ``make`` with ``fault`` ("": none) and append ``row``, with what ``judge`` adds, to ``out``.
 
@@ -75,10 +87,15 @@ def record(
     with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as folder:
         try:
             job = make(Path(folder) / "job")
-            command = [sys.executable, "-m", "primus.cli.main", *job.arguments()]
+            command = [sys.executable, "-m", "primus_images.cli.main", *job.arguments()]
             variables = os.environ | {"PRIMUS_FAULT": fault}
-            run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT)
-            logs = [run.stderr, *(file.read_text(errors="replace") for file in job.output.glob("*.txt"))]
+            run = subprocess.run(
+                command, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT
+            )
+            logs = [
+                run.stderr,
+                *(file.read_text(errors="replace") for file in job.output.glob("*.txt")),
+            ]
             judgement, fine = judge(job)
             row |= judgement
         except Exception as error:  # noqa: BLE001 - a run that breaks is a result

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from primus.cli.verb import VERBS
-from primus.recipes.load import folder
+from primus_images.cli.verb import VERBS
+from primus_images.recipes.load import folder
 
 DOCS = Path(__file__).parents[3] / "docs"
 MODELS = "/models/"
@@ -22,9 +22,15 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048, "rope_theta": 10000.0,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+}
 
 
 def tiny(where: Path) -> None:
@@ -38,19 +44,30 @@ with TemporaryDirectory() as name:
     here = Path(name)
     tiny(here / "models/llama-3.1-8b")
     os.chdir(here)
-    blocks = re.findall(r"^```(sh|python)\n(.*?)^```", (DOCS / "chats.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```(sh|python)\n(.*?)^```", (DOCS / "chats.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     blocks.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
-    lines = re.findall(r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M)
+    lines = re.findall(
+        r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M
+    )
     lines += [VERBS[verb].example for verb in ("data", "export")]
     for kind, block in blocks + [("sh", line) for line in lines]:
         if block.startswith("docker "):  # opens the shell in which the others run
             continue
         shutil.rmtree(here / "models/mine", ignore_errors=True)
         text = block.replace(MODELS, f"{here}/models/")
-        words = ["-m", "primus.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
-        output = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
+        words = (
+            ["-m", "primus_images.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
+        )
+        output = subprocess.run(
+            [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
         if " data " in block:
-            assert "6 chats in messages" in output and "⟦Yes, within 30 days.<|end_of_text|>⟧" in output
+            assert (
+                "6 chats in messages" in output
+                and "⟦Yes, within 30 days.<|end_of_text|>⟧" in output
+            )
     folders = (here / "models/llama-3.1-8b", here / "runs/chats/weights", here / "models/mine")
     before, after, exported = (load_file(folder / "model.safetensors") for folder in folders)
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in before.items()}

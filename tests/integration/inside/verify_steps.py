@@ -1,4 +1,4 @@
-"""Planted wrong kernels, and healthy ones, for ``primus.training.verify``. Prints what was named and what was not."""
+"""Planted wrong kernels, and healthy ones, for ``primus_images.training.run.recompute``. Prints what was named and what was not."""
 
 import json
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from primus.training import verify
+from primus_images.training.run import recompute
 
 
 class WrongOnce(torch.autograd.Function):
@@ -59,8 +59,8 @@ def named(wrong: int = -1) -> bool:
     WrongOnce.calls, WrongOnce.wrong = 0, wrong
     state = torch.get_rng_state()
     try:
-        verify.compare([model], 1, partial(compute, torch.randn(8, 16)))
-    except verify.WrongResultError as error:
+        recompute.compare([model], 1, partial(compute, torch.randn(8, 16)))
+    except recompute.WrongResultError as error:
         assert "layers." in str(error)
         return True
     finally:
@@ -71,4 +71,11 @@ def named(wrong: int = -1) -> bool:
     return False
 
 
-print(json.dumps({"planted": sum(named(call) for call in range(20)), "healthy": sum(named() for _ in range(200))}))
+print(
+    json.dumps(
+        {
+            "planted": sum(named(call) for call in range(20)),
+            "healthy": sum(named() for _ in range(200)),
+        }
+    )
+)

@@ -22,10 +22,19 @@ from typing import Any
 FAULTS = str(Path(__file__).parents[1] / "faults")
 # torchtitan, Megatron and primus look at the environment when they are imported, so each process does that itself.
 MODULES = (
-    "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.float8",
-    "torchdata.stateful_dataloader", "torch.utils.benchmark", "datasets", "diffusers", "peft",
-    "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx", "torch.utils.tensorboard",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torchao.float8",
+    "torchdata.stateful_dataloader",
+    "torch.utils.benchmark",
+    "datasets",
+    "diffusers",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+)
 given = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
 PLACES = [place for place in sys.path if place not in given]
 FINDERS = list(sys.meta_path)
@@ -44,7 +53,9 @@ def warm() -> None:
     subprocess._fork_exec = start  # type: ignore[attr-defined]
 
 
-def start(words: list[str], programs: Any, close: bool, keep: Any, folder: Any, variables: Any, *rest: Any) -> int:
+def start(
+    words: list[str], programs: Any, close: bool, keep: Any, folder: Any, variables: Any, *rest: Any
+) -> int:
     """What ``subprocess`` calls to start ``words``: Python is forked, all else executed."""
     if words[0] != sys.executable:
         return int(execute(words, programs, close, keep, folder, variables, *rest))
@@ -61,7 +72,11 @@ def start(words: list[str], programs: Any, close: bool, keep: Any, folder: Any, 
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(":")), *PLACES]
         # A fault of this process is not one of its child.
         sys.meta_path[:] = FINDERS
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("primus", "silent", "sitecustomize")]:
+        for name in [
+            name
+            for name in sys.modules
+            if name.partition(".")[0] in ("primus_images", "silent", "sitecustomize")
+        ]:
             del sys.modules[name]
         run = _command(words[1:])
         if FAULTS in sys.path:
@@ -95,11 +110,15 @@ def _enter(folder: Any, *rest: Any) -> None:
         prepare()
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     sys.excepthook = sys.__excepthook__
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
 
 
 def _command(words: list[str]) -> Callable[[], object]:
@@ -124,10 +143,18 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         ended = subprocess.run(
-            [sys.executable, *command["words"]], env=os.environ | command["variables"], stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", check=False,
-        )  # fmt: skip
-        print(json.dumps({"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}), flush=True)
+            [sys.executable, *command["words"]],
+            env=os.environ | command["variables"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        print(
+            json.dumps({"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

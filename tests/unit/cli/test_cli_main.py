@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primus.cli.main import main
-from primus.cli.verb import TEXTS, VERBS, Verb
-from primus.errors import CheckFailed, HostError, InputError, PrimusError
+from primus_images.cli.main import main
+from primus_images.cli.verb import TEXTS, VERBS, Verb
+from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
 from tables import table_of
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A verb called ``fake`` whose ``run`` a test decides."""
-    fake = types.ModuleType("primus.cli.host.fake")
+    fake = types.ModuleType("primus_images.cli.host.fake")
     number = {"--number": {"type": "whole", "default": 0}}
     fake.run = lambda args: args.number  # type: ignore[attr-defined]
 
@@ -30,8 +30,10 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         return int(fake.run(args))
 
     fake.fake = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "primus.cli.host.fake", fake)
-    monkeypatch.setitem(VERBS, "fake", Verb("host.fake.fake", "do nothing", "primus fake", [number]))
+    monkeypatch.setitem(sys.modules, "primus_images.cli.host.fake", fake)
+    monkeypatch.setitem(
+        VERBS, "fake", Verb("host.fake.fake", "do nothing", "primus fake", [number])
+    )
     return fake
 
 
@@ -43,12 +45,16 @@ def raiser(error: BaseException) -> object:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], []])
-def test_usage(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
     out = capsys.readouterr().out
     shown = re.findall(r"^  ([a-z0-9-]+) +\S", out, re.MULTILINE)
-    assert sorted(shown) == sorted(VERBS if words else ["build", "list", "train", "finetune", "launch"])
+    assert sorted(shown) == sorted(
+        VERBS if words else ["build", "list", "train", "finetune", "launch"]
+    )
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -58,14 +64,21 @@ def test_help_with_a_verb_is_the_help_of_the_verb(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("usage: primus publish ")
 
 
-def test_a_missing_package_is_a_sentence(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_a_sentence(
+    verb: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     verb.run = raiser(ModuleNotFoundError("No module named 'msgpack.x'", name="msgpack.x"))
     assert main(["fake"]) == 3
-    assert "the Python package msgpack.x is missing\n  → pip install '.[images]'" in capsys.readouterr().err
+    assert (
+        "the Python package msgpack.x is missing\n  → pip install '.[images]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_names_of_other_tools_lead_to_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {*TEXTS["other names"].values(), *TEXTS["used most"]} <= VERBS.keys() - TEXTS["other names"].keys()
+    assert {*TEXTS["other names"].values(), *TEXTS["used most"]} <= VERBS.keys() - TEXTS[
+        "other names"
+    ].keys()
     assert main(["images"]) == 2
     assert "no verb 'images'; did you mean 'releases'?" in capsys.readouterr().err
 
@@ -82,14 +95,20 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 def test_inside_the_image_host_verbs_do_not_exist(tmp_path: Path) -> None:
     (pin,) = yaml.safe_load((ROOT / "versions.yaml").read_text())["components"]["primus"]["pins"]
     for name in pin["include"]:
-        there = tmp_path / "primus" / name
+        there = tmp_path / "primus_images" / name
         there.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if (ROOT / pin["path"] / name).is_dir() else shutil.copy)(ROOT / pin["path"] / name, there)
+        (shutil.copytree if (ROOT / pin["path"] / name).is_dir() else shutil.copy)(
+            ROOT / pin["path"] / name, there
+        )
 
     def primus(word: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "primus.cli.main", word]
+        command = [sys.executable, "-m", "primus_images.cli.main", word]
         return subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+            command,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     refused = primus("build")
@@ -101,7 +120,9 @@ def test_inside_the_image_host_verbs_do_not_exist(tmp_path: Path) -> None:
     assert "  build " not in usage
 
 
-@pytest.mark.parametrize(("kind", "code"), [(PrimusError, 1), (CheckFailed, 1), (InputError, 2), (HostError, 3)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [(PrimusError, 1), (CheckFailed, 1), (InputError, 2), (HostError, 3)]
+)
 def test_an_error_is_a_sentence_with_an_exit_code(
     kind: type[PrimusError], code: int, verb: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +163,13 @@ def completions(line: str, folder: Path) -> list[str]:
         "COMP_POINT": str(len(line)),
         "COMP_TYPE": "9",
     }
-    subprocess.run([sys.executable, "-m", "primus.cli.main"], env=env, cwd=ROOT, check=False, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "primus_images.cli.main"],
+        env=env,
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+    )
     return [word.split(":")[0].strip() for word in answer.read_text().split("\n") if word.strip()]
 
 
@@ -152,8 +179,12 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
     assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]
 
 
-@pytest.mark.parametrize(("line", "word"), table_of("cli_main.values_from_a_list_complete_and_no_file_is_offered"))
-def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "word"), table_of("cli_main.values_from_a_list_complete_and_no_file_is_offered")
+)
+def test_values_from_a_list_complete_and_no_file_is_offered(
+    line: str, word: str, tmp_path: Path
+) -> None:
     found = completions(line, tmp_path)
     assert word in found
     assert "versions.yaml" not in found

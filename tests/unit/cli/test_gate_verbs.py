@@ -20,7 +20,11 @@ def kit(tmp_path: Path) -> Kit:
 
 def preview(kit: Kit) -> None:
     """Make demo an image that may fail a gate and get its name all the same."""
-    kit.edit("images/demo.yaml", "channels: [local]", "channels: [local]\npreviews: {local: it is a test}")
+    kit.edit(
+        "images/demo.yaml",
+        "channels: [local]",
+        "channels: [local]\npreviews: {local: it is a test}",
+    )
 
 
 def names(kit: Kit) -> list[str]:
@@ -72,7 +76,10 @@ def test_a_library_for_another_gpu_fails_the_image(kit: Kit) -> None:
     ]
     assert found["pruning"]["findings"][0]["message"] == "1 kernel files, 3 B, are not for gfx950"
     text = kit.primus("check", "demo").out
-    assert "✗ alpha /opt/alpha/lib/librocblas.so: no code for gfx950: it has gfx942 (fat binary)" in text
+    assert (
+        "✗ alpha /opt/alpha/lib/librocblas.so: no code for gfx950: it has gfx942 (fat binary)"
+        in text
+    )
     libraries = json.loads(kit.primus("check", "demo", "--json").out)["images"][0]["libraries"]
     assert [row["targets"] for row in libraries] == [["gfx942"], ["gfx942"]]
 
@@ -99,7 +106,10 @@ def test_a_second_check_reads_no_layer(kit: Kit) -> None:
         path.write_bytes(b"\0" * path.stat().st_size)
     assert gates(kit) == first
     # Nothing was done, so there is no progress to show.
-    assert [kit.primus(*words).err for words in (("check", "demo"), ("why-size", "demo"))] == ["", ""]
+    assert [kit.primus(*words).err for words in (("check", "demo"), ("why-size", "demo"))] == [
+        "",
+        "",
+    ]
     (kit.root / ".primus/cache/gates").rename(kit.root / "gone")
     result = kit.primus("check", "demo")
     assert (result.code, result.out) == (3, "")
@@ -111,8 +121,10 @@ def test_why_size(kit: Kit) -> None:
     kit.build()
     rows = json.loads(kit.primus("why-size", "demo", "--json").out)["largest"]
     assert [tuple(row.values()) for row in rows[:3]] == [
-        ("alpha", "", 51_010), ("alpha", "opt/alpha", 51_010), ("alpha", "opt/alpha/deep/er", 50_000),
-    ]  # fmt: skip
+        ("alpha", "", 51_010),
+        ("alpha", "opt/alpha", 51_010),
+        ("alpha", "opt/alpha/deep/er", 50_000),
+    ]
     lines = kit.primus("why-size", "demo").out.splitlines()
     assert [line.split()[-1] for line in lines[:3]] == ["v26.11-demo", "alpha", "opt/alpha"]
 
@@ -124,7 +136,9 @@ def test_a_release_that_fails_a_gate_is_no_image(kit: Kit) -> None:
     assert (result.code, result.out) == (1, "")
     assert "v26.11-demo fails a gate, so there is no such image" in result.err
     assert "✗ beta /opt/beta/env: secret: a Hugging Face token" in result.err
-    assert good in (kit.root / ".primus/store/index.json").read_text(), "the name points to the last good image"
+    assert good in (kit.root / ".primus/store/index.json").read_text(), (
+        "the name points to the last good image"
+    )
     assert kit.primus("verify", "demo").code == 1
     assert kit.primus("check", "demo").code == 2
     (kit.root / "parts/beta/env").unlink()
@@ -133,7 +147,9 @@ def test_a_release_that_fails_a_gate_is_no_image(kit: Kit) -> None:
 
 def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     preview(kit)
-    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
+    kit.write(
+        "images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n"
+    )
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     lines = [
         "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a Hugging Face token",
@@ -144,7 +160,9 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     # The second answer comes from the plan, the third from the note.
     for words in (("demo", "--engine", "auto"), ("demo",)):
         (line,) = kit.build(*words).err.splitlines()
-        assert line.startswith("v26.11-demo-preview (fails budget, litter; see primus check demo): nothing to do, ")
+        assert line.startswith(
+            "v26.11-demo-preview (fails budget, litter; see primus check demo): nothing to do, "
+        )
     assert names(kit) == ["v26.11-demo-preview"]
     (image,) = json.loads(kit.build("demo", "--json").out)["images"]
     assert [sentence.partition(":")[0] for sentence in image["failed"]] == ["budget", "litter"]

@@ -6,15 +6,15 @@ from statistics import median
 
 import pytest
 
-from primus.cli.image.recipes import Projection, projected
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.yamlfile import read_values
+from primus_images.cli.image.recipes import Projection, projected
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.yamlfile import read_values
 
 ROOT = Path(__file__).parents[3]
-TABLE = read_values(ROOT / "src/primus/recipes/throughput.yaml").data
+TABLE = read_values(ROOT / "src/primus_images/recipes/throughput.yaml").data
 ROWS = json.loads((ROOT / "benchmarks/results/projection.json").read_text())["rows"]
 
 
@@ -61,10 +61,14 @@ def test_projections_meet_their_bar_and_the_page_states_their_errors() -> None:
     page = " ".join((ROOT / "docs/tuning.md").read_text().split())
     near = sum(error <= 0.25 for error in errors[True])
     assert f"{len(errors[True])} of {len(every)} runs are held out" in page
-    assert f"by {median(errors[True]):.1%} in the median, and {near} of them by at most 25 %" in page
+    assert (
+        f"by {median(errors[True]):.1%} in the median, and {near} of them by at most 25 %" in page
+    )
 
 
-def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["project", "llama3.1-70b", "--gpu", "h200", "--nodes", "1..3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["nodes"], row["gpus"]) for row in rows] == [(1, 8), (2, 16), (3, 24)]
@@ -75,5 +79,8 @@ def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(capsys: p
     assert [row["layout"] for row in rows] == ["", "dp8 pp16 ep8", "dp16 pp16 ep8"]
     assert main(["project", "llama3.1-8b", "--gpu", "mi355x", "--nodes", "512"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "since no such run on this GPU is known (AMD's document v25.2; benchmarks/results/speed-4xh200.json)" in text
+    assert (
+        "since no such run on this GPU is known (AMD's document v25.2; benchmarks/results/speed-4xh200.json)"
+        in text
+    )
     assert main(["project", "deepseek-v3", "--gpu", "mi355x", "--nodes", "2"]) == 1

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from primus.cli.main import main
-from primus.compat.commands import documented
-from primus.compat.translate import Option, options, translate
-from primus.errors import InputError
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
+from primus_images.cli.main import main
+from primus_images.compat.commands import documented
+from primus_images.compat.translate import Option, options, translate
+from primus_images.errors import InputError
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
 from tables import text_of
 
 MEGATRON = text_of("experiments/megatron.yaml")
@@ -30,14 +30,21 @@ def imported(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     return document
 
 
-def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_of_megatron_becomes_a_recipe(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "exp.yaml").write_text(MEGATRON)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     said = capsys.readouterr().err
     assert "what exp.yaml does not set is as in the recipe llama3.1-8b" in said
     recipe = resolve("./mine.yaml", (), Choices(gpu="mi300x"))
     assert (recipe.backend, recipe.mode, recipe.precision) == ("megatron", "pretrain", "bf16")
-    assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (7, 2, 64, 4096)
+    assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (
+        7,
+        2,
+        64,
+        4096,
+    )
     assert recipe.settings["megatron.training.lr"].value == 1e-5
     assert recipe.settings["megatron.training.lr_schedule"].value == "cosine"
     assert recipe.settings["megatron.model.init_method_std"].value == 0.008
@@ -60,7 +67,11 @@ def test_an_experiment_of_torchtitan_takes_its_precision_from_the_model(
 ) -> None:
     (here / "exp.yaml").write_text(TITAN)
     document = imported(capsys)
-    assert (document["recipe"], document["backend"], document["precision"]) == ("llama3.1-8b", "torchtitan", "fp8")
+    assert (document["recipe"], document["backend"], document["precision"]) == (
+        "llama3.1-8b",
+        "torchtitan",
+        "fp8",
+    )
     own = {
         "torchtitan.lr_scheduler.warmup_steps": 10,
         "torchtitan.training.local_batch_size": 4,
@@ -82,7 +93,9 @@ def test_the_environment_fills_in_what_the_file_leaves_open(
     assert document["settings"]["megatron.training.global_batch_size"] == 32
 
 
-def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_that_cannot_be_said_is_named_with_its_place(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "exp.yaml").write_text(
         MEGATRON
         + "      micro_batchsize: 3\n      enable_primus_turbo: true\n      enable_turbo_attention_float8: true\n"
@@ -90,12 +103,20 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsy
     )
     assert main(["import-exp", "exp.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "exp.yaml:30:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?" in said
+    assert (
+        "exp.yaml:30:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?"
+        in said
+    )
     assert "exp.yaml:32:7: enable_turbo_attention_float8: true has no counterpart" in said
     assert "exp.yaml:33:7: attn_logit_softcapping: no recipe has such a key" in said
     assert "exp.yaml:34:7: hidden_dropout: is set by primus" in said
     document = imported(capsys, "--allow-unmapped")
-    keys = {"micro_batchsize", "enable_turbo_attention_float8", "attn_logit_softcapping", "hidden_dropout"}
+    keys = {
+        "micro_batchsize",
+        "enable_turbo_attention_float8",
+        "attn_logit_softcapping",
+        "hidden_dropout",
+    }
     assert {option["key"] for option, _ in document["unmapped"]} == keys
     assert "# not expressible: micro_batchsize: 3" in document["text"]
 
@@ -133,7 +154,12 @@ def test_run_pretrain_takes_a_recipe_by_name_or_file(
 
 def test_options_are_understood_in_all_their_forms() -> None:
     parsed = options(["--a", "1", "--b=2", "--training.c", "--d", "-5"])
-    assert [(one.key, one.value) for one in parsed] == [("a", 1), ("b", 2), ("training.c", True), ("d", -5)]
+    assert [(one.key, one.value) for one in parsed] == [
+        ("a", 1),
+        ("b", 2),
+        ("training.c", True),
+        ("d", -5),
+    ]
 
 
 def test_a_later_option_wins_and_keeps_one_word() -> None:
@@ -143,7 +169,11 @@ def test_a_later_option_wins_and_keeps_one_word() -> None:
 
 def test_a_documented_path_is_understood_wherever_it_stands() -> None:
     there, _ = documented("/workspace/Primus/examples/torchtatin/config/llama3_8b.toml")
-    assert (there.recipe, there.choices.backend, there.choices.precision) == ("llama3-8b", "torchtitan", "bf16")
+    assert (there.recipe, there.choices.backend, there.choices.precision) == (
+        "llama3-8b",
+        "torchtitan",
+        "bf16",
+    )
     assert there.gpu_of_path is None
     mx, _ = documented("examples/megatron/configs/MI355X/qwen2.5_7B-MXFP8-pretrain.yaml")
     assert (mx.recipe, mx.choices.precision, mx.gpu_of_path) == ("qwen2.5-7b", "mxfp8", "mi355x")
@@ -151,7 +181,9 @@ def test_a_documented_path_is_understood_wherever_it_stands() -> None:
         documented("examples/megatron/configs/llama9-pretrain.yaml")
 
 
-def test_a_null_keeps_the_value_of_the_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_null_keeps_the_value_of_the_recipe(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "exp.yaml").write_text(
         MEGATRON.replace("llama3.1_8B", "llama3.1_70B") + "      lr: null\n".replace("lr", "min_lr")
     )
@@ -159,14 +191,23 @@ def test_a_null_keeps_the_value_of_the_recipe(here: Path, capsys: pytest.Capture
     assert not {"megatron.training.decay_steps", "megatron.training.min_lr"} & settings.keys()
 
 
-def test_what_cannot_train_is_refused_where_the_file_has_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_train_is_refused_where_the_file_has_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "exp.yaml").write_text(MEGATRON.replace("lr_warmup_iters: 2", "lr_warmup_iters: 8"))
     assert main(["import-exp", "exp.yaml"]) == 2
-    assert "exp.yaml:18:7: lr_warmup_iters: megatron.training.warmup_steps must be at most" in capsys.readouterr().err
+    assert (
+        "exp.yaml:18:7: lr_warmup_iters: megatron.training.warmup_steps must be at most"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("value", ["0", "-1", str(2**70), "0.5", "''", "x", "[]", "true", "[[0]]", "{a: 1}"])
-@pytest.mark.parametrize("key", ["num_layers", "num_experts", "tensor_model_parallel_size", "global_batch_size", "fp8"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", str(2**70), "0.5", "''", "x", "[]", "true", "[[0]]", "{a: 1}"]
+)
+@pytest.mark.parametrize(
+    "key", ["num_layers", "num_experts", "tensor_model_parallel_size", "global_batch_size", "fp8"]
+)
 def test_no_value_of_a_key_ends_in_a_traceback(
     key: str, value: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +221,9 @@ def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = MEGATRON + "      tensor_model_parallel_size: 8\n      pipeline_model_parallel_size: 4\n"
-    (here / "exp.yaml").write_text(wide.replace("llama3.1_8B", "llama3.1_70B").replace("MY_BATCH:64", "MY_BATCH:32"))
+    (here / "exp.yaml").write_text(
+        wide.replace("llama3.1_8B", "llama3.1_70B").replace("MY_BATCH:64", "MY_BATCH:32")
+    )
     assert imported(capsys, "--nodes", "4")["nodes"] == 4
     document = imported(capsys, "--nodes", "8")
     (here / "mine.yaml").write_text(document["text"])

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import yaml
 
-from primus.cli.main import main
-from primus.compat.commands import requested
-from primus.compat.translate import table
-from primus.errors import PrimusError
-from primus.gpus.detect import Found
-from primus.recipes.load import names
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
+from primus_images.cli.main import main
+from primus_images.compat.commands import requested
+from primus_images.compat.translate import table
+from primus_images.errors import PrimusError
+from primus_images.gpus.detect import Found
+from primus_images.recipes.load import names
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKSPACE = ROOT / "images" / "workspace"
-COMMANDS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text())
+COMMANDS: list[dict[str, Any]] = yaml.safe_load(
+    (ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text()
+)
 
 
 def named(entry: dict[str, Any]) -> str:
@@ -37,7 +39,9 @@ def spoken(entry: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
         given[name] = value
     if words[0] == "torchrun":
         start = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        given["WORLD_SIZE"] = next(word.partition("=")[2] for word in words if word.startswith("--nproc"))
+        given["WORLD_SIZE"] = next(
+            word.partition("=")[2] for word in words if word.startswith("--nproc")
+        )
         words = words[start:]
     elif words[0] in ("bash", "python"):
         words = words[1:]
@@ -54,15 +58,26 @@ def trained(entry: dict[str, Any], gpu: str) -> Recipe:
 TRAINING = [(entry, gpu) for entry in COMMANDS if "resolves" in entry for gpu in entry["gpus"]]
 
 
-@pytest.mark.parametrize(("entry", "gpu"), TRAINING, ids=[f"{named(e)}-{g}-{i}" for i, (e, g) in enumerate(TRAINING)])
-def test_every_training_command_resolves_to_what_the_document_says(entry: dict[str, Any], gpu: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "gpu"), TRAINING, ids=[f"{named(e)}-{g}-{i}" for i, (e, g) in enumerate(TRAINING)]
+)
+def test_every_training_command_resolves_to_what_the_document_says(
+    entry: dict[str, Any], gpu: str
+) -> None:
     recipe = trained(entry, gpu)
     found = {
-        "recipe": recipe.name, "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision,
-        "nodes": recipe.get("nodes", int), "local": recipe.local_batch, "global": recipe.global_batch,
-        "steps": recipe.steps, "seq_len": recipe.seq_len, "ranks": recipe.get("ranks", int),
+        "recipe": recipe.name,
+        "backend": recipe.backend,
+        "mode": recipe.mode,
+        "precision": recipe.precision,
+        "nodes": recipe.get("nodes", int),
+        "local": recipe.local_batch,
+        "global": recipe.global_batch,
+        "steps": recipe.steps,
+        "seq_len": recipe.seq_len,
+        "ranks": recipe.get("ranks", int),
         "layers": recipe.architecture.layers,
-    }  # fmt: skip
+    }
     assert {name: found[name] for name in entry["resolves"]} == entry["resolves"]
 
 
@@ -70,8 +85,8 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a user types it in the image: the script is there, no option is needed, and it says what it does."""
-    monkeypatch.setattr("primus.cli.image.compat.detect", lambda *_: Found())
-    monkeypatch.setattr("primus.gpus.detect.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
     entries = [entry for entry in COMMANDS if not {"resolves", "tuned"}.isdisjoint(entry)]
     for entry in entries:
         script, words, given = spoken(entry)
@@ -82,7 +97,11 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
             code = main(["compat", script, *words, "--dry-run"])
         out, err = capsys.readouterr()
         assert code == 0, (entry, err)
-        verb = f"tune gemm --stage={entry['tuned']} llama2-7b --backend=megatron" if "tuned" in entry else "train "
+        verb = (
+            f"tune gemm --stage={entry['tuned']} llama2-7b --backend=megatron"
+            if "tuned" in entry
+            else "train "
+        )
         assert f"→ primus {verb}" in err
         assert (".entry " in out) == ("tuned" not in entry)
     assert len(entries) > 70
@@ -95,11 +114,15 @@ def test_every_folder_a_document_changes_to_is_in_the_image() -> None:
 OF_THE_HOST = ("docker", "pre-commit")
 
 
-@pytest.mark.parametrize("entry", [e for e in COMMANDS if "refused" in e or spoken(e)[0] in OF_THE_HOST], ids=named)
+@pytest.mark.parametrize(
+    "entry", [e for e in COMMANDS if "refused" in e or spoken(e)[0] in OF_THE_HOST], ids=named
+)
 def test_commands_that_train_nothing_are_refused_with_a_sentence(entry: dict[str, Any]) -> None:
     script, words, given = spoken(entry)
     assert list(WORKSPACE.rglob(script.rpartition("/")[2])), script
-    with pytest.raises(PrimusError, match=entry.get("refused", "a command of the host|no hooks to install")):
+    with pytest.raises(
+        PrimusError, match=entry.get("refused", "a command of the host|no hooks to install")
+    ):
         requested(script, words, given)
 
 
@@ -112,9 +135,12 @@ def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None
     assert len(scripts) == 8
     for script in scripts:
         done = subprocess.run(
-            ["sh", script, "--a", "b c"], env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            ["sh", script, "--a", "b c"],
+            env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.splitlines() == ["compat", script.name, "--a", "b c"]
 
 
@@ -122,7 +148,11 @@ def test_every_recipe_that_a_table_names_is_there() -> None:
     commands = table("commands")
     stems = [row for rows in table("paths")["stems"].values() for row in rows.values()]
     named_ones = {row if isinstance(row, str) else row["recipe"] for row in stems}
-    named_ones |= {what["recipe"] for part in ("programs", "configs", "tags") for what in commands[part].values()}
+    named_ones |= {
+        what["recipe"]
+        for part in ("programs", "configs", "tags")
+        for what in commands[part].values()
+    }
     named_ones |= {what["recipe"] for what in commands["report"]["models"].values()}
     assert named_ones <= set(names())
 
@@ -140,7 +170,9 @@ def test_an_fp8_claim_is_never_silently_bf16(capsys: pytest.CaptureFixture[str])
     path = "examples/torchtitan/configs/MI355X/llama3.1_8B-BF16-pretrain.yaml"
     bf16 = requested("run_pretrain.sh", [], {"EXP": path})
     assert bf16.choices.precision == "bf16"
-    assert any("trains in BF16" in sentence and "llama3.1_8B-FP8" in sentence for sentence in bf16.says)
+    assert any(
+        "trains in BF16" in sentence and "llama3.1_8B-FP8" in sentence for sentence in bf16.says
+    )
     fp8 = requested("run_pretrain.sh", [], {"EXP": path}, precision="fp8")
     assert fp8.choices.precision == "fp8"
     assert not any("trains in BF16" in sentence for sentence in fp8.says)
@@ -152,16 +184,30 @@ def test_a_machine_without_a_gpu_refuses_and_says_how_to_run_the_proxy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EXP", "examples/torchtitan/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
-    monkeypatch.setattr("primus.gpus.detect.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
     assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4"]) == 2
     assert "--proxy" in capsys.readouterr().err
-    assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4", "--proxy", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "compat",
+                "run_pretrain.sh",
+                "--training.local_batch_size",
+                "4",
+                "--proxy",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "llama3.1-8b: torchtitan, pretrain, bf16, cpu, 2 ranks" in out
     assert "the proxy keeps its own sizes: torchtitan.training.local_batch_size=4 left out" in err
 
 
-def test_only_one_rank_of_torchrun_starts_primus(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_only_one_rank_of_torchrun_starts_primus(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["compat", "train_fsdp.py", "nothing is read"]) == 0
@@ -181,7 +227,11 @@ def test_a_tuning_stage_never_starts_a_training_job(
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     stage, gpu = {"PRIMUS_HIPBLASLT_TUNING_STAGE": "2"}, ["--gpu", "mi300x"]
     for words, code, says in (
-        (["compat", "run_slurm_pretrain.sh", *gpu], 3, "primus tune gemm --stage=tune llama2-7b --backend=megatron"),
+        (
+            ["compat", "run_slurm_pretrain.sh", *gpu],
+            3,
+            "primus tune gemm --stage=tune llama2-7b --backend=megatron",
+        ),
         (["compat", "run_pretrain.sh", *gpu], 2, "no GEMM is recorded"),
     ):
         with monkeypatch.context() as shell:
@@ -193,26 +243,50 @@ def test_a_tuning_stage_never_starts_a_training_job(
         requested("run_pretrain.sh", [], {**os.environ, "PRIMUS_HIPBLASLT_TUNING_STAGE": "4"})
 
 
-FSDP2 = ["--use_torch_fsdp2", "1", "--use_distributed_optimizer", "false", "--overlap_param_gather", "false"]
+FSDP2 = [
+    "--use_torch_fsdp2",
+    "1",
+    "--use_distributed_optimizer",
+    "false",
+    "--overlap_param_gather",
+    "false",
+]
 
 
 @pytest.mark.parametrize(
     ("command", "gpu", "key", "value"),
     [
         (["run_pretrain.sh", *FSDP2], "mi300x", "megatron.ddp.overlap_grad_reduce", False),
-        (["run_pretrain.sh", "--recompute_num_layers", "99"], "mi300x", "99 is more than the model's 32 layers", None),
+        (
+            ["run_pretrain.sh", "--recompute_num_layers", "99"],
+            "mi300x",
+            "99 is more than the model's 32 layers",
+            None,
+        ),
         *(
-            (["train_fsdp.py", "configs/llama-3.1-8b-4k.json", "llama", "--enable_fp8", fp8], gpu, LOCAL, batch)
+            (
+                ["train_fsdp.py", "configs/llama-3.1-8b-4k.json", "llama", "--enable_fp8", fp8],
+                gpu,
+                LOCAL,
+                batch,
+            )
             for LOCAL in ["fsdp.training.micro_batch_size"]
             for fp8, gpu, batch in (
-                ("False", "mi300x", 6), ("True", "mi300x", 6), ("False", "mi325x", 8), ("True", "mi325x", 10)
+                ("False", "mi300x", 6),
+                ("True", "mi300x", 6),
+                ("False", "mi325x", 8),
+                ("True", "mi325x", 10),
             )
         ),
     ],
-)  # fmt: skip
-def test_what_a_page_states_in_its_text_and_tables_holds(command: list[str], gpu: str, key: str, value: Any) -> None:
+)
+def test_what_a_page_states_in_its_text_and_tables_holds(
+    command: list[str], gpu: str, key: str, value: Any
+) -> None:
     """Options of "Key options" of the v25.7 page, and the batches at 4096 tokens of the v25.2 table."""
-    request = requested(command[0], command[1:], {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"})
+    request = requested(
+        command[0], command[1:], {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"}
+    )
     choices = Choices(**{**vars(request.choices), "gpu": gpu})
     if value is None:
         with pytest.raises(PrimusError, match=key):
@@ -223,7 +297,9 @@ def test_what_a_page_states_in_its_text_and_tables_holds(command: list[str], gpu
 
 def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_kept() -> None:
     given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"}
-    told = requested("run_pretrain.sh", [], {**given, "TRAIN_LOG": "a.txt", "PRIMUS_DETERMINISTIC": "1"})
+    told = requested(
+        "run_pretrain.sh", [], {**given, "TRAIN_LOG": "a.txt", "PRIMUS_DETERMINISTIC": "1"}
+    )
     assert any("TRAIN_LOG is left out" in sentence for sentence in told.says)
     assert told.words == ("megatron.training.deterministic=true",)
     assert requested("run_pretrain.sh", [], given).words == ()
@@ -240,11 +316,19 @@ def test_what_only_the_host_can_start_is_refused_with_the_command_that_does(
     (command,) = re.findall("on a login node: primus (.*)", capsys.readouterr().err)
     assert main([*shlex.split(command), "--dry-run"]) == 0
     script = capsys.readouterr().out
-    for part in ("#SBATCH --nodes=8", "rocm/primus:v26.11-mi300x", "--nodes=8", "megatron.training.steps=5"):
+    for part in (
+        "#SBATCH --nodes=8",
+        "rocm/primus:v26.11-mi300x",
+        "--nodes=8",
+        "megatron.training.steps=5",
+    ):
         assert part in script
     assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
-    for words in (["run_k8s_pretrain.sh", "create", "--exp", os.environ["EXP"]], ["download_assets"],
-                  ["pytorch_benchmark_setup.sh", "--download"]):  # fmt: skip
+    for words in (
+        ["run_k8s_pretrain.sh", "create", "--exp", os.environ["EXP"]],
+        ["download_assets"],
+        ["pytorch_benchmark_setup.sh", "--download"],
+    ):
         assert main(["compat", *words]) == 3
     err = capsys.readouterr().err
     assert "use `primus launch k8s`" in err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.files import read_sealed
+from primus_images.files import read_sealed
 from project_kit import Kit, make_project
 from tables import table_of
 
@@ -34,7 +34,9 @@ def test_two_stores_two_folders_same_digest(kit: Kit, tmp_path: Path) -> None:
     assert copy.build().digest == digest
     ascii_locale = {**copy.env, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = copy.command("build", "demo", "--store", str(tmp_path / "store"))
-    built = subprocess.run(command, cwd=copy.root, env=ascii_locale, umask=0o077, check=True, stdout=subprocess.PIPE)
+    built = subprocess.run(
+        command, cwd=copy.root, env=ascii_locale, umask=0o077, check=True, stdout=subprocess.PIPE
+    )
     assert built.stdout.decode().split()[-1] == digest
 
 
@@ -81,11 +83,16 @@ def test_bad_input_is_a_sentence(kit: Kit, words: list[str], sentence: str) -> N
         (lambda path: path.mkdir(), "this is a directory, not a file"),
         (os.mkfifo, "this is not a regular file"),
         (lambda path: path.symlink_to("nowhere"), "cannot be read: No such file or directory"),
-        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
+        (
+            lambda path: path.symlink_to(path.name),
+            "cannot be read: Too many levels of symbolic links",
+        ),
     ],
     ids=["folder", "fifo", "dangling", "loop"],
 )
-def test_a_target_that_is_no_file_is_not_called_unknown(kit: Kit, make: Callable[[Path], None], sentence: str) -> None:
+def test_a_target_that_is_no_file_is_not_called_unknown(
+    kit: Kit, make: Callable[[Path], None], sentence: str
+) -> None:
     path = kit.root / "images/demo.yaml"
     path.unlink()
     make(path)
@@ -112,7 +119,9 @@ def test_image_is_a_valid_oci_image_and_the_last_line_its_digest(kit: Kit) -> No
     manifest = json.loads((store / result.digest.removeprefix("sha256:")).read_bytes())
     config = json.loads((store / manifest["config"]["digest"].removeprefix("sha256:")).read_bytes())
     assert manifest["mediaType"] == "application/vnd.oci.image.manifest.v1+json"
-    assert len(config["rootfs"]["diff_ids"]) == len(manifest["layers"]) == len(config["history"]) == 3
+    assert (
+        len(config["rootfs"]["diff_ids"]) == len(manifest["layers"]) == len(config["history"]) == 3
+    )
     assert config["config"]["Env"] == ["COLOR=red"]
     assert config["created"] == "2026-11-20T00:00:00Z"
     for name in ("created", "title", "description", "version", "source"):
@@ -122,7 +131,10 @@ def test_image_is_a_valid_oci_image_and_the_last_line_its_digest(kit: Kit) -> No
 def test_run_needs_the_image_and_says_which_there_are(kit: Kit) -> None:
     for words in (("run", "demo", "--", "true"), ("verify", "demo")):
         result = kit.primus(*words)
-        assert (result.code, "v26.11-demo is not built; the store has no image" in result.err) == (2, True)
+        assert (result.code, "v26.11-demo is not built; the store has no image" in result.err) == (
+            2,
+            True,
+        )
     kit.build("other")
     result = kit.primus("load", "demo")
     assert result.code == 2
@@ -134,8 +146,12 @@ def test_a_reader_that_stops_early_is_no_traceback(kit: Kit) -> None:
     words = " ".join(kit.command("plan", "demo", "other", "--json"))
     done = subprocess.run(
         ["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"],
-        cwd=kit.root, env=kit.env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=kit.root,
+        env=kit.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stderr == ""
     assert done.returncode in (0, 141)
 

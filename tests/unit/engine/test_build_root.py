@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.plan import layers as plan
-from primus.plan.action import Action
-from primus.versions.lock import Lock, LockedFile
+from primus_images.plan import layers as plan
+from primus_images.plan.action import Action
+from primus_images.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
 from tables import text_of
 
@@ -22,7 +22,15 @@ TARGET = "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [torch, 
 
 def _file(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:
     sha256 = f"{name}{version}".encode().hex().ljust(64, "0")
-    file = LockedFile(kind="wheel", name=name, version=version, file=f"{name}.whl", size=9, sha256=sha256, base=base)
+    file = LockedFile(
+        kind="wheel",
+        name=name,
+        version=version,
+        file=f"{name}.whl",
+        size=9,
+        sha256=sha256,
+        base=base,
+    )
     return replace(file, kind=kind)  # type: ignore[arg-type]
 
 
@@ -41,7 +49,9 @@ LOCK = Lock(
 )
 
 
-def _build(root: Path, *, lock: Lock = LOCK, versions: str = VERSIONS, target: str = TARGET) -> Action:
+def _build(
+    root: Path, *, lock: Lock = LOCK, versions: str = VERSIONS, target: str = TARGET
+) -> Action:
     kit = Kit(root)
     kit.write("versions.yaml", versions)
     kit.write("images/demo.yaml", target)
@@ -50,7 +60,9 @@ def _build(root: Path, *, lock: Lock = LOCK, versions: str = VERSIONS, target: s
 
 
 def _other(name: str, base: str | None) -> Lock:
-    files = tuple(replace(f, sha256="f" * 64) if (f.name, f.base) == (name, base) else f for f in LOCK.files)
+    files = tuple(
+        replace(f, sha256="f" * 64) if (f.name, f.base) == (name, base) else f for f in LOCK.files
+    )
     assert files != LOCK.files
     return replace(LOCK, files=files)
 
@@ -64,7 +76,9 @@ def _other(name: str, base: str | None) -> Lock:
         lambda root: _build(root, versions=VERSIONS.replace("FLAGS: fast", "FLAGS: slow")),
     ],
 )
-def test_what_the_build_sees_decides_its_key(tmp_path: Path, change: Callable[[Path], Action]) -> None:
+def test_what_the_build_sees_decides_its_key(
+    tmp_path: Path, change: Callable[[Path], Action]
+) -> None:
     assert change(tmp_path / "b").key != _build(tmp_path / "a").key
 
 
@@ -79,7 +93,11 @@ def test_the_root_is_the_base_with_more_and_shares_the_images_layers(tmp_path: P
     kit.write("images/demo.yaml", TARGET)
     image = plan_over(tmp_path, "demo", LOCK)
     build = next(a for a in image.actions() if a.kind == "build")
-    assert [a.name for a in build.tools] == ["base native build", "environment", "wheels of native build"]
+    assert [a.name for a in build.tools] == [
+        "base native build",
+        "environment",
+        "wheels of native build",
+    ]
     torch = next(a for a in image.layers if a.name == "torch")
     assert torch.key in {a.key for a in build.tools}, "the same wheel is laid out once"
     assert "base native build" not in {a.name for a in image.layers}
@@ -102,5 +120,9 @@ def test_a_builds_python_lists_folders_sorted(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 4 + ["60"]
-    plain = subprocess.run([sys.executable, "-I", *command[1:]], capture_output=True, text=True, check=True)
-    assert plain.stdout.startswith("False"), "this disk lists sorted on its own: the test shows nothing"
+    plain = subprocess.run(
+        [sys.executable, "-I", *command[1:]], capture_output=True, text=True, check=True
+    )
+    assert plain.stdout.startswith("False"), (
+        "this disk lists sorted on its own: the test shows nothing"
+    )

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import HostError
-from primus.files import seal, write_sealed
-from primus.gates.rules import rules_hash
-from primus.oci.store import Store
-from primus.plan.action import finished, stored
-from primus.plan.layers import plan_image
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
+from primus_images.cli.main import main
+from primus_images.errors import HostError
+from primus_images.files import seal, write_sealed
+from primus_images.gates.rules import rules_hash
+from primus_images.oci.store import Store
+from primus_images.plan.action import finished, stored
+from primus_images.plan.layers import plan_image
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
 from project_kit import Kit, make_project
 
 
@@ -86,14 +86,28 @@ TOUCHES: dict[str, Callable[[Kit], object]] = {
     "cut blob": lambda kit: os.truncate(layer(kit), 10),
     "layout file": lambda kit: kit.write(".primus/store/oci-layout", "{}"),
     "no record": lambda kit: (kit.root / ".primus/store/targets/demo.json").unlink(),
-    "odd record": lambda kit: (kit.root / ".primus/store/targets/demo.json").write_bytes(seal(b'{"digest": 1}')),
+    "odd record": lambda kit: (kit.root / ".primus/store/targets/demo.json").write_bytes(
+        seal(b'{"digest": 1}')
+    ),
     "copy of the project": lambda kit: [os.utime(path) for path in kit.root.rglob("parts/*/*")],
     "short row of hashes": lambda kit: stats(kit, 1000),
     "odd rows of hashes": lambda kit: stats(kit, [], None, {"a": 1}, "x", 5),
-    "no hash": lambda kit: stats(kit, *(getattr((kit.root / "parts/beta/blob").stat(), f"st_{name}") for name in (
-        "size", "mtime_ns", "ctime_ns", "ino")), ""),
-}  # fmt: skip
-NOTHING_TO_DO = {"nothing", "copy of the project", "short row of hashes", "odd rows of hashes", "no hash"}
+    "no hash": lambda kit: stats(
+        kit,
+        *(
+            getattr((kit.root / "parts/beta/blob").stat(), f"st_{name}")
+            for name in ("size", "mtime_ns", "ctime_ns", "ino")
+        ),
+        "",
+    ),
+}
+NOTHING_TO_DO = {
+    "nothing",
+    "copy of the project",
+    "short row of hashes",
+    "odd rows of hashes",
+    "no hash",
+}
 
 
 @pytest.mark.parametrize("touch", TOUCHES)
@@ -121,7 +135,9 @@ def test_a_flipped_bit_in_a_small_file_of_the_store_is_seen(kit: Kit) -> None:
     for path in (store.root / "index.json", store.blob_path(image.digest), store.blob_path(config)):
         data = path.read_bytes()
         for place in range(0, len(data), 3):
-            path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+            path.write_bytes(
+                data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+            )
             try:
                 assert stored(store, plan) is None, (path, place)
             except HostError as error:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.host.common import open_project
-from primus.engine.upkeep import find_waste, remove
-from primus.errors import HostError
-from primus.plan.project import Project
-from primus.sandbox.container import layer_folder
+from primus_images.cli.host.common import open_project
+from primus_images.engine.upkeep import find_waste, remove
+from primus_images.errors import HostError
+from primus_images.plan.project import Project
+from primus_images.sandbox.container import layer_folder
 from project_kit import Kit, make_project
 
 
@@ -72,7 +72,10 @@ def test_an_image_that_is_named_goes_with_its_layers(kit: Kit) -> None:
     refused = kit.primus("clean", "--image", "v26.11-othr").err
     assert "no image called 'v26.11-othr'" in refused
     assert "did you mean 'v26.11-other'?" in refused
-    assert kinds(kit, "--image", "v26.11-other") == {"records of builds": 1, "layers and manifests": 1}
+    assert kinds(kit, "--image", "v26.11-other") == {
+        "records of builds": 1,
+        "layers and manifests": 1,
+    }
     (left,) = json.loads((kit.root / ".primus/store/index.json").read_bytes())["manifests"]
     assert left["annotations"]["org.opencontainers.image.ref.name"] == "v26.11-demo"
     assert "nothing to do" in kit.build("demo").err
@@ -80,23 +83,40 @@ def test_an_image_that_is_named_goes_with_its_layers(kit: Kit) -> None:
 
 def test_caches_go_when_asked_for_and_the_images_stay(kit: Kit) -> None:
     # A process of its own: a fork has the hashes that this process knows, and writes none.
-    built = subprocess.run(kit.command("build", "demo"), cwd=kit.root, env=kit.env, check=True, stdout=subprocess.PIPE)
+    built = subprocess.run(
+        kit.command("build", "demo"), cwd=kit.root, env=kit.env, check=True, stdout=subprocess.PIPE
+    )
     digest = built.stdout.decode().split()[-1]
-    (blob, *_) = json.loads((kit.root / ".primus/store/blobs/sha256" / digest[7:]).read_bytes())["layers"]
+    (blob, *_) = json.loads((kit.root / ".primus/store/blobs/sha256" / digest[7:]).read_bytes())[
+        "layers"
+    ]
     layer = layer_folder(blob["digest"])
     for path in (
-        "unpacked/0123/etc/passwd", "unpacked/root/containers/x/upper/f", "unpacked/root/layers/0123/f",
-        f"unpacked/root/layers/{layer}/f", "files/sha256/" + "0" * 64, "verify-x/store/index.json",
-    ):  # fmt: skip
+        "unpacked/0123/etc/passwd",
+        "unpacked/root/containers/x/upper/f",
+        "unpacked/root/layers/0123/f",
+        f"unpacked/root/layers/{layer}/f",
+        "files/sha256/" + "0" * 64,
+        "verify-x/store/index.json",
+    ):
         kit.write(f".primus/{path}", "x")
-    assert kinds(kit, "--dry-run") == {"unpacked layers": 3, "downloaded files": 1, "stores of verify": 1}
+    assert kinds(kit, "--dry-run") == {
+        "unpacked layers": 3,
+        "downloaded files": 1,
+        "stores of verify": 1,
+    }
     assert kinds(kit) == {"unpacked layers": 3, "downloaded files": 1, "stores of verify": 1}
-    assert [str(path.relative_to(kit.root)) for path in (kit.root / ".primus/unpacked").rglob("f")] == [
-        f".primus/unpacked/root/layers/{layer}/f"
-    ]
+    assert [
+        str(path.relative_to(kit.root)) for path in (kit.root / ".primus/unpacked").rglob("f")
+    ] == [f".primus/unpacked/root/layers/{layer}/f"]
     kit.write(".primus/files/sha256/" + "0" * 64, "x")
     found = kinds(kit, "--caches")
-    assert set(found) == {"unpacked layers", "downloaded files", "findings of gates", "hashes of files"}
+    assert set(found) == {
+        "unpacked layers",
+        "downloaded files",
+        "findings of gates",
+        "hashes of files",
+    }
     assert kit.build().digest == digest
 
 
@@ -114,12 +134,17 @@ def test_a_store_in_use_is_left_alone(kit: Kit) -> None:
     with ExitStack() as stack:
         index = stack.enter_context((kit.root / ".primus/store/locks/index").open("w"))
         fcntl.flock(index, fcntl.LOCK_EX)
-        build = subprocess.Popen(kit.command("build", "demo"), cwd=kit.root, env=kit.env, stdout=subprocess.PIPE)
+        build = subprocess.Popen(
+            kit.command("build", "demo"), cwd=kit.root, env=kit.env, stdout=subprocess.PIPE
+        )
         stack.callback(build.kill)
         # The build has written its layers, and waits for the index to name its image.
         blobs = kit.root / ".primus/store/blobs/sha256"
         deadline = time.monotonic() + 30
-        while len(find_waste(Project.find(kit.root).workspace, set())) < 2 and time.monotonic() < deadline:
+        while (
+            len(find_waste(Project.find(kit.root).workspace, set())) < 2
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         before = sorted(blobs.iterdir())
         result = kit.primus("clean")
@@ -141,7 +166,9 @@ def test_downloads_and_unpacked_layers_in_use_are_left_alone_whatever_the_store(
     before = contents(kit)
     result = kit.primus("clean", "--store", "other", "--caches")
     assert result.code == 3
-    assert f"{workspace.folder}: another command uses the downloads and unpacked layers" in result.err
+    assert (
+        f"{workspace.folder}: another command uses the downloads and unpacked layers" in result.err
+    )
     assert contents(kit) == before
 
 
@@ -170,10 +197,12 @@ def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:
     assert kit.build().digest == digest
 
 
-def test_a_half_removed_layer_never_counts_as_unpacked(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_removed_layer_never_counts_as_unpacked(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kit.build()
     kit.write(".primus/unpacked/0123/etc/passwd", "x")
-    monkeypatch.setattr("primus.engine.upkeep.remove_tree", lambda _path: None)
+    monkeypatch.setattr("primus_images.engine.upkeep.remove_tree", lambda _path: None)
     with pytest.raises(HostError, match="cannot be removed"):
         remove(find_waste(Project.find(kit.root).workspace, set()))
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from primus.engine.kinds.wheels import bytecode_entries, wheel_entries
-from primus.errors import CheckFailed, InputError
-from primus.oci.tar import Entry
-from primus.plan.skeleton import BYTECODE as SCRIPT, Prefix
+from primus_images.engine.kinds.wheels import bytecode_entries, wheel_entries
+from primus_images.errors import CheckFailed, InputError
+from primus_images.oci.tar import Entry
+from primus_images.plan.skeleton import BYTECODE as SCRIPT, Prefix
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")
 NAME = "Demo_Pkg-1.0-py3-none-any.whl"
@@ -65,12 +65,28 @@ def laid(tmp_path: Path) -> Path:
 
 def test_every_scheme_lands_where_pip_puts_it(laid: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    command = [sys.executable, *["-m", "pip", "--python", "venv", "install", "-q", "--no-index", "--no-compile"], NAME]
+    command = [
+        sys.executable,
+        *["-m", "pip", "--python", "venv", "install", "-q", "--no-index", "--no-compile"],
+        NAME,
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    names = {"demo", "pure.py", "plat.py", "old-style", "shell", "Demo-Run", "demo.h", "readme", "tool"}
+    names = {
+        "demo",
+        "pure.py",
+        "plat.py",
+        "old-style",
+        "shell",
+        "Demo-Run",
+        "demo.h",
+        "readme",
+        "tool",
+    }
 
     def found(root: Path) -> set[str]:
-        return {str(p.relative_to(root)) for p in root.rglob("*") if p.name in names and p.is_file()}
+        return {
+            str(p.relative_to(root)) for p in root.rglob("*") if p.name in names and p.is_file()
+        }
 
     ours = {p.removeprefix("opt/venv/") for p in found(laid)}
     assert ours == found(tmp_path / "venv")
@@ -146,7 +162,10 @@ def test_a_hostile_archive_is_a_sentence_that_names_the_wheel(
 def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
     entries = list(wheel_entries(make_wheel(tmp_path), NAME, PREFIX, without=("demo",)))
     whole = {e.path for e in wheel_entries(make_wheel(tmp_path), NAME, PREFIX)}
-    assert whole - {e.path for e in entries} == {f"{PREFIX.site}/demo/__init__.py", f"{PREFIX.site}/demo/bin/tool"}
+    assert whole - {e.path for e in entries} == {
+        f"{PREFIX.site}/demo/__init__.py",
+        f"{PREFIX.site}/demo/bin/tool",
+    }
     (record,) = [b"".join(e.chunks()).decode() for e in entries if e.path.endswith("/RECORD")]
     assert "demo/__init__.py" not in record
     assert "pure.py" in record
@@ -162,7 +181,9 @@ def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("damage", ["bytes", "end", "header"])
-def test_a_damaged_file_is_an_error_that_names_the_wheel(tmp_path: Path, damage: str, compression: int) -> None:
+def test_a_damaged_file_is_an_error_that_names_the_wheel(
+    tmp_path: Path, damage: str, compression: int
+) -> None:
     path = make_wheel(tmp_path)
     with zipfile.ZipFile(path, "a", compression) as archive:
         archive.writestr("demo/data", random.Random(1).randbytes(100_000))
@@ -174,14 +195,20 @@ def test_a_damaged_file_is_an_error_that_names_the_wheel(tmp_path: Path, damage:
     (entry,) = [e for e in wheel_entries(path, NAME, PREFIX) if e.path.endswith("demo/data")]
     if damage == "end":
         path.write_bytes(whole[: start + 5000])
-    with pytest.raises(InputError, match=rf"the wheel {NAME} cannot be used: demo/data in it is damaged"):
+    with pytest.raises(
+        InputError, match=rf"the wheel {NAME} cannot be used: demo/data in it is damaged"
+    ):
         list(entry.chunks())
 
 
 def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path) -> None:
     """Through the script as the sandbox runs it, with enough modules for several packs and processes."""
     sources = {f"pkg/m{i}.py": f"x = {i}\n" + "y = 'some text'\n" * 8000 for i in range(12)}
-    sources |= {"pkg/bad.py": "def :\n", "pkg/tests/test_a.py": "z = 1\n", "pkg/testing/a.py": "z = 2\n"}
+    sources |= {
+        "pkg/bad.py": "def :\n",
+        "pkg/tests/test_a.py": "z = 1\n",
+        "pkg/testing/a.py": "z = 2\n",
+    }
     entries = [Entry(path=f"site/{p}", size=len(s), source=s.encode()) for p, s in sources.items()]
     entries.append(Entry(path="bin/other.py", size=1, source=b"\n"))
 
@@ -209,4 +236,8 @@ def test_bytecode_that_was_cut_short_is_no_bytecode(tmp_path: Path) -> None:
         (outputs / "index.json").write_text('[["m.pyc", 0, 0, 5]]')
 
     with pytest.raises(CheckFailed, match=r"bytecode of m.pyc was cut short"):
-        list(bytecode_entries([Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, SCRIPT, run))
+        list(
+            bytecode_entries(
+                [Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, SCRIPT, run
+            )
+        )

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from primus.engine.workshop import Wheel, Workshop, wheel_of
-from primus.errors import HostError
-from primus.oci.store import Store
-from primus.plan.action import Action
-from primus.plan.project import Workspace
+from primus_images.engine.workshop import Wheel, Workshop, wheel_of
+from primus_images.errors import HostError
+from primus_images.oci.store import Store
+from primus_images.plan.action import Action
+from primus_images.plan.project import Workspace
 
 WHEEL = {"file": "a-1-py3-none-any.whl", "sha256": "1" * 64, "size": 1}
 
@@ -36,7 +36,15 @@ def test_a_wheel_is_read(shop: Workshop, build: Action) -> None:
 
 @pytest.mark.parametrize(
     "wheel",
-    [None, [], "a.whl", {}, {**WHEEL, "tag": "any"}, {**WHEEL, "size": "1"}, {"file": "a.whl", "sha256": "1" * 64}],
+    [
+        None,
+        [],
+        "a.whl",
+        {},
+        {**WHEEL, "tag": "any"},
+        {**WHEEL, "size": "1"},
+        {"file": "a.whl", "sha256": "1" * 64},
+    ],
 )
 def test_a_wheel_in_another_shape_is_missing(shop: Workshop, build: Action, wheel: object) -> None:
     shop.workspace.store.save("actions", build.key, {} if wheel is None else {"wheel": wheel})

@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from gpu_files import bundle, code_object, compressed, elf, image_with, kernel_pack, pack_host, pages
-from primus.gates import rules
-from primus.gates.contents import Code, code_in, library_of
-from primus.gates.examined import GateReport, LayerFacts
-from primus.gates.rules import coverage, pruning
-from primus.gpucode.elf import in_entry_id, in_path, of_flags, runs_on
+from gpu_files import (
+    bundle,
+    code_object,
+    compressed,
+    elf,
+    image_with,
+    kernel_pack,
+    pack_host,
+    pages,
+)
+from primus_images.gates import rules
+from primus_images.gates.contents import Code, code_in, library_of
+from primus_images.gates.examined import GateReport, LayerFacts
+from primus_images.gates.rules import coverage, pruning
+from primus_images.gpucode.elf import in_entry_id, in_path, of_flags, runs_on
 from tables import table_of
 
 SOURCE = Path(rules.__file__).parents[2]
@@ -71,7 +80,9 @@ def test_fat_binary_of_several_bundles(form: str) -> None:
     bundles = [bundle(["gfx90a:xnack-", "gfx942"]), bundle(["gfx942", "gfx950"], empty=["gfx950"])]
     if form != "plain":
         name, version = form.split()
-        bundles = [compressed(b, version=int(version), method=1 if name == "zstd" else 0) for b in bundles]
+        bundles = [
+            compressed(b, version=int(version), method=1 if name == "zstd" else 0) for b in bundles
+        ]
     code = need("lib/librocblas.so.5", elf({".text": b"x" * 99, ".hip_fatbin": pages(*bundles)}))
     assert code.form == "fat binary"
     assert code.targets == ("gfx90a:xnack-", "gfx942"), "an entry without bytes does not count"
@@ -91,14 +102,22 @@ def test_a_magic_inside_code_begins_no_bundle_and_bundles_far_apart_do() -> None
         bundle(["gfx942"])[:50],
         compressed(b"something else"),
         compressed(bundle(["gfx942"]))[:30] + b"\0" * 99,
-        compressed(bundle(["gfx942"]), method=0).replace(b"\x02\x00\x00\x00", b"\x02\x00\x07\x00", 1),
+        compressed(bundle(["gfx942"]), method=0).replace(
+            b"\x02\x00\x00\x00", b"\x02\x00\x07\x00", 1
+        ),
         elf({".text": b"x"})[:70],
         b"KPAK\1\0\0\0",
         b"KPAK" + b"\xff" * 40,
         elf({".rocm_kpack_ref": b"\xc1"}),
         *(
             struct.pack("<4sIQ", b"KPAK", 1, 16) + table
-            for table in (b"\xc1", b"\xdb\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x81\x90\x01", b"\x91" * 5000)
+            for table in (
+                b"\xc1",
+                b"\xdb\xff\xff\xff\xff",
+                b"\xdd\xff\xff\xff\xff",
+                b"\x81\x90\x01",
+                b"\x91" * 5000,
+            )
         ),
     ],
 )
@@ -108,7 +127,10 @@ def test_damaged_files_are_errors_and_no_silence(data: bytes) -> None:
 
 
 WHOLE = (
-    elf({".hip_fatbin": pages(bundle(["gfx942"]), compressed(bundle(["gfx950"])))}, soname="libx.so.1"),
+    elf(
+        {".hip_fatbin": pages(bundle(["gfx942"]), compressed(bundle(["gfx950"])))},
+        soname="libx.so.1",
+    ),
     pack_host("lib/x.so", "../x_@GFXARCH@.kpack"),
     kernel_pack({"lib/x.so": ["gfx942"]}),
     bundle(["gfx942"]),
@@ -130,7 +152,10 @@ def test_whatever_a_file_holds_it_is_read_or_refused(
         at = int(place * len(data))
         data[at : at + len(value)] = value
     cut = bytes(data[: int(len(data) * (0.3 + keep))])
-    for read in (lambda: look("lib/x.co", cut), lambda: library_of("lib/libx.so", io.BytesIO(cut), len(cut))):
+    for read in (
+        lambda: look("lib/x.co", cut),
+        lambda: library_of("lib/libx.so", io.BytesIO(cut), len(cut)),
+    ):
         with contextlib.suppress(ValueError):
             read()
 
@@ -168,7 +193,10 @@ def test_a_library_for_other_gpus_fails_and_is_named() -> None:
 
 
 def test_a_folder_of_kernel_files_is_one_library() -> None:
-    objects = [need(f"opt/hsa/{a}/fmha/k.co", code_object(m)) for a, m in (("gfx942", GFX942), ("gfx950", GFX950))]
+    objects = [
+        need(f"opt/hsa/{a}/fmha/k.co", code_object(m))
+        for a, m in (("gfx942", GFX942), ("gfx950", GFX950))
+    ]
     catalogues = [need(f"opt/library/x_{a}.dat", b"") for a in ("gfx942", "gfx90a")]
     layers = {"hipblaslt": catalogues, "aiter": objects}
     assert covered("gfx942", **layers).summary == "2 of 2 GPU libraries cover gfx942"
@@ -198,7 +226,9 @@ def test_host_of_a_pack_needs_the_pack_of_its_gpu() -> None:
     assert errors("gfx942", torch=torch, device=good) == []
     (missing,) = errors("gfx950", torch=torch, device=good)
     assert "its kernel pack /site/torch/.kpack/torch_gfx950.kpack is not in the image" in missing
-    (empty,) = errors("gfx942", torch=torch, device=device("site/torch/.kpack/torch_gfx942.kpack", "lib/other.so"))
+    (empty,) = errors(
+        "gfx942", torch=torch, device=device("site/torch/.kpack/torch_gfx942.kpack", "lib/other.so")
+    )
     assert "/site/torch/.kpack/torch_gfx942.kpack has no kernels of lib/libtorch_hip.so" in empty
     (astray,) = errors("gfx942", torch=torch, device=device("elsewhere/torch_gfx942.kpack"))
     assert astray.split("(")[0].endswith("is not in the image, /elsewhere/torch_gfx942.kpack is ")
@@ -207,7 +237,10 @@ def test_host_of_a_pack_needs_the_pack_of_its_gpu() -> None:
 def test_only_an_image_for_an_amd_gpu_needs_a_library() -> None:
     code = [need("lib/x.so", elf({".hip_fatbin": bundle(["gfx942"])}))]
     assert covered(None).summary == "no GPU architecture to cover"
-    assert covered(None, x=code).summary == "no GPU architecture to cover; 1 GPU libraries are in it all the same"
+    assert (
+        covered(None, x=code).summary
+        == "no GPU architecture to cover; 1 GPU libraries are in it all the same"
+    )
     assert covered("sm_90").summary == "code for sm_90 is not judged"
     assert not covered("gfx942", base=[]).passed
 
@@ -236,16 +269,22 @@ def test_kernel_files_of_others_are_counted_per_layer() -> None:
 
 
 def test_a_library_with_others_code_is_named() -> None:
-    mixed = need("lib/librccl.so.1", elf({".hip_fatbin": bundle(["gfx90a", "gfx942", "gfx942:xnack+"])}))
+    mixed = need(
+        "lib/librccl.so.1", elf({".hip_fatbin": bundle(["gfx90a", "gfx942", "gfx942:xnack+"])})
+    )
     alone = need("lib/librocblas.so.5", elf({".hip_fatbin": bundle(["gfx942"])}))
     report = pruned("gfx942", [mixed, alone])
     assert [(f.severity, f.path, f.message) for f in report.findings] == [
         ("warning", "lib/librccl.so.1", "it also holds code for gfx90a, gfx942:xnack+")
     ]
-    assert report.summary == "0 kernel files for other architectures, 0 B; code for them in 1 library"
+    assert (
+        report.summary == "0 kernel files for other architectures, 0 B; code for them in 1 library"
+    )
 
 
-@pytest.mark.parametrize("name", ["gates/rules/coverage.py", "gates/patterns.yaml", "gpucode/elf.py"])
+@pytest.mark.parametrize(
+    "name", ["gates/rules/coverage.py", "gates/patterns.yaml", "gpucode/elf.py"]
+)
 def test_a_changed_reader_of_gpu_code_is_a_changed_rule(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

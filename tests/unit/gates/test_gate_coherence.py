@@ -6,12 +6,19 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from primus.errors import CheckFailed
-from primus.files import write_file
-from primus.gates.rules.coherence import Package, agree, check_pins, coherence, pinned_packages, rocm_version
-from primus.plan.project import Project
-from primus.plan.resolve import ResolvedTarget, resolve
-from primus.versions.lock import Lock, LockedFile, dumps
+from primus_images.errors import CheckFailed
+from primus_images.files import write_file
+from primus_images.gates.rules.coherence import (
+    Package,
+    agree,
+    check_pins,
+    coherence,
+    pinned_packages,
+    rocm_version,
+)
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.versions.lock import Lock, LockedFile, dumps
 from tables import table_of, text_of
 
 TRAIN = table_of("gate_coherence.wheels")
@@ -20,14 +27,19 @@ TRAIN = table_of("gate_coherence.wheels")
 def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") -> list[str]:
     packages = {**TRAIN, **(change or {})}
     report = coherence(
-        [Package(name=n, version=v, where=f"versions.yaml:{i}:9") for i, (n, v) in enumerate(packages.items(), 10)],
+        [
+            Package(name=n, version=v, where=f"versions.yaml:{i}:9")
+            for i, (n, v) in enumerate(packages.items(), 10)
+        ],
         arch,
     )
     assert report.passed is not bool(report.findings)
     return [f"{f.path} {f.message}" for f in report.findings]
 
 
-@pytest.mark.parametrize(("name", "version", "rocm"), table_of("gate_coherence.rocm_version_of_a_package"))
+@pytest.mark.parametrize(
+    ("name", "version", "rocm"), table_of("gate_coherence.rocm_version_of_a_package")
+)
 def test_rocm_version_of_a_package(name: str, version: str, rocm: str | None) -> None:
     parsed = rocm_version(name, version)
     assert (str(parsed) if parsed else None) == rocm
@@ -42,13 +54,22 @@ def test_a_version_may_leave_the_patch_open() -> None:
 def test_the_odd_one_out_is_named_with_its_line() -> None:
     assert messages() == []
     (message,) = messages({"triton": "3.8.0+git669b31ac.rocm7.15.0"})
-    assert message.startswith("versions.yaml:18:9 triton 3.8.0+git669b31ac.rocm7.15.0 is of ROCm 7.15.0, rocm, ")
+    assert message.startswith(
+        "versions.yaml:18:9 triton 3.8.0+git669b31ac.rocm7.15.0 is of ROCm 7.15.0, rocm, "
+    )
     assert message.endswith(" of 10.1.0")
 
 
 def test_with_two_against_two_rocm_itself_is_right() -> None:
-    rows = {"torch": "2.14.0+rocm7.15.0", "rocm": "10.1.0", "apex": "1.14.0+rocm7.15.0", "rocm-sdk-core": "10.1.0"}
-    report = coherence([Package(name=name, version=version) for name, version in rows.items()], "gfx942")
+    rows = {
+        "torch": "2.14.0+rocm7.15.0",
+        "rocm": "10.1.0",
+        "apex": "1.14.0+rocm7.15.0",
+        "rocm-sdk-core": "10.1.0",
+    }
+    report = coherence(
+        [Package(name=name, version=version) for name, version in rows.items()], "gfx942"
+    )
     assert sorted(f.message.split()[0] for f in report.findings) == ["apex", "torch"]
 
 
@@ -67,8 +88,12 @@ def test_device_packages_of_another_gpu() -> None:
     assert any("the target names no GPU architecture" in m for m in messages(arch=None))
 
 
-@pytest.mark.parametrize(("version", "arch", "message"), table_of("gate_coherence.a_build_for_another_kind_of_gpu"))
-def test_a_build_for_another_kind_of_gpu(version: str, arch: str | None, message: str | None) -> None:
+@pytest.mark.parametrize(
+    ("version", "arch", "message"), table_of("gate_coherence.a_build_for_another_kind_of_gpu")
+)
+def test_a_build_for_another_kind_of_gpu(
+    version: str, arch: str | None, message: str | None
+) -> None:
     report = coherence([Package(name="torch", version=version)], arch)
     assert [f.message for f in report.findings] == ([message] if message else [])
 
@@ -80,17 +105,23 @@ def test_debian_packages_are_of_the_train() -> None:
     others = {"libllvm22": "1:22.1.8-3", "libdrm-amdgpu1": "2.4.134-3", "libhippocrates1": "1.0-1"}
 
     def debs(packages: dict[str, str]) -> list[Package]:
-        return [Package(name=n, version=v, where="lock:1:1", kind="deb") for n, v in packages.items()]
+        return [
+            Package(name=n, version=v, where="lock:1:1", kind="deb") for n, v in packages.items()
+        ]
 
     report = coherence(debs({**DEBS, **others}), "gfx942")
     assert report.findings == ()
     assert report.summary == "10 packages of the ROCm train, newest 7.2.4"
     mixed = coherence(debs({**DEBS, "librccl1": "5.4.3-3+b1"}), "gfx942")
     (finding,) = mixed.findings
-    assert finding.message.startswith("librccl1 5.4.3-3+b1 is of ROCm 5.4.3, libamdhip64-7, libamd-comgr3, ")
+    assert finding.message.startswith(
+        "librccl1 5.4.3-3+b1 is of ROCm 5.4.3, libamdhip64-7, libamd-comgr3, "
+    )
     assert (finding.path, finding.severity) == ("lock:1:1", "error")
     (older,) = coherence(debs({**DEBS, "libamdhip64-6": "6.4.3-5"}), "gfx942").findings
-    assert older.severity == "warning", "another soname beside the train's own, for what Debian linked against it"
+    assert older.severity == "warning", (
+        "another soname beside the train's own, for what Debian linked against it"
+    )
     (only,) = coherence(debs({**DEBS, "libamdhip64-7": "6.4.3-5"}), "gfx942").findings
     assert only.severity == "error"
 
@@ -100,7 +131,9 @@ VERSIONS = text_of("versions/coherence.yaml")
 
 def locked(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return LockedFile(kind=kind, name=name, version=version, file=name, size=1, sha256=digest, base=base)  # type: ignore[arg-type]
+    return LockedFile(
+        kind=kind, name=name, version=version, file=name, size=1, sha256=digest, base=base
+    )  # type: ignore[arg-type]
 
 
 def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path: Path) -> None:
@@ -123,14 +156,19 @@ def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path:
         check_pins(target)
     error = caught.value
     assert error.where == "versions.yaml:20:9"
-    assert "triton 3.8.0+rocm7.15.0 is of ROCm 7.15.0, rocm, rocm-sdk-device-gfx950, torch of 10.1.0" in error.message
+    assert (
+        "triton 3.8.0+rocm7.15.0 is of ROCm 7.15.0, rocm, rocm-sdk-device-gfx950, torch of 10.1.0"
+        in error.message
+    )
     assert "librccl1 5.4.3-3+b1 is of ROCm 5.4.3" in error.message
     assert "rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942" in error.message
     assert "librocblas5" not in error.message, "a builder's packages are not in the image"
     places = {p.name: p.where for p in pinned_packages(target)}
     assert places["librccl1"] == "versions.yaml:4:3"
     assert places["rocm-sdk-device-gfx950"].startswith("images/locks/amd/mi300x.json:")
-    (tmp_path / "versions.yaml").write_text(VERSIONS.replace("3.8.0+rocm7.15.0", "3.8.0+rocm10.1.0"))
+    (tmp_path / "versions.yaml").write_text(
+        VERSIONS.replace("3.8.0+rocm7.15.0", "3.8.0+rocm10.1.0")
+    )
     good = [f for f in files if f.name in ("torch", "rocm")]
     check_pins(target_with(tmp_path, (*good, locked("wheel", "triton", "3.8.0+rocm10.1.0"))))
 

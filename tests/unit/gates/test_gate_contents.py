@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, image_with, member
-from primus.cli.host.images import largest
-from primus.errors import HostError
-from primus.gates import examined
-from primus.gates.contents import Stated, Trace, stated_in, stated_in_library
-from primus.gates.examined import GateReport, LayerFacts, examine_layer, observe
-from primus.gates.rules import litter, overlap
-from primus.gates.rules.versions import versions_inside
-from primus.oci.layer import walk, write_layer
-from primus.oci.store import Layer, Store
-from primus.oci.tar import Entry
-from primus.plan.project import Workspace
-from primus.progress import Progress
-from primus.sandbox.container import LayerRef
+from primus_images.cli.host.images import largest
+from primus_images.errors import HostError
+from primus_images.gates import examined
+from primus_images.gates.contents import Stated, Trace, stated_in, stated_in_library
+from primus_images.gates.examined import GateReport, LayerFacts, examine_layer, observe
+from primus_images.gates.rules import litter, overlap
+from primus_images.gates.rules.versions import versions_inside
+from primus_images.oci.layer import walk, write_layer
+from primus_images.oci.store import Layer, Store
+from primus_images.oci.tar import Entry
+from primus_images.plan.project import Workspace
+from primus_images.progress import Progress
+from primus_images.sandbox.container import LayerRef
 from tables import table_of, text_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
@@ -44,7 +44,10 @@ def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
         member(f"{SITE}/setuptools/_vendor/zipp-1.dist-info/METADATA", "Name: zipp\nVersion: 1\n"),
         member("usr/lib/python3/dist-packages/six-1.dist-info/METADATA", "Name: six\nVersion: 1\n"),
         member("var/lib/dpkg/status", text_of("dpkg_status")),
-        member("opt/rocm/include/rccl/rccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 30\n#define NCCL_PATCH 4\n"),
+        member(
+            "opt/rocm/include/rccl/rccl.h",
+            "#define NCCL_MAJOR 2\n#define NCCL_MINOR 30\n#define NCCL_PATCH 4\n",
+        ),
         member("opt/rocm/include/rccl.h", "#include <rccl/rccl.h>\n"),
     ]
     assert [(s.kind, s.name, s.version) for s in observe(files).stated] == [
@@ -60,20 +63,35 @@ def stated(kind: str, name: str, version: str) -> Stated:
 
 
 def test_versions_that_equal_the_lock_pass() -> None:
-    layer = ("l", [stated("wheel", "a", "1.0"), stated("deb", "libc6", "2.36-9"), stated("header", "rccl", "2.30.4")])
-    report = versions_inside([layer], wheels={"a": "1.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4+abc"})
+    layer = (
+        "l",
+        [
+            stated("wheel", "a", "1.0"),
+            stated("deb", "libc6", "2.36-9"),
+            stated("header", "rccl", "2.30.4"),
+        ],
+    )
+    report = versions_inside(
+        [layer], wheels={"a": "1.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4+abc"}
+    )
     assert report.findings == ()
     assert report.summary == "1 wheel, 1 deb, 1 header"
 
 
 def test_a_difference_names_both_versions() -> None:
     versions = [
-        stated("wheel", "a", "1.1"), stated("wheel", "twice", "3"), stated("wheel", "twice", "3"),
-        stated("wheel", "extra", "3"), stated("deb", "libc6", "2.36-8"), stated("header", "rccl", "2.29.1"),
+        stated("wheel", "a", "1.1"),
+        stated("wheel", "twice", "3"),
+        stated("wheel", "twice", "3"),
+        stated("wheel", "extra", "3"),
+        stated("deb", "libc6", "2.36-8"),
+        stated("header", "rccl", "2.29.1"),
         stated("header", "hipblaslt", "1.2.2"),
-    ]  # fmt: skip
+    ]
     wheels = {"a": "1.0", "b": "2.0", "twice": "3"}
-    report = versions_inside([("l", versions)], wheels=wheels, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4"})
+    report = versions_inside(
+        [("l", versions)], wheels=wheels, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4"}
+    )
     assert [(f.severity, f.message) for f in report.findings] == [
         ("error", "a is 1.1 in the image, 1.0 in the lock"),
         ("error", "twice is in the image twice, as 3 and 3"),
@@ -88,8 +106,18 @@ def test_a_difference_names_both_versions() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "name", "version"),
     [
-        ("usr/lib/librccl.so.1.0", b"RCCL version 2.27.7 compiled with\0RCCL version : 2.27.7\0", "rccl", "2.27.7"),
-        ("site/lib/librccl.so.1", b"x" * (8 << 20) + b"RCCL version : 2.30.4+abc\0", "rccl", "2.30.4"),
+        (
+            "usr/lib/librccl.so.1.0",
+            b"RCCL version 2.27.7 compiled with\0RCCL version : 2.27.7\0",
+            "rccl",
+            "2.27.7",
+        ),
+        (
+            "site/lib/librccl.so.1",
+            b"x" * (8 << 20) + b"RCCL version : 2.30.4+abc\0",
+            "rccl",
+            "2.30.4",
+        ),
         ("site/lib/librocblas.so.5", b"\x005.2.0.2a1b3c4d\0", "rocblas", "5.2.0"),
         ("usr/lib/libhipblaslt.so.1.2", b"", "hipblaslt", "1.2"),
         ("usr/lib/libMIOpen.so.1.0.70204", b"", "miopen", "1.0"),
@@ -111,7 +139,11 @@ def test_a_component_inside_anothers_files_is_compared_with_what_the_library_sta
         wheels={},
         debs={},
         components={"rccl": "2.30.4", "hipblaslt": "1.2.2"},
-        inside={"rccl": "rocm-sdk-libraries", "hipblaslt": "libhipblaslt1", "miopen": "rocm-sdk-libraries"},
+        inside={
+            "rccl": "rocm-sdk-libraries",
+            "hipblaslt": "libhipblaslt1",
+            "miopen": "rocm-sdk-libraries",
+        },
     )
     assert [(f.severity, f.message) for f in report.findings] == [
         ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
@@ -144,7 +176,10 @@ def test_two_owners_of_one_library_name() -> None:
 
 
 def test_two_owners_of_one_soname_under_other_file_names() -> None:
-    found = names(("a", "opt/a/_C.so", elf(soname="libx.so.1")), ("b", "opt/b/libx.so.1.2", elf(soname="libx.so.1")))
+    found = names(
+        ("a", "opt/a/_C.so", elf(soname="libx.so.1")),
+        ("b", "opt/b/libx.so.1.2", elf(soname="libx.so.1")),
+    )
     assert found == ["a /opt/a/_C.so: libx.so.1 is also in b as /opt/b/libx.so.1.2"]
     # Two packages of one layer are two owners, too.
     assert names(("python", f"{SITE}/a/libx.so", elf()), ("python", f"{SITE}/b/libx.so", elf()))
@@ -184,7 +219,14 @@ def test_litter_is_found(path: str, text: str, rule: str) -> None:
     ("path", "text"),
     [
         *table_of("gate_contents.no_litter"),
-        ("opt/x.py", "hf_" + "x" * 34 + " " + "AKIA" + "IOSFODNN7EXAMPLE hf_hub_download_from_the_repository\n"),
+        (
+            "opt/x.py",
+            "hf_"
+            + "x" * 34
+            + " "
+            + "AKIA"
+            + "IOSFODNN7EXAMPLE hf_hub_download_from_the_repository\n",
+        ),
         ("opt/x.py", 'if text.startswith("-----BEGIN ' + 'PRIVATE KEY-----"):\n'),
     ],
 )
@@ -193,7 +235,9 @@ def test_what_only_looks_like_litter(path: str, text: str) -> None:
 
 
 def test_build_paths_in_compiled_files() -> None:
-    data = elf({".debug_str": b"\0/home/runner/build/x/a.cpp\0/tmp/pip-req-build-1/a.c\0/home/runner/b\0"})
+    data = elf(
+        {".debug_str": b"\0/home/runner/build/x/a.cpp\0/tmp/pip-req-build-1/a.c\0/home/runner/b\0"}
+    )
     assert traces("lib/libx.so", data) == [
         ("build path", "/home/runner/build/x/a.cpp"),
         ("build path", "/tmp/pip-req-build-1/a.c"),
@@ -212,18 +256,25 @@ def test_a_secret_is_found_wherever_it_is_and_not_shown(before: int) -> None:
 def test_a_key_with_long_headers_is_found() -> None:
     begin, newline, rest = KEY.partition("\n")
     text = begin + newline + "Comment: " + "c" * 2000 + "\n" + rest
-    assert [rule for rule, _ in traces("opt/key.pem", b"\n" * ((1 << 20) - 100) + text.encode())] == ["secret"]
+    assert [
+        rule for rule, _ in traces("opt/key.pem", b"\n" * ((1 << 20) - 100) + text.encode())
+    ] == ["secret"]
 
 
 def test_of_two_paths_of_this_machine_the_longer_is_told() -> None:
-    found = observe([member("a", "/srv/build/tree/x and /opt/own")], [b"/srv/build", b"/srv/build/tree", b"/opt/own"])
+    found = observe(
+        [member("a", "/srv/build/tree/x and /opt/own")],
+        [b"/srv/build", b"/srv/build/tree", b"/opt/own"],
+    )
     assert sorted(t.seen for t in found.traces) == ["/opt/own", "/srv/build/tree"]
 
 
 def test_every_kind_of_secret_is_found() -> None:
     secrets = [TOKEN, KEY, "AKIA" + "Q3EGRUZ7TW5NLPXB", "glpat-" + "aB3dE5gH7jK9mN1pQ3sT"]
     secrets += [f"gh{kind}_" + "0123456789abcdefghijABCDEFGHIJ012345" for kind in "pousr"]
-    secrets.append("github_pat_" + "0123456789abcdefghijAB" + "_" + ("0123456789abcdefghijABCDEFGHIJ" * 2)[:59])
+    secrets.append(
+        "github_pat_" + "0123456789abcdefghijAB" + "_" + ("0123456789abcdefghijABCDEFGHIJ" * 2)[:59]
+    )
     for secret in secrets:
         assert [rule for rule, _ in traces("opt/x", f"\n{secret}\n")] == ["secret"], secret[:8]
 
@@ -256,8 +307,12 @@ def test_published_packages_warn_where_our_own_files_fail() -> None:
     assert [f.severity for f in judged(primus=("files", seen)).findings] == ["error"] * 3
 
 
-@pytest.mark.parametrize(("layer", "kind", "seen", "fails"), table_of("gate_contents.files_of_the_maker"))
-def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, kind: str, seen: str, fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("layer", "kind", "seen", "fails"), table_of("gate_contents.files_of_the_maker")
+)
+def test_a_source_may_bring_compiled_files_of_its_maker(
+    layer: str, kind: str, seen: str, fails: bool
+) -> None:
     report = judged(**{layer: (kind, [Trace(rule="build path", path="x.co", seen=seen)])})
     assert bool(report.findings) is fails is not report.passed
 
@@ -271,9 +326,13 @@ def test_sizes_are_ordered_and_lone_folders_are_left_out() -> None:
         "large": {"opt/venv/lib/a": 600, "opt/venv/lib/b/c": 300, "opt/venv/lib": 1, "": 0},
     }
     assert largest(layers) == [
-        ("large", "", 901), ("large", "opt/venv/lib", 901), ("large", "opt/venv/lib/a", 600),
-        ("large", "opt/venv/lib/b/c", 300), ("small", "", 10), ("small", "etc", 10),
-    ]  # fmt: skip
+        ("large", "", 901),
+        ("large", "opt/venv/lib", 901),
+        ("large", "opt/venv/lib/a", 600),
+        ("large", "opt/venv/lib/b/c", 300),
+        ("small", "", 10),
+        ("small", "etc", 10),
+    ]
     assert largest({"l": {"opt/x": 9950, "opt/y": 30}})[1:] == [("l", "opt/x", 9950)]
     assert largest({"empty": {}}) == [("empty", "", 0)]
 
@@ -285,10 +344,17 @@ def layer_of(tmp_path: Path, files: dict[str, bytes]) -> tuple[Workspace, Layer]
     workspace = Workspace(Store(tmp_path / "store"), tmp_path)
     workspace.store.prepare()
     entries = [Entry(path=p, size=len(d), source=d) for p, d in files.items()]
-    links = [Entry(path="l", kind="symlink", link="x"), Entry(path="tmp/more", kind="hardlink", link=min(files))]
+    links = [
+        Entry(path="l", kind="symlink", link="x"),
+        Entry(path="tmp/more", kind="hardlink", link=min(files)),
+    ]
     seen = list[LayerFacts]()
-    layer = write_layer(workspace.store, [*entries, *links], look=lambda members: seen.append(observe(members)))
-    assert facts_of(workspace, layer) == seen[0], "what is seen while it is written is what the blob has"
+    layer = write_layer(
+        workspace.store, [*entries, *links], look=lambda members: seen.append(observe(members))
+    )
+    assert facts_of(workspace, layer) == seen[0], (
+        "what is seen while it is written is what the blob has"
+    )
     shutil.rmtree(workspace.facts)
     return workspace, layer
 
@@ -302,7 +368,9 @@ def blob_of(workspace: Workspace, layer: Layer) -> Path:
 
 
 FILES = {
-    "lib/libx.so": elf({".hip_fatbin": bundle(["gfx942"]), ".debug_str": b"/home/me/x/y\0"}, soname="libx.so.1"),
+    "lib/libx.so": elf(
+        {".hip_fatbin": bundle(["gfx942"]), ".debug_str": b"/home/me/x/y\0"}, soname="libx.so.1"
+    ),
     "lib/y_gfx950.dat": b"x" * (2 << 20),
     "lib/broken.so": elf()[:70],
     f"{SITE}/a-1.dist-info/METADATA": b"Name: a\nVersion: 1\n",
@@ -312,14 +380,19 @@ FILES = {
 
 def test_facts_of_a_layer_are_those_of_its_files(tmp_path: Path) -> None:
     facts = facts_of(*layer_of(tmp_path, FILES))
-    assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
+    assert {c.path: c.targets for c in facts.code} == {
+        "lib/libx.so": ("gfx942",),
+        "lib/y_gfx950.dat": ("gfx950",),
+    }
     assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
     assert facts.unreadable.keys() == {"lib/broken.so"}
     assert facts.folders["lib"] == sum(len(d) for p, d in FILES.items() if p.startswith("lib/"))
     assert {trace.path for trace in facts.traces} == {"lib/libx.so", "tmp/more"}
 
 
-def test_a_second_look_reads_no_blob_unless_the_rules_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_look_reads_no_blob_unless_the_rules_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace, layer = layer_of(tmp_path, FILES)
     first = facts_of(workspace, layer)
     (cached,) = workspace.facts.iterdir()
@@ -352,6 +425,8 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
     assert not workspace.facts.exists()
     blob.write_bytes(b"no tar" * 999)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
-    plain = LayerRef(digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar")
+    plain = LayerRef(
+        digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar"
+    )
     with pytest.raises(HostError, match="no tar is in it"):
         list(walk(plain, blob))

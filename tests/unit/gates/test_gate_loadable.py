@@ -4,9 +4,9 @@ from collections.abc import Sequence
 import pytest
 
 from gpu_files import elf, image_with
-from primus.gates.contents import Library, library_of
-from primus.gates.examined import Finding, LayerFacts
-from primus.gates.rules.loadable import judge, toolkit_of
+from primus_images.gates.contents import Library, library_of
+from primus_images.gates.examined import Finding, LayerFacts
+from primus_images.gates.rules.loadable import judge, toolkit_of
 from tables import table_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
@@ -28,9 +28,15 @@ def test_a_path_names_its_toolkit(path: str, toolkits: dict[str, list[int]]) -> 
     assert toolkit_of(path) == {name: {*versions} for name, versions in toolkits.items()}
 
 
-@pytest.mark.parametrize("form", ["dsl/{}/lib/libruntime.so", "dsl/_ir.{}.cpython-311.so", "bits/libbits_{}.so"])
-@pytest.mark.parametrize(("other", "own"), [("cu12", "cu13"), ("cuda118", "cuda130"), ("cuda-12.9", "cuda-13.0")])
-def test_a_variant_for_another_cuda_beside_the_right_one_is_an_error(form: str, other: str, own: str) -> None:
+@pytest.mark.parametrize(
+    "form", ["dsl/{}/lib/libruntime.so", "dsl/_ir.{}.cpython-311.so", "bits/libbits_{}.so"]
+)
+@pytest.mark.parametrize(
+    ("other", "own"), [("cu12", "cu13"), ("cuda118", "cuda130"), ("cuda-12.9", "cuda-13.0")]
+)
+def test_a_variant_for_another_cuda_beside_the_right_one_is_an_error(
+    form: str, other: str, own: str
+) -> None:
     wrong, right = (f"{SITE}/{form.format(name)}" for name in (other, own))
     (finding,) = findings(CUDA13, (wrong, elf()), (right, elf()))
     assert (finding.severity, finding.path) == ("error", wrong)
@@ -42,7 +48,9 @@ def test_a_variant_for_another_cuda_beside_the_right_one_is_an_error(form: str, 
 
 
 def test_several_files_of_one_owner_are_one_finding() -> None:
-    files = [(f"{SITE}/dsl/{cuda}/lib{name}.so", elf()) for cuda in ("cu12", "cu13") for name in "abc"]
+    files = [
+        (f"{SITE}/dsl/{cuda}/lib{name}.so", elf()) for cuda in ("cu12", "cu13") for name in "abc"
+    ]
     (finding,) = findings(CUDA13, *files)
     assert "(and 2 more beside it)" in finding.message
 

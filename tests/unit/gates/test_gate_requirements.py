@@ -2,19 +2,23 @@
 
 import pytest
 
-from primus.gates.contents import Stated, stated_in
-from primus.gates.rules.requirements import unmet
+from primus_images.gates.contents import Stated, stated_in
+from primus_images.gates.rules.requirements import unmet
 from tables import table_of, text_of
 
 METADATA = text_of("METADATA")
 
 
 def wheel(name: str, version: str, *requires: str) -> tuple[str, Stated]:
-    return "layer", Stated(kind="wheel", name=name, version=version, path=f"{name}/METADATA", requires=requires)
+    return "layer", Stated(
+        kind="wheel", name=name, version=version, path=f"{name}/METADATA", requires=requires
+    )
 
 
 def test_requirements_come_from_the_metadata() -> None:
-    (one,) = stated_in("opt/venv/lib/python3.12/site-packages/amd_aiter-0.1.14.post1.dist-info/METADATA", METADATA)
+    (one,) = stated_in(
+        "opt/venv/lib/python3.12/site-packages/amd_aiter-0.1.14.post1.dist-info/METADATA", METADATA
+    )
     # A marker with `or` may hold without the extra.
     assert one.requires == (
         "flydsl==0.1.7",
@@ -22,7 +26,11 @@ def test_requirements_come_from_the_metadata() -> None:
         'psutil>=5; (sys_platform == "linux" or sys_platform == "darwin") and extra == \'test\'',
         'extra-dists; python_version >= "3.8"',
     )
-    report = unmet([("aiter", one), wheel("flydsl", "0.2.4"), wheel("extra-dists", "1")], others={}, python="3.12.3")
+    report = unmet(
+        [("aiter", one), wheel("flydsl", "0.2.4"), wheel("extra-dists", "1")],
+        others={},
+        python="3.12.3",
+    )
     assert [finding.message for finding in report.findings] == [
         "amd-aiter 0.1.14.post1 requires flydsl==0.1.7, the image has flydsl 0.2.4",
         "amd-aiter 0.1.14.post1 requires einops, which the image lacks",
@@ -34,7 +42,12 @@ def test_requirements_come_from_the_metadata() -> None:
 @pytest.mark.parametrize(("requirement", "met"), table_of("gate_requirements.what_counts_as_met"))
 def test_what_counts_as_met(requirement: str, met: bool) -> None:
     wheels = [
-        wheel("torch", "2.11.0+rocm10.0.0"), wheel("triton", "3.7.1.dev3"), wheel("typing-extensions", "4.15.0"),
+        wheel("torch", "2.11.0+rocm10.0.0"),
+        wheel("triton", "3.7.1.dev3"),
+        wheel("typing-extensions", "4.15.0"),
         wheel("package", "1", requirement),
-    ]  # fmt: skip
-    assert unmet(wheels, others={"pyyaml": "6.0.2+dfsg", "odd": "1~really2"}, python="3.12.3").passed == met
+    ]
+    assert (
+        unmet(wheels, others={"pyyaml": "6.0.2+dfsg", "odd": "1~really2"}, python="3.12.3").passed
+        == met
+    )

@@ -12,9 +12,9 @@ import zstandard
 from hypothesis import given, strategies as st
 
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
-from primus.gates.contents import code_in
-from primus.gpucode.bundles import bundles_in, keep_only
-from primus.gpucode.elf import read_elf, runs_on
+from primus_images.gates.contents import code_in
+from primus_images.gpucode.bundles import bundles_in, keep_only
+from primus_images.gpucode.elf import read_elf, runs_on
 
 GFX942, GFX950 = 0x4C, 0x4F
 FORMS = ["plain", "zstd 2", "zstd 3", "zlib 2", "zlib 3"]
@@ -97,7 +97,13 @@ def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
     code = code_in("x.hsaco", io.BytesIO(small), len(small))
     assert code is not None
     assert code.targets == ("gfx942",)
-    for data in (b"", b"text", elf({".text": b"x"}), code_object(GFX942), elf({".hip_fatbin": b"\0" * 99})):
+    for data in (
+        b"",
+        b"text",
+        elf({".text": b"x"}),
+        code_object(GFX942),
+        elf({".hip_fatbin": b"\0" * 99}),
+    ):
         out = io.BytesIO()
         assert keep_only("gfx942", io.BytesIO(data), len(data), out) is False
         assert out.getvalue() == b""
@@ -109,7 +115,12 @@ def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
         (bundle(["gfx942", "gfx950"], payload=b"c" * 4096)[:-1], "reaches beyond its place"),
         (packed(bundle(["gfx942", "gfx950"]), "zstd 3")[:-9], "is damaged"),
         (packed(bundle_of([("gfx942", b"x"), ("gfx950", b"y" * 99)])[:-9], "zstd 3"), "cut short"),
-        (packed(bundle_of([("gfx950", b"x" * 99)]), "zstd 2").replace(b"\x02\0\x01\0", b"\x02\0\x09\0", 1), "method 9"),
+        (
+            packed(bundle_of([("gfx950", b"x" * 99)]), "zstd 2").replace(
+                b"\x02\0\x01\0", b"\x02\0\x09\0", 1
+            ),
+            "method 9",
+        ),
     ],
 )
 def test_damage_is_said(section: bytes, sentence: str) -> None:
@@ -124,16 +135,22 @@ def test_a_bundle_larger_than_a_window_is_read_piece_by_piece() -> None:
     plain = bundle_of([("gfx942", block + b"\0" * (40 << 20)), ("gfx950", block)])
     params = zstandard.ZstdCompressionParameters.from_level(3, window_log=27, enable_ldm=True)
     data = zstandard.ZstdCompressor(compression_params=params).compress(plain)
-    head = struct.pack("<4sHHQQ8s", b"CCOB", 3, 1, 32 + len(data), len(plain), hashlib.md5(plain).digest()[:8])
+    head = struct.pack(
+        "<4sHHQQ8s", b"CCOB", 3, 1, 32 + len(data), len(plain), hashlib.md5(plain).digest()[:8]
+    )
     assert len(data) < 1.5 * len(block)
     (one,) = read(pruned(elf({".hip_fatbin": head + data}), "gfx950"))
     assert one.code == ((HOST, b""), (entry("gfx950"), block))
 
 
 def test_a_bundle_that_would_be_longer_stays_as_it_is() -> None:
-    plain = bundle_of([("gfx942", b"\0"), ("gfx950", " ".join(str(n * n) for n in range(9999)).encode())])
+    plain = bundle_of(
+        [("gfx942", b"\0"), ("gfx950", " ".join(str(n * n) for n in range(9999)).encode())]
+    )
     tight = zstandard.ZstdCompressor(level=19).compress(plain)
-    head = struct.pack("<4sHHII8s", b"CCOB", 2, 1, 24 + len(tight), len(plain), hashlib.md5(plain).digest()[:8])
+    head = struct.pack(
+        "<4sHHII8s", b"CCOB", 2, 1, 24 + len(tight), len(plain), hashlib.md5(plain).digest()[:8]
+    )
     two = pages(head + tight, packed(bundle(["gfx942", "gfx950"]), "zstd 2"))
     library = elf({".hip_fatbin": two})
     small = pruned(library, "gfx950")
@@ -141,17 +158,32 @@ def test_a_bundle_that_would_be_longer_stays_as_it_is() -> None:
     assert read(small)[0] == read(library)[0]
 
 
-_TARGETS = ["gfx803", "gfx90a", "gfx90a:xnack+", "gfx942", "gfx942:xnack+", "gfx950", "gfx9-4-generic", "amdgcnspirv"]
+_TARGETS = [
+    "gfx803",
+    "gfx90a",
+    "gfx90a:xnack+",
+    "gfx942",
+    "gfx942:xnack+",
+    "gfx950",
+    "gfx9-4-generic",
+    "amdgcnspirv",
+]
 # No two targets have the same code: a copy costs a compressed bundle next to nothing, and taking it out gains nothing.
 _PART = st.builds(
     lambda target, seed, size: (target, hashlib.shake_128(target.encode() + seed).digest(size)),
-    st.sampled_from(_TARGETS), st.binary(), st.just(0) | st.integers(64, 3000),
-)  # fmt: skip
+    st.sampled_from(_TARGETS),
+    st.binary(),
+    st.just(0) | st.integers(64, 3000),
+)
 _CODE = st.lists(_PART, max_size=5, unique_by=lambda part: part[0])
 
 
 @given(
-    st.lists(st.tuples(_CODE, st.sampled_from(FORMS), st.sampled_from([1, 8, 4096])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(_CODE, st.sampled_from(FORMS), st.sampled_from([1, 8, 4096])),
+        min_size=1,
+        max_size=4,
+    ),
     st.sampled_from(["gfx942", "gfx950"]),
 )
 def test_any_library_keeps_all_and_only_what_runs(
@@ -165,10 +197,17 @@ def test_any_library_keeps_all_and_only_what_runs(
     assert small[:offset] + small[offset + size :] == library[:offset] + library[offset + size :]
     assert pruned(small, arch) == small, "what remains stays as it is"
     read_back = read(small)
-    assert [(one.offset, one.form[0]) for one in read_back] == [(one.offset, one.form[0]) for one in read(library)]
+    assert [(one.offset, one.form[0]) for one in read_back] == [
+        (one.offset, one.form[0]) for one in read(library)
+    ]
     code = code_in("lib.so", io.BytesIO(small), len(small))
     assert code is not None
-    wanted = {target for part, _, _ in bundles for target, data in part if data and runs_on([target], arch)}
+    wanted = {
+        target
+        for part, _, _ in bundles
+        for target, data in part
+        if data and runs_on([target], arch)
+    }
     assert {target for target in code.targets if runs_on([target], arch)} == wanted
     for one, (code, _, _) in zip(read_back, bundles, strict=True):
         lost = [(t, data) for t, data in code if not runs_on([t], arch)]

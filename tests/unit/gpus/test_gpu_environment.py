@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.gpus.table import environment
+from primus_images.gpus.table import environment
 from project_kit import Kit, make_project
 
 BAKED = {v.name: v.value for v in environment("mi355x")}
@@ -16,7 +16,11 @@ def kit(tmp_path: Path) -> Kit:
     kit = make_project(tmp_path / "project")
     kit.edit("images/demo.yaml", "channels:", "gpu: mi355x\nchannels:")
     # Nothing in it is for that GPU, which no release may be.
-    kit.edit("images/demo.yaml", "channels: [local]", "channels: [local]\npreviews: {local: it is a test}")
+    kit.edit(
+        "images/demo.yaml",
+        "channels: [local]",
+        "channels: [local]\npreviews: {local: it is a test}",
+    )
     return kit
 
 
@@ -48,7 +52,11 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
 
 
 def test_a_variable_that_is_listed_twice_is_refused_with_its_place(kit: Kit) -> None:
-    kit.edit("images/demo.yaml", "environment:\n", "environment:\n  - {name: COLOR, value: blue, why: again}\n")
+    kit.edit(
+        "images/demo.yaml",
+        "environment:\n",
+        "environment:\n  - {name: COLOR, value: blue, why: again}\n",
+    )
     result = kit.primus("plan", "demo")
     assert result.code == 2
     assert "images/demo.yaml:9:5: COLOR is listed twice in environment" in result.err

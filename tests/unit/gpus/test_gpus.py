@@ -6,18 +6,20 @@ from pathlib import Path
 import pytest
 from docs.site.models import gpu_page
 
-from primus.errors import InputError
-from primus.gpucode.elf import MACH
-from primus.gpus import detect, table
-from primus.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
-from primus.schema import build
-from primus.yamlfile import parse
+from primus_images.errors import InputError
+from primus_images.gpucode.elf import MACH
+from primus_images.gpus import detect, table
+from primus_images.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
+from primus_images.schema import build
+from primus_images.yamlfile import parse
 from tables import table_of
 
 TEXT = table.TABLE_FILE.read_text(encoding="utf-8")
 
 # All products of an architecture, of which a machine that tells nothing else has one.
-GFX942 = " or ".join(row.title.rpartition(" ")[2] for row in table.load_table().generations if row.arch == "gfx942")
+GFX942 = " or ".join(
+    row.title.rpartition(" ")[2] for row in table.load_table().generations if row.arch == "gfx942"
+)
 
 
 def read(text: str) -> Table:
@@ -25,11 +27,15 @@ def read(text: str) -> Table:
 
 
 def test_gates_know_the_code_of_every_amd_architecture() -> None:
-    unknown = {one.arch for one in table.load_table().archs if one.vendor == "amd"} - set(MACH.values())
-    assert not unknown, "add them to src/primus/gpucode/archs.yaml"
+    unknown = {one.arch for one in table.load_table().archs if one.vendor == "amd"} - set(
+        MACH.values()
+    )
+    assert not unknown, "add them to src/primus_images/gpucode/archs.yaml"
 
 
-@pytest.mark.parametrize(("old", "new", "message"), table_of("gpus.a_slip_is_refused_with_its_place"))
+@pytest.mark.parametrize(
+    ("old", "new", "message"), table_of("gpus.a_slip_is_refused_with_its_place")
+)
 def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:
     assert TEXT.count(old) == 1
     with pytest.raises(InputError) as caught:
@@ -47,10 +53,19 @@ def test_names_as_tools_print_them(text: str, name: str) -> None:
 
 
 OTHERS = [
-    "", "AMD Instinct MI300X HF", "AMD Instinct MI999X", "MI300",
-    "AMD Radeon RX 7900 XTX", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB", "NVIDIA H20",
-    "NVIDIA H100 80GB HBM3", "NVIDIA B200", "gfx942",
-]  # fmt: skip
+    "",
+    "AMD Instinct MI300X HF",
+    "AMD Instinct MI999X",
+    "MI300",
+    "AMD Radeon RX 7900 XTX",
+    "NVIDIA H200 NVL",
+    "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA GH200 480GB",
+    "NVIDIA H20",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA B200",
+    "gfx942",
+]
 
 
 @pytest.mark.parametrize("text", OTHERS)
@@ -62,10 +77,15 @@ def test_other_gpus_are_unknown_and_get_no_mfu(text: str) -> None:
 
 
 def test_a_peak_is_that_of_the_dtype() -> None:
-    assert [table.peak_for_mfu("AMD Instinct MI355X", dtype)[1] for dtype in ("bf16", "fp8")] == [2500, 5000]
+    assert [table.peak_for_mfu("AMD Instinct MI355X", dtype)[1] for dtype in ("bf16", "fp8")] == [
+        2500,
+        5000,
+    ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "sentence"), table_of("gpus.mfu_without_a_peak_is_refused"))
+@pytest.mark.parametrize(
+    ("name", "dtype", "sentence"), table_of("gpus.mfu_without_a_peak_is_refused")
+)
 def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> None:
     gpu = table.generation(name)
     assert table.peak(gpu, dtype) is None  # type: ignore[arg-type]
@@ -79,37 +99,57 @@ def test_a_variable_is_written_once_with_its_sources_and_a_reason_where_they_dis
     assert len({(variable.name, variable.value) for variable in variables}) == len(variables)
     for variable in variables:
         assert variable.stated, variable.name
-        assert bool(variable.choice) == any(row.value != variable.value for row in variable.stated), variable.name
+        assert bool(variable.choice) == any(
+            row.value != variable.value for row in variable.stated
+        ), variable.name
 
 
 def test_products_outside_of_the_table_are_named_once_and_have_no_row() -> None:
     known = table.load_table()
     others = [plain_name(name) for arch in known.archs for name in arch.others]
-    rows = {plain_name(name) for gpu in known.generations for name in (gpu.name, gpu.title, *gpu.names)}
+    rows = {
+        plain_name(name) for gpu in known.generations for name in (gpu.name, gpu.title, *gpu.names)
+    }
     assert len(set(others)) == len(others)
     assert not rows & set(others)
 
 
 def small() -> Table:
-    arch = Arch(arch="gfx1", vendor="amd", fp8="e4m3fn", fp8_source="s", mx=(), mx_source="s", others=())
+    arch = Arch(
+        arch="gfx1", vendor="amd", fp8="e4m3fn", fp8_source="s", mx=(), mx_source="s", others=()
+    )
     real = table.generation("h200")
-    peaks = (Peak(dtype="bf16", tflops=None, source="nobody"), Peak(dtype="fp8", tflops=1234.5, source="a page"))
-    gpu: Generation = replace(real, name="one", title="One|Two", arch="gfx1", device_ids=(), peaks=peaks)
+    peaks = (
+        Peak(dtype="bf16", tflops=None, source="nobody"),
+        Peak(dtype="fp8", tflops=1234.5, source="a page"),
+    )
+    gpu: Generation = replace(
+        real, name="one", title="One|Two", arch="gfx1", device_ids=(), peaks=peaks
+    )
     seven = (Statement(by="y", value="7"),)
-    variables = (Variable(name="A", value=None, for_=("one",), why="reason of A", stated=seven, choice="no 7"),)
+    variables = (
+        Variable(
+            name="A", value=None, for_=("one",), why="reason of A", stated=seven, choice="no 7"
+        ),
+    )
     return Table(archs=(arch,), generations=(gpu,), environment=variables)
 
 
 def test_the_page_shows_figures_reasons_and_decisions() -> None:
     page = gpu_page(small())
-    assert "| `one` | One\\|Two | gfx1 | 132 | 141 GB | 4.8 TB/s | bf16 not known, fp8 1,234.5 | – |" in page
+    assert (
+        "| `one` | One\\|Two | gfx1 | 132 | 141 GB | 4.8 TB/s | bf16 not known, fp8 1,234.5 | – |"
+        in page
+    )
     assert "| `A` | unset | one | reason of A | – | `7`: y | no 7 |" in page
 
 
 def node(root: Path, number: int, *, version: int, device: int, simds: int) -> None:
     folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
     folder.mkdir(parents=True)
-    lines = f"simd_count {simds}\ngfx_target_version {version}\nvendor_id 4098\ndevice_id {device}\n"
+    lines = (
+        f"simd_count {simds}\ngfx_target_version {version}\nvendor_id 4098\ndevice_id {device}\n"
+    )
     (folder / "properties").write_text(lines)
 
 
@@ -151,7 +191,11 @@ def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
             (folder / "information").write_text(f"Model: \t\t {name}\n")
         return detect.detect(tmp_path).generation
 
-    assert models("NVIDIA H200 NVL", "NVIDIA H200 NVL") == models("NVIDIA H200 NVL", "NVIDIA H200") == ""
+    assert (
+        models("NVIDIA H200 NVL", "NVIDIA H200 NVL")
+        == models("NVIDIA H200 NVL", "NVIDIA H200")
+        == ""
+    )
     assert models("NVIDIA H200", "NVIDIA H200") == "h200"
     (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
     assert detect.detect(tmp_path).generation == ""

@@ -10,20 +10,28 @@ from typing import Any
 import pytest
 import yaml
 
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.launch.kubernetes import Cluster, manifests
-from primus.launch.plan import Plan
-from primus.recipes import load
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.launch.kubernetes import Cluster, manifests
+from primus_images.launch.plan import Plan
+from primus_images.recipes import load
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
 from tables import table_of
 
 FULL: dict[str, Any] = {
-    "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",
-    "pull_secret": "pull", "rdma": "rdma/hca=8", "memory": "1024Gi", "selector": ("zone=a",), "environment": ("A=b",),
+    "image": "rocm/primus:v26.11-mi300x",
+    "queue": "team",
+    "claim": "runs",
+    "token_secret": "hf:key",
+    "cpu": "96",
+    "pull_secret": "pull",
+    "rdma": "rdma/hca=8",
+    "memory": "1024Gi",
+    "selector": ("zone=a",),
+    "environment": ("A=b",),
     "resume_from": "/workspace/runs/x",
-}  # fmt: skip
+}
 WORDS = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x"]
 
 
@@ -46,7 +54,9 @@ def test_manifests_hold_by_the_current_schemas(gpu: str, full: bool) -> None:
     for manifest in objects:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
     container = pod_of(objects)["spec"]["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"] == 8
+    assert (
+        container["resources"]["limits"]["nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"] == 8
+    )
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert "privileged" not in json.dumps(objects)
@@ -56,8 +66,14 @@ def test_options_reach_the_job() -> None:
     objects = made(**FULL)
     text = json.dumps(objects)
     assert objects[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    for part in ('"suspend": true', '"secretKeyRef": {"name": "hf", "key": "key"}', '"rdma/hca": 8', '"74a1"',
-                 '"claimName": "runs"', "resume=/workspace/runs/x"):  # fmt: skip
+    for part in (
+        '"suspend": true',
+        '"secretKeyRef": {"name": "hf", "key": "key"}',
+        '"rdma/hca": 8',
+        '"74a1"',
+        '"claimName": "runs"',
+        "resume=/workspace/runs/x",
+    ):
         assert part in text
 
 
@@ -125,9 +141,15 @@ def test_a_refused_job_leaves_no_service_behind(
     assert names_in(objects) == set()
 
 
-@pytest.mark.parametrize(("error", "code"), table_of("launch_kubernetes.an_error_of_kubectl_is_shown"))
+@pytest.mark.parametrize(
+    ("error", "code"), table_of("launch_kubernetes.an_error_of_kubectl_is_shown")
+)
 def test_an_error_of_kubectl_is_shown(
-    error: str, code: int, objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: str,
+    code: int,
+    objects: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("BROKEN", error)
     assert main(WORDS) == code
@@ -144,13 +166,21 @@ def test_without_kubectl_the_manifests_can_still_be_printed(
 
 
 @pytest.mark.parametrize(
-    "image", ["a", "localhost:5000/a/b-c:v1", "r.io/a__b@sha256:" + "0" * 64, "docker.io/rocm/primus:v26.11-mi300x"]
+    "image",
+    [
+        "a",
+        "localhost:5000/a/b-c:v1",
+        "r.io/a__b@sha256:" + "0" * 64,
+        "docker.io/rocm/primus:v26.11-mi300x",
+    ],
 )
 def test_names_of_images_that_engines_take(image: str) -> None:
     assert pod_of(made(image=image))["spec"]["containers"][0]["image"] == image
 
 
-def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_of_the_user_reaches_the_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The script writes it, with the files that it uses from its folder, and names it to primus."""
     text = "uses: [../../{}/llama3.1-8b.yaml, mine/lr.yaml]\nname: mine\ndescription: it's $(HOME) and $HOME\n"
     (tmp_path / "team/mine").mkdir(parents=True)
@@ -210,15 +240,25 @@ class Pods:
         (folder / "bin").mkdir()
         (folder / "bin/primus").write_text(TRAIN % sys.executable)
         (folder / "bin/primus").chmod(0o755)
-        self.environment = {**os.environ, "RUN_ID": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+        self.environment = {
+            **os.environ,
+            "RUN_ID": "1",
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        }
 
     def start(self, node: int) -> subprocess.Popen[bytes]:
         environment = {**self.environment, "JOB_COMPLETION_INDEX": str(node)}
-        return subprocess.Popen(["bash", "-c", self.script], env=environment, start_new_session=True)
+        return subprocess.Popen(
+            ["bash", "-c", self.script], env=environment, start_new_session=True
+        )
 
     def ended(self, kills: list[tuple[int, int, str]]) -> list[int]:
         """Run until both have succeeded; (node, signal, file) kills the pod of a node when the file exists."""
-        pods, codes, deadline = {node: self.start(node) for node in (0, 1)}, [], time.monotonic() + 60
+        pods, codes, deadline = (
+            {node: self.start(node) for node in (0, 1)},
+            [],
+            time.monotonic() + 60,
+        )
         while pods:
             assert time.monotonic() < deadline, "the pods wait for each other"
             for node, pod in list(pods.items()):
@@ -237,15 +277,22 @@ class Pods:
 def test_a_job_whose_pods_are_killed_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
     pods = Pods(tmp_path)
     kills = [
-        (1, signal.SIGKILL, "attempt-0/node-1/step-12"), (0, signal.SIGKILL, "attempt-1/node-0/step-16"),
+        (1, signal.SIGKILL, "attempt-0/node-1/step-12"),
+        (0, signal.SIGKILL, "attempt-1/node-0/step-16"),
         (0, signal.SIGTERM, "attempt-2/node-0/step-17"),
-    ]  # fmt: skip
+    ]
     codes = pods.ended(kills)
     assert not kills
     assert codes.count(0) == 2
     assert 2 not in codes
-    text = [(pods.run / f"turn-{turn}/resume").read_text().rpartition("/x-1/")[2].strip() for turn in range(4)]
-    assert text == ["from", *(f"attempt-{n}/checkpoint/step-{step}" for n, step in ((0, 10), (1, 15), (1, 15)))]
+    text = [
+        (pods.run / f"turn-{turn}/resume").read_text().rpartition("/x-1/")[2].strip()
+        for turn in range(4)
+    ]
+    assert text == [
+        "from",
+        *(f"attempt-{n}/checkpoint/step-{step}" for n, step in ((0, 10), (1, 15), (1, 15))),
+    ]
     # A pod that comes back after the end has nothing to do.
     assert pods.start(1).wait(10) == pods.start(0).wait(10) == 0
 
@@ -264,7 +311,10 @@ def test_a_job_without_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_claim_nothing_starts_again() -> None:
-    assert [made(**options)[-1]["spec"]["backoffLimit"] for options in ({}, {"claim": "runs"})] == [0, 40]
+    assert [made(**options)[-1]["spec"]["backoffLimit"] for options in ({}, {"claim": "runs"})] == [
+        0,
+        40,
+    ]
 
 
 def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +324,29 @@ def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.Monkey
     assert "exec primus train llama3.1-8b --backend" in pod["spec"]["containers"][0]["command"][2]
 
 
-@pytest.mark.parametrize(("words", "said"), table_of("launch_kubernetes.data_and_weights_are_those_of_the_pods"))
+@pytest.mark.parametrize(
+    ("words", "said"), table_of("launch_kubernetes.data_and_weights_are_those_of_the_pods")
+)
 def test_data_and_weights_are_those_of_the_pods(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "w").mkdir()
     monkeypatch.chdir(tmp_path)
-    command = ["launch", "k8s", "llama3.1-8b", "--gpu=mi300x", "--image=a/b:c", "--claim=runs", "--dry-run", *words]
+    command = [
+        "launch",
+        "k8s",
+        "llama3.1-8b",
+        "--gpu=mi300x",
+        "--image=a/b:c",
+        "--claim=runs",
+        "--dry-run",
+        *words,
+    ]
     assert main(command) == (2 if said else 0)
     shown = capsys.readouterr()
     assert said in shown.err
@@ -298,4 +363,6 @@ def test_recipes_that_pods_cannot_get_are_refused(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(InputError, match=said):
-            manifests(Plan(recipe=resolve(str(file), (), Choices(gpu="mi300x"))), Cluster(image="a/b:c"))
+            manifests(
+                Plan(recipe=resolve(str(file), (), Choices(gpu="mi300x"))), Cluster(image="a/b:c")
+            )

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.image.train import passed_on
-from primus.cli.main import main
-from primus.cli.verb import parser_of
-from primus.launch import slurm
-from primus.launch.plan import Plan
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
+from primus_images.cli.image.train import passed_on
+from primus_images.cli.main import main
+from primus_images.cli.verb import parser_of
+from primus_images.launch import slurm
+from primus_images.launch.plan import Plan
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
 from tables import table_of
 
-SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))
+SITE = slurm.Site(
+    container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs")
+)
 
 
 def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3.1-70b") -> Plan:
@@ -27,10 +29,18 @@ def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3
 @pytest.mark.parametrize("gpu", ["mi300x", "h200"])
 def test_every_script_is_one_that_bash_accepts(container: slurm.Container, gpu: str) -> None:
     site = slurm.Site(
-        container=container, image="a/b:c", output=Path("/shared/my runs"), environment=("A=it's", "HF_TOKEN")
+        container=container,
+        image="a/b:c",
+        output=Path("/shared/my runs"),
+        environment=("A=it's", "HF_TOKEN"),
     )
     text = slurm.script(plan(gpu=gpu, recipe="llama3.1-8b"), site)
-    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
+    assert (
+        subprocess.run(
+            ["bash", "-n"], input=text, text=True, capture_output=True, check=False
+        ).stderr
+        == ""
+    )
     assert ("--device /dev/kfd" in text) == (gpu == "mi300x" and container in ("docker", "podman"))
     # Comments of sbatch end at the first command.
     assert text.index("#SBATCH --nodes=8") < text.index("set -uo")
@@ -39,33 +49,79 @@ def test_every_script_is_one_that_bash_accepts(container: slurm.Container, gpu: 
 def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> None:
     text = slurm.script(plan("lr=1e-4"), SITE)
     for line in (
-        "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue", "#SBATCH --signal=B:USR1@60",
-        "# nodes        8 × 8 ranks = 64", "tokens", "--kill-on-bad-exit=0 --wait=60", "torchtitan.optimizer.lr=1e-4",
-        "--gpu=mi300x", "scontrol show hostnames", "RDZV_ID=$SLURM_JOB_ID-$attempt",
-    ):  # fmt: skip
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR1@60",
+        "# nodes        8 × 8 ranks = 64",
+        "tokens",
+        "--kill-on-bad-exit=0 --wait=60",
+        "torchtitan.optimizer.lr=1e-4",
+        "--gpu=mi300x",
+        "scontrol show hostnames",
+        "RDZV_ID=$SLURM_JOB_ID-$attempt",
+    ):
         assert line in text, line
     assert str(Path.cwd()) not in text
 
 
-def test_weights_are_fine_tuned_in_place_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = (Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json").read_text()
+def test_weights_are_fine_tuned_in_place_of_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = (
+        Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
+    ).read_text()
     (tmp_path / "config.json").write_text(config)
-    files, words = [str(tmp_path), f"{tmp_path}/config.json"], ["tokenizer=mock", "--gpu", "mi300x", "--image", "a"]
-    assert main(["launch", "slurm", "finetune", *files, *words, "global_batch=24", "--dry-run"]) == 0
+    files, words = (
+        [str(tmp_path), f"{tmp_path}/config.json"],
+        ["tokenizer=mock", "--gpu", "mi300x", "--image", "a"],
+    )
+    assert (
+        main(["launch", "slurm", "finetune", *files, *words, "global_batch=24", "--dry-run"]) == 0
+    )
     text = capsys.readouterr().out
-    assert all(p in text for p in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:", "batch_size=3"))
+    assert all(
+        p in text
+        for p in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:", "batch_size=3")
+    )
 
 
 def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "--accept-change", "data_parallel", "--resume-from", "/a/step-5", "--wrap", 'nsys profile -o "a b"', "--force",
-        "--stall-timeout", "0", "--verify-steps", "7", "--log", "wandb", "--compile-cache", "/tmp", "--burn-in", "10m",
-    ]  # fmt: skip
+        "--accept-change",
+        "data_parallel",
+        "--resume-from",
+        "/a/step-5",
+        "--wrap",
+        'nsys profile -o "a b"',
+        "--force",
+        "--stall-timeout",
+        "0",
+        "--verify-steps",
+        "7",
+        "--log",
+        "wandb",
+        "--compile-cache",
+        "/tmp",
+        "--burn-in",
+        "10m",
+    ]
     parser, rest = parser_of("train"), ["llama3.1-8b", *words[2:4]]
     passed = passed_on(parser.parse_args([*rest, *words]))
     assert parser.parse_args([*rest, *passed]) == parser.parse_args([*rest, *words])
     assert len(passed) == 8
-    start = ["launch", "slurm", "llama3.1-8b", "--nodes", "2", "--gpu", "mi300x", "--image", "a", "--dry-run"]
+    start = [
+        "launch",
+        "slurm",
+        "llama3.1-8b",
+        "--nodes",
+        "2",
+        "--gpu",
+        "mi300x",
+        "--image",
+        "a",
+        "--dry-run",
+    ]
     assert main([*start, *words]) == 0
     text = capsys.readouterr().out
     assert all(word.partition("=")[0] in text for word in passed)
@@ -81,10 +137,14 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
     assert main([*start, "epochs=2"]) == 0
     assert f"\nsteps={2**62}\n" in capsys.readouterr().out
     for refused in (
-        "--judge --resume-from /a", "--accept-change all", "--burn-in 1m --no-preflight",
-        "--burn-in 1m --gpu cpu --proxy", "--verify-steps 9 --backend megatron", "--verify-steps 2000",
+        "--judge --resume-from /a",
+        "--accept-change all",
+        "--burn-in 1m --no-preflight",
+        "--burn-in 1m --gpu cpu --proxy",
+        "--verify-steps 9 --backend megatron",
+        "--verify-steps 2000",
         "--verify-steps 2 --judge --gpu cpu --proxy",
-    ):  # fmt: skip
+    ):
         assert main([*start, *refused.split()]) == 2, refused
         assert f"primus launch: {refused.split()[0]}" in capsys.readouterr().err
 
@@ -98,7 +158,23 @@ def test_no_value_of_the_environment_reaches_the_script(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecretvery")
-    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                "slurm",
+                "llama3.1-8b",
+                "--gpu",
+                "mi300x",
+                "--nodes",
+                "2",
+                "--image",
+                "a",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     assert "verysecret" not in capsys.readouterr().out
 
 
@@ -121,7 +197,10 @@ def test_what_does_not_fit_its_gpu_is_refused_before_submission(
 
     large = ("deepseek-v3", "--precision", "fp8", "--nodes", "4", "--gpu", "mi300x")
     activations = ("llama3.1-8b", "--gpu", "mi300x", "local_batch=16")
-    for words, why in ((large, "703 GiB per rank, and AMD Instinct MI300X has 192"), (activations, "batch of 16")):
+    for words, why in (
+        (large, "703 GiB per rank, and AMD Instinct MI300X has 192"),
+        (activations, "batch of 16"),
+    ):
         assert code(*words) == 3
         refused = capsys.readouterr()
         assert refused.out == ""
@@ -145,7 +224,17 @@ def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
 
 
 def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "slurm", "deepseek-16b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", "--json"]
+    words = [
+        "launch",
+        "slurm",
+        "deepseek-16b",
+        "--gpu",
+        "mi300x",
+        "--nodes",
+        "2",
+        "--dry-run",
+        "--json",
+    ]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["world_size"] == 16
@@ -156,7 +245,13 @@ def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def body(
-    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, resume_from: str = "", job: int = 7
+    tmp_path: Path,
+    srun: str,
+    *,
+    restart: int = 0,
+    steps: int = 50,
+    resume_from: str = "",
+    job: int = 7,
 ) -> subprocess.CompletedProcess[str]:
     """Run a rendered script for real; Slurm's commands are small scripts that note how they were called."""
     tools = tmp_path / "bin"
@@ -172,10 +267,15 @@ def body(
     site = slurm.Site(output=tmp_path / "runs", restarts=3, resume_from=resume_from)
     text = slurm.script(plan(f"steps={steps}", nodes=2), site)
     environment = {
-        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[1-2]",
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_RESTART_COUNT": str(restart),
-    }  # fmt: skip
-    return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    }
+    return subprocess.run(
+        ["bash", "-c", text], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def checkpoint(tmp_path: Path, attempt: int, step: int, *, whole: bool = True) -> None:
@@ -186,12 +286,18 @@ def checkpoint(tmp_path: Path, attempt: int, step: int, *, whole: bool = True) -
         (folder / "recipe.json").touch()
 
 
-def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(tmp_path: Path) -> None:
+def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(
+    tmp_path: Path,
+) -> None:
     checkpoint(tmp_path, 0, 8)
     checkpoint(tmp_path, 1, 20)
     checkpoint(tmp_path, 1, 30, whole=False)
     checkpoint(tmp_path, 1, 50)
-    done = body(tmp_path, 'echo "from $RESUME_FROM to $OUTPUT at $MASTER_ADDR:$MASTER_PORT $RDZV_ID"', restart=2)
+    done = body(
+        tmp_path,
+        'echo "from $RESUME_FROM to $OUTPUT at $MASTER_ADDR:$MASTER_PORT $RDZV_ID"',
+        restart=2,
+    )
     assert done.returncode == 0, done.stderr
     assert "attempt-1/checkpoint/step-20 to" in done.stdout
     assert re.search(r"7/attempt-2 at 127\.0\.0\.2:200\d\d 7-2", done.stdout)
@@ -216,19 +322,35 @@ def test_a_job_continues_another_run_until_it_has_checkpoints_of_its_own(tmp_pat
 
 
 def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3.1-8b", "--gpu", "mi300x", "--image", "a/b:c", "--container", "docker", "--dry-run"]
+    words = [
+        "llama3.1-8b",
+        "--gpu",
+        "mi300x",
+        "--image",
+        "a/b:c",
+        "--container",
+        "docker",
+        "--dry-run",
+    ]
     assert main(["launch", "slurm", *words, "--resume-from", "/shared/run-7"]) == 0
     out = capsys.readouterr().out
     assert "/shared/run-7:/shared/run-7" in out
     assert "resume=/shared/run-7" in out
 
 
-@pytest.mark.parametrize(("image", "imported"), {
-    "rocm/primus:v1": "rocm/primus:v1", "docker.io/rocm/primus:v1": "rocm/primus:v1", "/data/a.sqsh": "/data/a.sqsh",
-    "registry.site/team/primus:v1": "registry.site#team/primus:v1", "node7:5000/primus": "node7:5000#primus",
-    "docker://ghcr.io/a/b:c": "docker://ghcr.io#a/b:c", "nvcr.io#nvidia/pytorch:1": "nvcr.io#nvidia/pytorch:1",
-    "me@ghcr.io#a/b": "me@ghcr.io#a/b",
-}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    ("image", "imported"),
+    {
+        "rocm/primus:v1": "rocm/primus:v1",
+        "docker.io/rocm/primus:v1": "rocm/primus:v1",
+        "/data/a.sqsh": "/data/a.sqsh",
+        "registry.site/team/primus:v1": "registry.site#team/primus:v1",
+        "node7:5000/primus": "node7:5000#primus",
+        "docker://ghcr.io/a/b:c": "docker://ghcr.io#a/b:c",
+        "nvcr.io#nvidia/pytorch:1": "nvcr.io#nvidia/pytorch:1",
+        "me@ghcr.io#a/b": "me@ghcr.io#a/b",
+    }.items(),
+)
 def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> None:
     text = slurm.script(plan(), slurm.Site(container="pyxis", image=image))
     assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
@@ -253,7 +375,8 @@ def test_a_node_that_does_not_answer_requeues_until_the_limit(tmp_path: Path) ->
 
 def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     said = body(
-        tmp_path, 'trap "echo ended; exit 143" TERM; kill -USR1 $PPID; for i in {1..100}; do /bin/sleep 0.1; done'
+        tmp_path,
+        'trap "echo ended; exit 143" TERM; kill -USR1 $PPID; for i in {1..100}; do /bin/sleep 0.1; done',
     )
     assert "ended" in said.stdout
     assert "the job was told to end; requeued" in said.stderr
@@ -263,26 +386,38 @@ def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     ("sbatch", "srun", "code", "says"), table_of("launch_slurm.what_sbatch_and_srun_print_is_read")
 )
 def test_what_sbatch_and_srun_print_is_read(
-    sbatch: str, srun: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    sbatch: str,
+    srun: str,
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     for name, text in (("sbatch", sbatch), ("srun", srun)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
-    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a"]) == code
+    assert (
+        main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a"])
+        == code
+    )
     out, err = capfd.readouterr()
     assert says in out + err
     assert len(out + err) < 2000
 
 
-@pytest.mark.parametrize(("words", "says"), table_of("launch_slurm.a_job_that_does_not_fit_its_time_is_told"))
+@pytest.mark.parametrize(
+    ("words", "says"), table_of("launch_slurm.a_job_that_does_not_fit_its_time_is_told")
+)
 def test_a_job_that_does_not_fit_its_time_is_told(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = [] if "--backend" in words else ["--backend", "fsdp"]
-    code = main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", *backend, *words, "--dry-run"])
+    code = main(
+        ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", *backend, *words, "--dry-run"]
+    )
     out, err = capsys.readouterr()
     assert code == (2 if "--train-for" in words and says else 0)
     assert says in err

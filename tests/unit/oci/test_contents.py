@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from primus.errors import HostError
-from primus.oci.layer import walk
-from primus.sandbox.container import LayerRef
+from primus_images.errors import HostError
+from primus_images.oci.layer import walk
+from primus_images.sandbox.container import LayerRef
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, *, mode: int = 0o644, link: str = "") -> tarfile.TarInfo:
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, *, mode: int = 0o644, link: str = ""
+) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.mode, info.linkname, info.mtime = kind, mode, link, 315532800
     info.uid, info.gid = os.getuid(), os.getgid()
@@ -39,7 +41,8 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
     "tar": bytes,
     "tar+gzip": lambda plain: gzip.compress(plain[:700]) + gzip.compress(plain[700:]),
     "tar+zstd": lambda plain: (
-        zstandard.ZstdCompressor().compress(plain[:700]) + zstandard.ZstdCompressor().compress(plain[700:])
+        zstandard.ZstdCompressor().compress(plain[:700])
+        + zstandard.ZstdCompressor().compress(plain[700:])
     ),
 }
 
@@ -105,7 +108,9 @@ def test_a_damaged_blob_is_named(tmp_path, kind, damage):
 
 def test_a_wrong_diff_id(tmp_path):
     ref, blob = layer(tmp_path, tar((member("f"), b"x")), "tar+zstd")
-    wrong = LayerRef(digest=ref.digest, diff_id="sha256:" + "0" * 64, size=ref.size, media_type=ref.media_type)
+    wrong = LayerRef(
+        digest=ref.digest, diff_id="sha256:" + "0" * 64, size=ref.size, media_type=ref.media_type
+    )
     with pytest.raises(HostError, match="the config says sha256:0000"):
         read(wrong, blob)
 
@@ -120,8 +125,8 @@ def test_a_missing_blob(tmp_path):
 @pytest.mark.parametrize("kind", ["tar+gzip", "tar+zstd"])
 def test_memory_stays_small(tmp_path, kind):
     code = (
-        "import resource, sys; from pathlib import Path; from primus.sandbox.container import LayerRef; "
-        "from primus.oci.layer import walk; "
+        "import resource, sys; from pathlib import Path; from primus_images.sandbox.container import LayerRef; "
+        "from primus_images.oci.layer import walk; "
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "ref = LayerRef(digest=sys.argv[1], diff_id=sys.argv[2], size=1, media_type=sys.argv[4]); "
         "[None for _ in walk(ref, Path(sys.argv[3]))]; "
@@ -130,7 +135,11 @@ def test_memory_stays_small(tmp_path, kind):
     # Highly compressible: a reader that inflates a whole input chunk at once would need hundreds of MiB.
     plain = tar((member("big"), bytes(200 << 20)))
     blob = tmp_path / "blob"
-    packed = gzip.compress(plain, 1) if kind == "tar+gzip" else zstandard.ZstdCompressor(level=1).compress(plain)
+    packed = (
+        gzip.compress(plain, 1)
+        if kind == "tar+gzip"
+        else zstandard.ZstdCompressor(level=1).compress(plain)
+    )
     blob.write_bytes(packed)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
     diff_id = "sha256:" + hashlib.sha256(plain).hexdigest()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.oci.layer import adopt_layer, read_paths
-from primus.oci.store import Store
+from primus_images.errors import InputError
+from primus_images.oci.layer import adopt_layer, read_paths
+from primus_images.oci.store import Store
 
 
 @pytest.fixture
@@ -23,7 +23,10 @@ def store(tmp_path: Path) -> Store:
 def plain() -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, kind, link in (("./etc", tarfile.DIRTYPE, ""), ("./etc/a b", tarfile.REGTYPE, "")):
+        for name, kind, link in (
+            ("./etc", tarfile.DIRTYPE, ""),
+            ("./etc/a b", tarfile.REGTYPE, ""),
+        ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.mode, member.uid = kind, link, 0o755, 7
             archive.addfile(member)
@@ -31,7 +34,9 @@ def plain() -> bytes:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_the_bytes_stay_and_what_is_inside_is_known(store: Store, tmp_path: Path, parts: int) -> None:
+def test_the_bytes_stay_and_what_is_inside_is_known(
+    store: Store, tmp_path: Path, parts: int
+) -> None:
     tar = plain()
     cut = len(tar) // parts
     # gzip files may be several members in a row, as parallel compressors write them.
@@ -42,7 +47,10 @@ def test_the_bytes_stay_and_what_is_inside_is_known(store: Store, tmp_path: Path
     layer = adopt_layer(store, path, sha256)
     assert (layer.blob.digest, layer.blob.size) == (f"sha256:{sha256}", len(data))
     assert store.check(layer.blob.digest) is None
-    assert (layer.diff_id, layer.unpacked) == (f"sha256:{hashlib.sha256(tar).hexdigest()}", len(tar))
+    assert (layer.diff_id, layer.unpacked) == (
+        f"sha256:{hashlib.sha256(tar).hexdigest()}",
+        len(tar),
+    )
     assert read_paths(store, layer) == {"etc": "dir 755 7:0", "etc/a b": "file 755 7:0"}
 
 
@@ -54,7 +62,9 @@ def test_what_is_no_layer_is_named(store: Store, tmp_path: Path) -> None:
     assert not list((store.root / "tmp").glob("blob-*"))
 
 
-def header(*, kind: bytes = tarfile.REGTYPE, size: int = 0, pax: dict[str, str] | None = None) -> bytes:
+def header(
+    *, kind: bytes = tarfile.REGTYPE, size: int = 0, pax: dict[str, str] | None = None
+) -> bytes:
     member = tarfile.TarInfo("f")
     member.type, member.size, member.pax_headers = kind, size, pax or {}
     return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
@@ -65,11 +75,16 @@ def header(*, kind: bytes = tarfile.REGTYPE, size: int = 0, pax: dict[str, str] 
     [
         (header(kind=b"L") * 3000, "cannot be used"),
         (header(size=1 << 60), "'f' is larger than 1 TiB"),
-        (header(pax={"GNU.sparse.map": "0,99999999999", "GNU.sparse.size": "99999999999"}), "/f is not a plain file"),
+        (
+            header(pax={"GNU.sparse.map": "0,99999999999", "GNU.sparse.size": "99999999999"}),
+            "/f is not a plain file",
+        ),
     ],
     ids=["chain", "size", "sparse"],
 )
-def test_a_hostile_header_is_refused_at_once(store: Store, tmp_path: Path, tar: bytes, why: str) -> None:
+def test_a_hostile_header_is_refused_at_once(
+    store: Store, tmp_path: Path, tar: bytes, why: str
+) -> None:
     path = tmp_path / "layer"
     path.write_bytes(gzip.compress(tar))
     with pytest.raises(InputError, match=why):

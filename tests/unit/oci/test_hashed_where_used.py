@@ -30,8 +30,12 @@ def build_with_edit(kit: Kit, edit: Callable[[], object]) -> subprocess.Complete
         inode = os.fstat(held.fileno()).st_ino
         process = subprocess.Popen(
             kit.command("build", "demo"),
-            cwd=kit.root, env=kit.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=kit.root,
+            env=kit.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         until = time.monotonic() + 20
         while not re.search(rf"-> FLOCK .*:{inode} ", Path("/proc/locks").read_text()):
             assert process.poll() is None

@@ -5,15 +5,17 @@ import contextlib
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.errors import CheckFailed
-from primus.oci.layer import check_overlap
+from primus_images.errors import CheckFailed
+from primus_images.oci.layer import check_overlap
 
 FOLDER = "dir 755 0:0"
 FILE = "file 644 0:0"
 
 
 def test_shared_folders_are_fine() -> None:
-    check_overlap([("a", False, {"opt": FOLDER, "opt/a": FILE}), ("b", False, {"opt": FOLDER, "opt/b": FILE})])
+    check_overlap(
+        [("a", False, {"opt": FOLDER, "opt/a": FILE}), ("b", False, {"opt": FOLDER, "opt/b": FILE})]
+    )
 
 
 def test_a_file_in_two_layers_names_both() -> None:
@@ -32,7 +34,11 @@ def test_a_base_images_own_layers_replace_each_others_files() -> None:
     ("below", "above", "sentence"),
     [
         ({"opt": FOLDER}, {"opt": "dir 1777 0:0"}, "/opt is in both"),
-        ({"lib": "symlink 777 0:0"}, {"lib/a.so": FILE}, "/lib/a.so of b lies below the symbolic link /lib of a"),
+        (
+            {"lib": "symlink 777 0:0"},
+            {"lib/a.so": FILE},
+            "/lib/a.so of b lies below the symbolic link /lib of a",
+        ),
         ({f"f{i}": FILE for i in range(9)}, {f"f{i}": FILE for i in range(9)}, "and 4 more"),
     ],
 )
@@ -48,4 +54,6 @@ NAMES = st.sets(st.sampled_from([f"p{i}" for i in range(8)]), max_size=5)
 def test_files_clash_exactly_when_sets_meet(layers: list[set[str]]) -> None:
     meet = len(set().union(*layers)) < sum(map(len, layers))
     with pytest.raises(CheckFailed) if meet else contextlib.nullcontext():
-        check_overlap([(str(i), False, dict.fromkeys(sorted(names), FILE)) for i, names in enumerate(layers)])
+        check_overlap(
+            [(str(i), False, dict.fromkeys(sorted(names), FILE)) for i, names in enumerate(layers)]
+        )

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from primus.errors import HostError
-from primus.oci.layer import write_layer
-from primus.oci.store import Store, storage_error
-from primus.oci.tar import Entry
+from primus_images.errors import HostError
+from primus_images.oci.layer import write_layer
+from primus_images.oci.store import Store, storage_error
+from primus_images.oci.tar import Entry
 
 
 @pytest.fixture
@@ -29,7 +29,10 @@ def store(tmp_path: Path) -> Store:
 
 
 def entries(data: bytes = b"hello") -> list[Entry]:
-    return [Entry(path="opt/a", size=len(data), source=data), Entry(path="opt/b", mode=0o755, size=0, source=b"")]
+    return [
+        Entry(path="opt/a", size=len(data), source=data),
+        Entry(path="opt/b", mode=0o755, size=0, source=b""),
+    ]
 
 
 def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
@@ -37,7 +40,11 @@ def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
     sizes = [1, 1 << 18, (1 << 18) - 1, 700, (1 << 20) + 5, 0, 3 << 20]
     files = {f"opt/{i}": bytes([i + 1]) * size for i, size in enumerate(sizes)}
     layer = write_layer(store, [Entry(path=p, size=len(d), source=d) for p, d in files.items()])
-    plain = zstandard.ZstdDecompressor().decompressobj().decompress(store.blob_path(layer.blob.digest).read_bytes())
+    plain = (
+        zstandard.ZstdDecompressor()
+        .decompressobj()
+        .decompress(store.blob_path(layer.blob.digest).read_bytes())
+    )
     assert layer.diff_id == f"sha256:{hashlib.sha256(plain).hexdigest()}"
     with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
         found = {m.name: archive.extractfile(m) for m in archive if m.isreg()}
@@ -45,7 +52,9 @@ def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
     assert plain.endswith(bytes(1024))
 
 
-def test_zstd_bytes_do_not_depend_on_the_number_of_processors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_bytes_do_not_depend_on_the_number_of_processors(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = bytes(i * i % 251 for i in range(3_000_000)) * 8
     digests = set()
     for count in (1, 2, 7):
@@ -64,7 +73,9 @@ def test_source_that_fails_leaves_nothing(store: Store) -> None:
     assert list((store.root / "blobs/sha256").iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "another file system"), (errno.ENOSPC, "free space")])
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EACCES, "another file system"), (errno.ENOSPC, "free space")]
+)
 def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: str) -> None:
     error = storage_error(OSError(number, os.strerror(number)), Path("/store/x"))
     assert remedy in str(error.hint)
@@ -73,7 +84,10 @@ def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: st
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("{", "not JSON"), *((f'{{"manifests": [{m}]}}', "not an index of images") for m in ("{}", "1"))],
+    [
+        ("{", "not JSON"),
+        *((f'{{"manifests": [{m}]}}', "not an index of images") for m in ("{}", "1")),
+    ],
 )
 def test_broken_index_is_a_sentence(text: str, reason: str, store: Store) -> None:
     """An image without its name would count as removed, and `primus clean` would remove its layers."""
@@ -114,7 +128,9 @@ def _hang(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "files"), [(_hang, 2), (_hang_before_rename, 1)])
-def test_what_a_killed_builder_left_is_swept(store: Store, at: Callable[[Path], None], files: int) -> None:
+def test_what_a_killed_builder_left_is_swept(
+    store: Store, at: Callable[[Path], None], files: int
+) -> None:
     process = multiprocessing.get_context("spawn").Process(target=at, args=(store.root,))
     process.start()
     while not (store.root / "ready").exists():
@@ -151,7 +167,9 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
 
 
 @pytest.mark.parametrize("damage", ["shape", "blob"])
-def test_a_record_in_another_shape_or_without_its_whole_blob_is_missing(store: Store, damage: str) -> None:
+def test_a_record_in_another_shape_or_without_its_whole_blob_is_missing(
+    store: Store, damage: str
+) -> None:
     layer = write_layer(store, entries())
     store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
     assert store.layer("k" * 64) == layer

@@ -7,8 +7,8 @@ import tarfile
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from primus.errors import CheckFailed, InputError
-from primus.oci.tar import MTIME, Entry, in_order, write_tar
+from primus_images.errors import CheckFailed, InputError
+from primus_images.oci.tar import MTIME, Entry, in_order, write_tar
 
 NAME = st.text(st.sampled_from(string.ascii_letters + "._-é漢"), min_size=1, max_size=60).filter(
     lambda name: name not in (".", "..") and not name.startswith(".wh.")
@@ -24,8 +24,14 @@ def entry(draw: st.DrawFn) -> Entry:
     mode = draw(st.sampled_from([0o644, 0o755, 0o4755, 0o1777]))
     if kind == "file":
         data = draw(st.binary(max_size=2000))
-        xattrs = draw(st.sampled_from([{}, {"user.note": b"a\nb=c"}, {"security.capability": bytes(range(20))}]))
-        return Entry(path=path, mode=mode, uid=owner, gid=owner, size=len(data), source=data, xattrs=xattrs)
+        xattrs = draw(
+            st.sampled_from(
+                [{}, {"user.note": b"a\nb=c"}, {"security.capability": bytes(range(20))}]
+            )
+        )
+        return Entry(
+            path=path, mode=mode, uid=owner, gid=owner, size=len(data), source=data, xattrs=xattrs
+        )
     if kind == "symlink":
         return Entry(path=path, kind="symlink", mode=0o777, link=draw(PATH))
     return Entry(path=path, kind="dir", mode=mode, uid=owner, gid=owner)
@@ -70,7 +76,10 @@ def test_tarfile_reads_back_what_was_written(entries: list[Entry]) -> None:
             assert stream.read() == one.source
             assert (member.mode, member.uid, member.gid) == (one.mode, one.uid, one.gid)
             for key, value in one.xattrs.items():
-                assert member.pax_headers[f"SCHILY.xattr.{key}"].encode("utf-8", "surrogateescape") == value
+                assert (
+                    member.pax_headers[f"SCHILY.xattr.{key}"].encode("utf-8", "surrogateescape")
+                    == value
+                )
         elif one.kind == "symlink":
             assert member.issym()
             assert member.linkname == one.link

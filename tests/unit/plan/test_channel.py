@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.plan.project import choose
-from primus.plan.target import Target
-from primus.versions.lock import Lock, dumps
+from primus_images.errors import InputError
+from primus_images.plan.project import choose
+from primus_images.plan.target import Target
+from primus_images.versions.lock import Lock, dumps
 from project_kit import Kit, copied
 from tables import table_of
 
@@ -50,15 +50,21 @@ def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
     images = json.loads((kit.root / ".primus/store/index.json").read_text())["manifests"]
     names = {m["annotations"]["org.opencontainers.image.ref.name"]: m["digest"] for m in images}
     assert names == {"v26.11-demo": release.digest, "v26.11-demo-preview": preview.digest}
-    manifest = json.loads((kit.root / ".primus/store/blobs/sha256" / preview.digest[7:]).read_text())
+    manifest = json.loads(
+        (kit.root / ".primus/store/blobs/sha256" / preview.digest[7:]).read_text()
+    )
     assert manifest["annotations"]["io.primus.preview"] == "it lacks a GPU build"
     assert manifest["annotations"]["io.primus.channel"] == "debian"
     for words in (("demo",), ("demo", "--channel", "debian")):
         assert "nothing to do" in kit.build(*words).err
 
 
-@pytest.mark.parametrize(("file", "old", "new", "said"), table_of("channel.a_target_that_cannot_be_meant_is_refused"))
-def test_a_target_that_cannot_be_meant_is_refused(kit: Kit, file: str, old: str, new: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"), table_of("channel.a_target_that_cannot_be_meant_is_refused")
+)
+def test_a_target_that_cannot_be_meant_is_refused(
+    kit: Kit, file: str, old: str, new: str, said: str
+) -> None:
     kit.write("recipes/llama3.yaml", "")
     kit.edit(file, old, new)
     result = kit.primus("plan", "demo")
@@ -72,8 +78,12 @@ def test_a_pin_may_name_a_gpu_whose_target_is_left_out(kit: Kit) -> None:
 
 
 def test_a_channels_pins_stay_apart(kit: Kit) -> None:
-    kit.edit("versions.yaml", "channel: local}", "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
-             "{deb: rocminfo, version: 7.2.4, channel: debian}")  # fmt: skip
+    kit.edit(
+        "versions.yaml",
+        "channel: local}",
+        "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
+        "{deb: rocminfo, version: 7.2.4, channel: debian}",
+    )
     kit.edit("images/demo.yaml", "[part]", "[part, rocm]")
     result = kit.primus("plan", "demo", "--channel", "amd")
     assert result.code == 2
@@ -93,14 +103,24 @@ def test_a_lock_of_a_better_channel_takes_over_from_a_no_op(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "command"), [("[amd, debian]", "primus lock demo --channel amd"), ("[amd]", "primus lock demo")]
+    ("channels", "command"),
+    [("[amd, debian]", "primus lock demo --channel amd"), ("[amd]", "primus lock demo")],
 )
-def test_a_missing_lock_is_made_for_the_channel_that_was_asked_for(kit: Kit, channels: str, command: str) -> None:
-    kit.edit("versions.yaml", "channel: local}", "channel: local}\n  wheel:\n    name: W\n    pins:\n      - "
-             "{wheel: einops, version: 0.8.2, channel: amd}")  # fmt: skip
+def test_a_missing_lock_is_made_for_the_channel_that_was_asked_for(
+    kit: Kit, channels: str, command: str
+) -> None:
+    kit.edit(
+        "versions.yaml",
+        "channel: local}",
+        "channel: local}\n  wheel:\n    name: W\n    pins:\n      - "
+        "{wheel: einops, version: 0.8.2, channel: amd}",
+    )
     kit.edit("images/demo.yaml", "[part]", "[part, wheel]")
-    kit.edit("images/demo.yaml", "channels: [amd, debian]\npreviews: {debian: it lacks a GPU build}",
-             f"channels: {channels}")  # fmt: skip
+    kit.edit(
+        "images/demo.yaml",
+        "channels: [amd, debian]\npreviews: {debian: it lacks a GPU build}",
+        f"channels: {channels}",
+    )
     result = kit.primus("build", "demo", "--channel", "amd")
     assert result.code == 2
     assert f"→ {command}, and commit the result" in result.err

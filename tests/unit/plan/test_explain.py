@@ -49,7 +49,12 @@ def test_explain_text(kit: Kit, regenerate: bool) -> None:
     kit.edit("images/demo.yaml", "[alpha, beta, recipes]", "[alpha, recipes]")
     dropped = kit.primus("explain", "demo")
     assert [never.code, same.code, changed.code, dropped.code] == [1, 0, 1, 1]
-    parts = {"never built": never, "nothing changed": same, "inputs changed": changed, "component left out": dropped}
+    parts = {
+        "never built": never,
+        "nothing changed": same,
+        "inputs changed": changed,
+        "component left out": dropped,
+    }
     check("explain.txt", "".join(f"# {name}\n{r.out}\n" for name, r in parts.items()), regenerate)
 
 

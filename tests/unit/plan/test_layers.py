@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.versions.lock import Lock, LockedFile
+from primus_images.errors import InputError
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
 from tables import table_of, text_of
 
@@ -25,7 +25,9 @@ def kit(tmp_path: Path) -> Kit:
 
 
 def _file(name: str, base: str) -> LockedFile:
-    return LockedFile(kind="deb", name=name, version="1", file=f"{name}.deb", size=1, sha256="1" * 64, base=base)
+    return LockedFile(
+        kind="deb", name=name, version="1", file=f"{name}.deb", size=1, sha256="1" * 64, base=base
+    )
 
 
 def _lock(kit: Kit, *files: LockedFile) -> Lock:
@@ -58,12 +60,18 @@ def test_without_the_extra_the_image_is_as_before(kit: Kit) -> None:
 
 def test_the_lock_asks_for_the_base_and_the_extra_together(kit: Kit) -> None:
     bases = resolve(Project(kit.root), "demo").request.bases
-    assert bases["small rdma"].packages == ("python3.11-minimal", "ibverbs-providers", "libibverbs1")
+    assert bases["small rdma"].packages == (
+        "python3.11-minimal",
+        "ibverbs-providers",
+        "libibverbs1",
+    )
     assert (bases["small rdma"].over, bases["small"].over) == ("small", None)
 
 
 @pytest.mark.parametrize(("file", "old", "new", "said"), table_of("layers.wrong_extras"))
-def test_a_wrong_extra_is_one_sentence_with_its_place(kit: Kit, file: str, old: str, new: str, said: str) -> None:
+def test_a_wrong_extra_is_one_sentence_with_its_place(
+    kit: Kit, file: str, old: str, new: str, said: str
+) -> None:
     kit.edit(file, old, new)
     done = kit.primus("plan", "demo")
     assert done.code == 2
@@ -72,7 +80,9 @@ def test_a_wrong_extra_is_one_sentence_with_its_place(kit: Kit, file: str, old: 
 
 def test_an_extra_that_adds_nothing_is_named(kit: Kit) -> None:
     lock = _lock(kit, _file("python3.11-minimal", "small"))
-    with pytest.raises(InputError, match=re.escape("extra rdma adds nothing to demo: base small already has")):
+    with pytest.raises(
+        InputError, match=re.escape("extra rdma adds nothing to demo: base small already has")
+    ):
         plan_over(kit.root, "demo", lock)
 
 
@@ -91,7 +101,11 @@ def test_a_component_called_like_a_layer_of_the_engine_is_refused(kit: Kit, name
 def test_the_image_has_the_data_of_the_single_modules_in_it() -> None:
     root = Path(__file__).parents[3]
     (pin,) = Project(root).versions.components["primus"].pins
-    modules = ((root / "src/primus" / name).read_text() for name in pin.include if re.fullmatch(r"\w+\.py", name))
+    modules = (
+        (root / "src/primus_images" / name).read_text()
+        for name in pin.include
+        if re.fullmatch(r"\w+\.py", name)
+    )
     names = {name for text in modules for name in re.findall(r'with_name\("(.+?)"', text)}
     # The descriptions of fields are beside the modules of their classes.
     assert names - {"fields.yaml"} <= {*pin.include}

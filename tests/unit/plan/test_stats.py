@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.plan.stats import StatIndex
+from primus_images.errors import InputError
+from primus_images.plan.stats import StatIndex
 
 
 def settle(path: Path) -> None:
@@ -47,7 +47,10 @@ def test_tree_lists_files_links_and_modes_without_caches(tmp_path: Path) -> None
     (root / "sub/run").chmod(0o755)
     (root / "link").symlink_to("sub/run")
     digest = hashlib.sha256(b"r").hexdigest()
-    assert StatIndex(tmp_path / "i").tree(root) == [("link", "link", "sub/run"), ("sub/run", "exec", digest)]
+    assert StatIndex(tmp_path / "i").tree(root) == [
+        ("link", "link", "sub/run"),
+        ("sub/run", "exec", digest),
+    ]
 
 
 def test_include_takes_only_what_it_names(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.recipes import resolve
-from primus.recipes.family import families, family
-from primus.recipes.recipe import Recipe
-from primus.recipes.schema import Rule, backends, model_rules
-from primus.recipes.setting import Choices
-from primus.training.loop.config import LoopConfig
-from primus.training.megatron import render as megatron
-from primus.training.torchtitan import render as torchtitan
+from primus_images.errors import InputError
+from primus_images.recipes import resolve
+from primus_images.recipes.family import families, family
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.schema import Rule, backends, model_rules
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends.loop.config import LoopConfig
+from primus_images.training.backends.megatron import render as megatron
+from primus_images.training.backends.torchtitan import render as torchtitan
 
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "primus" / "training"
 # Which weights are downloaded, and what bounds the sequence: no argument of a model.
@@ -29,7 +29,9 @@ def rendered(recipe: Recipe) -> object:
     if recipe.backend == "torchtitan":
         return torchtitan.model_arguments(recipe.architecture, recipe.precision)
     loop = LoopConfig()
-    return megatron.transformer(recipe.architecture, loop), megatron.gpt(recipe.architecture, recipe.seq_len)
+    return megatron.transformer(recipe.architecture, loop), megatron.gpt(
+        recipe.architecture, recipe.seq_len
+    )
 
 
 def others(rule: Rule, value: object) -> list[object]:
@@ -63,7 +65,9 @@ def test_a_field_is_rendered_or_refused_by_name(backend: str, name: str, key: st
             assert changed != rendered(base), f"model.{key}={other} is dropped"
 
 
-@pytest.mark.parametrize(("backend", "file"), [("fsdp", "fsdp/llama.py"), ("flux", "flux/entry.py")])
+@pytest.mark.parametrize(
+    ("backend", "file"), [("fsdp", "fsdp/llama.py"), ("flux", "flux/entry.py")]
+)
 def test_a_field_that_a_backend_is_said_to_express_is_read_there(backend: str, file: str) -> None:
     tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -89,7 +93,9 @@ def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
     known = family(name)
     rows = known.backends.values()
     named = {key for row in (known, *rows) for key in (*row.values, *known.limits)}
-    named |= {key for row in rows for key in (*row.lacks, *row.equal, *row.equal.values(), *row.whole)}
+    named |= {
+        key for row in rows for key in (*row.lacks, *row.equal, *row.equal.values(), *row.whole)
+    }
     named |= {key for key in known.fields if "*" not in key}
     assert named <= set(model_rules())
     assert set(known.config) <= set(model_rules())
@@ -99,7 +105,11 @@ def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
         assert known.transformers and known.backends
     # A family of which nobody says what torchtitan lacks.
     biased = replace(family("llama3"), fields=["qkv_bias"])
-    assert [biased.has("qkv_bias", name) for name in ("torchtitan", "megatron", "finetune")] == [False, True, True]
+    assert [biased.has("qkv_bias", name) for name in ("torchtitan", "megatron", "finetune")] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
@@ -110,7 +120,9 @@ def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
 @pytest.mark.parametrize(("precision", "grouped"), [("fp32", False), ("bf16", True)])
 def test_experts_of_an_fp32_run_are_not_computed_in_bfloat16(precision: str, grouped: bool) -> None:
     recipe = resolve.resolve(
-        "deepseek-16b", [], Choices(backend="torchtitan", gpu="h200", precision=precision, proxy=True)
+        "deepseek-16b",
+        [],
+        Choices(backend="torchtitan", gpu="h200", precision=precision, proxy=True),
     )
     arguments = torchtitan.model_arguments(recipe.architecture, recipe.precision)
     assert arguments["moe_args"]["use_grouped_mm"] is grouped

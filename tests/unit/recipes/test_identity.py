@@ -9,26 +9,31 @@ from queue import SimpleQueue
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.recipes.load import folder as recipes
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.recipes.tensors import header
-from primus.training import identity
-from primus.training.job import step_of, steps
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.recipes.load import folder as recipes
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.recipes.tensors import header
+from primus_images.training.run import identity
+from primus_images.training.run.job import step_of, steps
 from proof_kit import kept
 from tables import table_of
 
 CELLS = [
-    ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
-    ("llama3.1-8b", "fsdp", "pretrain"), ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"),
+    ("llama3.1-8b", "torchtitan", "pretrain"),
+    ("llama3.1-8b", "megatron", "pretrain"),
+    ("llama3.1-8b", "fsdp", "pretrain"),
+    ("llama3.1-8b", "finetune", "full"),
+    ("llama3.1-8b", "finetune", "lora"),
     ("flux.1-dev", "flux", "pretrain"),
-]  # fmt: skip
+]
 
 
-def proxy(*words: str, backend: str = "fsdp", mode: str = "pretrain", name: str = "llama3.1-8b") -> Recipe:
+def proxy(
+    *words: str, backend: str = "fsdp", mode: str = "pretrain", name: str = "llama3.1-8b"
+) -> Recipe:
     return resolve(name, words, Choices(backend=backend, mode=mode, gpu="cpu", proxy=True))
 
 
@@ -43,7 +48,9 @@ def pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "backend", "mode"), CELLS)
-def test_the_same_run_goes_on_and_may_train_otherwise(tmp_path: Path, name: str, backend: str, mode: str) -> None:
+def test_the_same_run_goes_on_and_may_train_otherwise(
+    tmp_path: Path, name: str, backend: str, mode: str
+) -> None:
     recipe = proxy(backend=backend, mode=mode, name=name)
     folder = kept(tmp_path / "step-5", recipe)
     identity.check(folder, recipe)
@@ -63,8 +70,12 @@ def test_a_checkpoint_from_before_a_field_of_models_resumes(tmp_path: Path) -> N
                 identity.check(folder, proxy())
 
 
-@pytest.mark.parametrize(("words", "field", "told"), table_of("identity.a_difference_is_refused_unless_it_is_named"))
-def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[str], field: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "field", "told"), table_of("identity.a_difference_is_refused_unless_it_is_named")
+)
+def test_a_difference_is_refused_unless_it_is_named(
+    tmp_path: Path, words: list[str], field: str, told: str
+) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "another"}\n')
     shutil.copytree(recipes() / "assets/tokenizer", tmp_path / "tokenizer")
     with (tmp_path / "tokenizer/tokenizer.json").open("a") as file:
@@ -104,15 +115,33 @@ def test_another_backend_never_fits(tmp_path: Path, accepted: list[str]) -> None
     ("damage", "told"),
     [
         (lambda folder: (folder / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-        (lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 of 1,200 bytes"),
+        (
+            lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"),
+            "__0_0.distcp has 1 of 1,200 bytes",
+        ),
         (lambda folder: (folder / ".metadata").write_bytes(b"y" * 900), ".metadata has changed"),
         (lambda folder: (folder / identity.FILE).write_text("{"), "recipe.json cannot be read"),
-        (lambda folder: (folder / identity.FILE).write_text("[]"), "recipe.json was not written by primus"),
-        (lambda folder: (folder / identity.FILE).write_bytes(b"\xff\xfe"), "recipe.json cannot be read"),
-        (lambda folder: (folder / identity.FILE).write_text("[" * 100_000), "recipe.json cannot be read"),
+        (
+            lambda folder: (folder / identity.FILE).write_text("[]"),
+            "recipe.json was not written by primus",
+        ),
+        (
+            lambda folder: (folder / identity.FILE).write_bytes(b"\xff\xfe"),
+            "recipe.json cannot be read",
+        ),
+        (
+            lambda folder: (folder / identity.FILE).write_text("[" * 100_000),
+            "recipe.json cannot be read",
+        ),
         (lambda folder: pipe(folder / identity.FILE), "recipe.json cannot be read"),
-        (lambda folder: rewrite(folder, files={".metadata": "900"}), "recipe.json was not written by primus"),
-        (lambda folder: rewrite(folder, files={".metadata": None}), "recipe.json was not written by primus"),
+        (
+            lambda folder: rewrite(folder, files={".metadata": "900"}),
+            "recipe.json was not written by primus",
+        ),
+        (
+            lambda folder: rewrite(folder, files={".metadata": None}),
+            "recipe.json was not written by primus",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told: str) -> None:
@@ -125,7 +154,9 @@ def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told
     assert f"--resume-from {tmp_path}/step-3" in (refused.value.hint or "")
 
 
-def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_listed(tmp_path: Path) -> None:
+def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_listed(
+    tmp_path: Path,
+) -> None:
     stale: SimpleQueue[Path | None] = SimpleQueue()
 
     def purge() -> None:
@@ -139,8 +170,12 @@ def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_list
                 (folder := tmp_path / f"step-{step}").mkdir()
                 for name in ("__0_0.distcp", ".metadata"):
                     (folder / name).touch()
-                if step % 8 == 0:  # those in between were saved in the background, and are sealed late
-                    for old in steps(tmp_path)[:-1]:  # some of them a second time, as torchtitan does
+                if (
+                    step % 8 == 0
+                ):  # those in between were saved in the background, and are sealed late
+                    for old in steps(tmp_path)[
+                        :-1
+                    ]:  # some of them a second time, as torchtitan does
                         stale.put(old)
                     identity.complete(tmp_path / f"step-{step - 4}")
                     identity.seal_newest(tmp_path, {"seed": 1}, keep=0)
@@ -164,12 +199,15 @@ def test_the_hint_names_no_checkpoint_that_is_damaged_too(tmp_path: Path) -> Non
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     """The step of our own loop follows from the name, so another name would be another place in the data."""
     folder = kept(tmp_path / "step-5", proxy()).rename(tmp_path / name)
-    with pytest.raises(InputError, match=f"the folder is named {name}, but the checkpoint is of step 5"):
+    with pytest.raises(
+        InputError, match=f"the folder is named {name}, but the checkpoint is of step 5"
+    ):
         identity.check(folder, proxy(), ["all"])
 
 
 @pytest.mark.parametrize(
-    ("backend", "words", "told"), table_of("identity.a_layout_that_the_backend_cannot_load_is_refused")
+    ("backend", "words", "told"),
+    table_of("identity.a_layout_that_the_backend_cannot_load_is_refused"),
 )
 def test_a_layout_that_the_backend_cannot_load_is_refused(
     tmp_path: Path, backend: str, words: list[str], told: str
@@ -186,18 +224,32 @@ def test_a_layout_that_the_backend_cannot_load_is_refused(
         assert "cannot be resumed with another layout" in (refused.value.hint or "")
 
 
-@pytest.mark.parametrize("name", ["step-04", "step-²", "step-٤", "step--4", "step-", "step-" + "9" * 5000])
+@pytest.mark.parametrize(
+    "name", ["step-04", "step-²", "step-٤", "step--4", "step-", "step-" + "9" * 5000]
+)
 def test_only_a_plain_number_names_a_checkpoint(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="is not named step-N"):
         step_of(tmp_path / name)
 
 
-def test_of_a_run_the_newest_complete_checkpoint_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_run_the_newest_complete_checkpoint_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("step-2", "step-9", "step-10", "step-12"):
         kept(tmp_path / "checkpoint" / name, proxy())
     (tmp_path / "checkpoint/step-12/recipe.json").unlink()
     (tmp_path / "checkpoint/step-²").mkdir()
-    words = ["train", "llama3.1-8b", "--backend", "fsdp", "--gpu", "cpu", "--proxy", "--resume-from", str(tmp_path)]
+    words = [
+        "train",
+        "llama3.1-8b",
+        "--backend",
+        "fsdp",
+        "--gpu",
+        "cpu",
+        "--proxy",
+        "--resume-from",
+        str(tmp_path),
+    ]
     assert main([*words, "steps=20", "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "steps 11–20" in said.out
@@ -207,14 +259,28 @@ def test_of_a_run_the_newest_complete_checkpoint_is_used(tmp_path: Path, capsys:
 def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:
     folder = kept(tmp_path / "step-5", proxy())
     (folder / identity.FILE).unlink()
-    with pytest.raises(InputError, match=r"has no recipe\.json, which says what it was trained from"):
+    with pytest.raises(
+        InputError, match=r"has no recipe\.json, which says what it was trained from"
+    ):
         identity.check(folder, proxy())
     identity.check(folder, proxy(), ["all"])
 
 
-def test_the_command_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept(tmp_path / "checkpoint" / "step-5", proxy())
-    words = ["train", "llama3.1-8b", "--backend", "fsdp", "--gpu", "cpu", "--proxy", "--resume-from", str(tmp_path)]
+    words = [
+        "train",
+        "llama3.1-8b",
+        "--backend",
+        "fsdp",
+        "--gpu",
+        "cpu",
+        "--proxy",
+        "--resume-from",
+        str(tmp_path),
+    ]
     assert main([*words, "model.layers=7"]) == 2
     assert "model.layers was" in capsys.readouterr().err
     assert main([*words, "--accept-change", "model.layer"]) == 2
@@ -228,7 +294,11 @@ def test_the_command_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.Cap
         (b"\xff" * 100, "not a safetensors file"),
         (b"\x02\0\0\0\0\0\0\0[]", "not a safetensors file"),
         (
-            (text := json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode())
+            (
+                text := json.dumps(
+                    {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+                ).encode()
+            )
             and len(text).to_bytes(8, "little") + text + b"\0" * 8,
             "truncated",
         ),

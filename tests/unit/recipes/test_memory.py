@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from docs.site.published import outcomes
 
-from primus.cli.main import main
-from primus.recipes.resolve import resolve
-from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
-from primus.recipes.setting import Choices
+from primus_images.cli.main import main
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus_images.recipes.setting import Choices
 from tables import table_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
@@ -19,30 +19,44 @@ GIB = 2**30
 
 def llama(*words, gpu="h200", **choices):
     return resolve(
-        "llama3.1-8b", [*words], Choices(gpu=gpu, **{"backend": "torchtitan", "precision": "bf16", **choices})
+        "llama3.1-8b",
+        [*words],
+        Choices(gpu=gpu, **{"backend": "torchtitan", "precision": "bf16", **choices}),
     )
 
 
 def error(row):
     """The relative error of the prediction of one measured run, and the band that its backend states."""
-    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200", nodes=1)
+    choices = Choices(
+        backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200", nodes=1
+    )
     # Before recipes enabled these by default; rows that were measured later name them.
     before = {"turbo": "off"}
     if row["backend"] == "torchtitan":
         before["parallelism.fsdp_reshard_after_forward"] = "default"
-        if row["recipe"] == "llama3.1-8b" and not any(word.startswith("proxy") for word in row["words"]):
+        if row["recipe"] == "llama3.1-8b" and not any(
+            word.startswith("proxy") for word in row["words"]
+        ):
             before["training.local_batch_size"] = "2"
-    words = [f"{key}={value}" for key, value in before.items() if not any(w.startswith(key) for w in row["words"])]
+    words = [
+        f"{key}={value}"
+        for key, value in before.items()
+        if not any(w.startswith(key) for w in row["words"])
+    ]
     recipe = resolve(row["recipe"], [*words, *row["words"]], choices)
     return abs(predict(recipe).peak / GIB / row["measured_gib"] - 1), recipe.knows.memory_error
 
 
 def test_predictions_are_within_5_percent_of_nine_in_ten_runs_and_all_in_the_stated_band():
     errors = [error(row) for row in RESULT["rows"]]
-    assert [row for row, (far, band) in zip(RESULT["rows"], errors, strict=True) if far > band] == []
+    assert [
+        row for row, (far, band) in zip(RESULT["rows"], errors, strict=True) if far > band
+    ] == []
     near, largest = sum(far <= 0.05 for far, _ in errors), max(far for far, _ in errors)
     assert near >= 0.9 * len(errors)
-    stated = f"{near} of {len(errors)} predictions are within ± 5 %, and all are within ± {largest:.1%}."
+    stated = (
+        f"{near} of {len(errors)} predictions are within ± 5 %, and all are within ± {largest:.1%}."
+    )
     assert stated in (RESULTS.parent / "reports/h200-memory.md").read_text()
 
 
@@ -52,21 +66,29 @@ def test_most_published_batches_are_met_within_one():
     for cell in cells:
         choices = Choices(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"])
         recipe = resolve(cell["recipe"], ["turbo=off"], choices)
-        near += abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
+        near += (
+            abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
+        )
     assert near >= 0.8 * len(cells)
 
 
 def test_what_was_published_is_not_called_impossible():
     """One page prints a command for DeepSeek-V3 that names neither a GPU nor a number of nodes; no node holds it."""
     cells = [outcome for outcome in outcomes() if outcome.cell.batch and not outcome.differing]
-    impossible = [cell for cell in cells if not fits(predict(cell.recipe), USABLE * gpu_bytes(cell.gpu))]
-    assert {(cell.recipe.name, cell.cell.source) for cell in impossible} == {("deepseek-v3", "quick_start")}
+    impossible = [
+        cell for cell in cells if not fits(predict(cell.recipe), USABLE * gpu_bytes(cell.gpu))
+    ]
+    assert {(cell.recipe.name, cell.cell.source) for cell in impossible} == {
+        ("deepseek-v3", "quick_start")
+    }
 
 
 def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
     """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32 on 8 ranks."""
     choices = Choices(backend="torchtitan", precision="bf16", gpu="h200", nodes=1)
-    assert predict(resolve("llama3.1-70b", [], choices)).least / GIB == pytest.approx(146.9, rel=0.02)
+    assert predict(resolve("llama3.1-70b", [], choices)).least / GIB == pytest.approx(
+        146.9, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(("less", "more"), table_of("memory.a_setting_moves_the_prediction"))
@@ -100,5 +122,8 @@ def test_json_has_bytes_by_term_and_the_largest_batch(capsys):
 
 
 def test_what_does_not_fit_is_exit_1(capsys):
-    assert main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan", "--nodes", "1"]) == 1
+    assert (
+        main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan", "--nodes", "1"])
+        == 1
+    )
     assert "does not fit" in capsys.readouterr().out

@@ -8,30 +8,38 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.recipes import load
-from primus.recipes.family import families, family
-from primus.recipes.load import entries
-from primus.recipes.resolve import resolve
-from primus.recipes.schema import model_rules
-from primus.recipes.setting import Choices
-from primus.recipes.weights import facts_of, published_faults
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.recipes import load
+from primus_images.recipes.family import families, family
+from primus_images.recipes.load import entries
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.schema import model_rules
+from primus_images.recipes.setting import Choices
+from primus_images.recipes.weights import facts_of, published_faults
 from tables import table_of
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/wrong_models.yaml"
-WRONG = [(name, key, value) for name, row in yaml.safe_load(FIXTURE.read_text()).items() for key, value in row.items()]
+WRONG = [
+    (name, key, value)
+    for name, row in yaml.safe_load(FIXTURE.read_text()).items()
+    for key, value in row.items()
+]
 NAMED = {"model.hf_repo": "model.max_seq_len"}
 CASE = "uses: [{0}.yaml]\nname: wrong\ndescription: a wrong model\ncases: [{{when: {{proxy: false}}, {1}: {2}}}]\n"
 
 
 @pytest.mark.parametrize(("name", "key", "value"), WRONG, ids=str)
-def test_a_wrong_model_is_refused_with_its_field(name: str, key: str, value: object, tmp_path: Path) -> None:
+def test_a_wrong_model_is_refused_with_its_field(
+    name: str, key: str, value: object, tmp_path: Path
+) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(CASE.format(name, key, json.dumps(value)))
     with pytest.raises(InputError) as caught:
         resolve(str(file), (), Choices(gpu="mi355x"))
-    fields = [f"{key}.{field}" for field in value] if isinstance(value, dict) else [NAMED.get(key, key)]
+    fields = (
+        [f"{key}.{field}" for field in value] if isinstance(value, dict) else [NAMED.get(key, key)]
+    )
     assert caught.value.message.startswith(tuple(f"{field}: " for field in fields))
     assert caught.value.hint
 
@@ -52,7 +60,9 @@ def test_no_field_of_any_recipe_s_model_can_be_another_one(name: str, tmp_path: 
             other = next(choice for choice in choices if choice != value)
         else:
             other = value + 2 if isinstance(value, int) else value * 1.5 or 0.5
-        (file := tmp_path / "wrong.yaml").write_text(CASE.format(name, f"model.{key}", json.dumps(other)))
+        (file := tmp_path / "wrong.yaml").write_text(
+            CASE.format(name, f"model.{key}", json.dumps(other))
+        )
         with pytest.raises(InputError) as caught:
             resolve(str(file), (), Choices(gpu="mi355x"))
         # Of two fields that no longer fit each other, the other one may be at the beginning.
@@ -71,47 +81,74 @@ def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
     for words, line in {
         (): "as published by meta-llama/Llama-3.1-8B",
         ("model.layers=12",): "another model than meta-llama/Llama-3.1-8B: layers 12, not 32",
-        ("model.hf_repo=me/mine",): "not compared with me/mine: there is no published/me--mine.json",
+        (
+            "model.hf_repo=me/mine",
+        ): "not compared with me/mine: there is no published/me--mine.json",
         ("model.hf_repo=",): "not compared with a publisher: model.hf_repo names none",
     }.items():
         assert main(["show", "llama3.1-8b", "--gpu", "mi300x", *words]) == 0
         assert line in capsys.readouterr().out
     assert main(["fit", "llama3.1-8b", "--gpu", "mi300x", "model.kv_heads=4"]) == 0
-    assert "another model than meta-llama/Llama-3.1-8B: kv_heads 4, not 8" in capsys.readouterr().out
+    assert (
+        "another model than meta-llama/Llama-3.1-8B: kv_heads 4, not 8" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize(("name", "proxy", "key", "value"), table_of("published.wrong_models_of_proxies"))
-def test_a_proxy_of_a_wrong_model_is_refused(name: str, proxy: str, key: str, value: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "proxy", "key", "value"), table_of("published.wrong_models_of_proxies")
+)
+def test_a_proxy_of_a_wrong_model_is_refused(
+    name: str, proxy: str, key: str, value: str, tmp_path: Path
+) -> None:
     """A proxy has sizes of its own, but its file describes the full model, too."""
-    (file := tmp_path / "wrong.yaml").write_text(CASE.replace("false", proxy).format(name, key, value))
-    with pytest.raises(InputError, match=rf"{key.rpartition(' ')[2]}: {value}, but \S+ has") as caught:
+    (file := tmp_path / "wrong.yaml").write_text(
+        CASE.replace("false", proxy).format(name, key, value)
+    )
+    with pytest.raises(
+        InputError, match=rf"{key.rpartition(' ')[2]}: {value}, but \S+ has"
+    ) as caught:
         resolve(str(file), (), Choices(gpu="cpu", proxy=True))
     assert str(caught.value.where).startswith(f"{file}:4:")
 
 
-def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_formula_does_not_count_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x"))
     facts = facts_of(recipe)
     assert facts is not None
     for parameters, key, hint in (
         (1, "model.family", "None"),
-        (8030261248 - 2 * 32 * 4096 * 128 * 4, "model", "model.kv_heads = 4 or model.vocab_size = 111872"),
+        (
+            8030261248 - 2 * 32 * 4096 * 128 * 4,
+            "model",
+            "model.kv_heads = 4 or model.vocab_size = 111872",
+        ),
         (8030261248 - 4096 * 128256, "model", "model.tied_embeddings = true"),
         (8030261248 + 1, "model.family", "None"),
         (8030261248 + 2 * 4096, "model.vocab_size", "model.vocab_size = 128257"),
     ):
         published = {**facts, "parameters": parameters}
-        monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe, published=published: published)
+        monkeypatch.setattr(
+            "primus_images.recipes.weights.facts_of", lambda _recipe, published=published: published
+        )
         ((named, why, remedy),) = published_faults(recipe)
         assert (named, hint in str(remedy)) == (key, True), (parameters, named, remedy)
-        assert f"8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B {parameters:,}" in why
+        assert (
+            f"8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B {parameters:,}" in why
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "key", "value", "why"),
     [
         *table_of("published.what_a_family_does_not_compute"),
-        ("llama3.1-8b", "layer_types", ["sliding_attention"] * 32, "and the family llama3 is computed with"),
+        (
+            "llama3.1-8b",
+            "layer_types",
+            ["sliding_attention"] * 32,
+            "and the family llama3 is computed with",
+        ),
         ("qwen3-8b", "layer_types", ["full_attention"] * 36, ""),
     ],
 )
@@ -120,7 +157,7 @@ def test_what_a_family_does_not_compute_is_named(
 ) -> None:
     recipe = resolve(name, (), Choices(gpu="mi355x"))
     published = {k: v for k, v in {**(facts_of(recipe) or {}), key: value}.items() if v is not None}
-    monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe: published)
+    monkeypatch.setattr("primus_images.recipes.weights.facts_of", lambda _recipe: published)
     faults = [(fault, reason) for fault, reason, _ in published_faults(recipe)]
     if not why:
         assert faults == []
@@ -131,8 +168,15 @@ def test_what_a_family_does_not_compute_is_named(
 
 def test_every_recipe_s_model_is_published_beside_it() -> None:
     for entry in entries():
-        recipe = resolve(entry.recipe, (), Choices(backend=entry.backend, mode=entry.mode, gpu="mi355x"))
+        recipe = resolve(
+            entry.recipe, (), Choices(backend=entry.backend, mode=entry.mode, gpu="mi355x")
+        )
         if not entry.only_proxy:
-            assert facts_of(recipe) is not None, f"add recipes/published/ for {recipe.find('model.hf_repo', '')}"
-    kinds = {json.loads(file.read_text()).get("model_type") for file in (load.folder() / "published").glob("*.json")}
+            assert facts_of(recipe) is not None, (
+                f"add recipes/published/ for {recipe.find('model.hf_repo', '')}"
+            )
+    kinds = {
+        json.loads(file.read_text()).get("model_type")
+        for file in (load.folder() / "published").glob("*.json")
+    }
     assert kinds - {None} <= {family(name).transformers for name in families()}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.verb import parser_of
-from primus.recipes.choose import values_of
-from primus.recipes.rules import RULES
-from primus.recipes.schema import backends
-from primus.training.backend import BACKENDS
+from primus_images.cli.verb import parser_of
+from primus_images.recipes.choose import values_of
+from primus_images.recipes.rules import RULES
+from primus_images.recipes.schema import backends
+from primus_images.training.backends.backend import BACKENDS
 
 SOURCE = Path(__file__).parents[3] / "src" / "primus"
 # The reference is written apart from what it judges; facts lists packages, one of which has a backend's name.

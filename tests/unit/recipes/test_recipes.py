@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 from docs.generated import dataclass_keys
 
-from primus.errors import InputError
-from primus.recipes import load, resolve, schema
-from primus.recipes.rules import rules_of
-from primus.recipes.schema import backends
-from primus.recipes.setting import Choices, ends_of, outside
+from primus_images.errors import InputError
+from primus_images.recipes import load, resolve, schema
+from primus_images.recipes.rules import rules_of
+from primus_images.recipes.schema import backends
+from primus_images.recipes.setting import Choices, ends_of, outside
 from tables import text_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,12 @@ def test_a_recipe_resolves_and_every_value_has_an_origin(edited: Path) -> None:
     corpus = recipe.asset("corpus")
     assert corpus is not None
     assert corpus.is_file()
-    assert (recipe.world_size, recipe.data_parallel, recipe.global_batch, recipe.accumulation) == (2, 2, 8, 1)
+    assert (recipe.world_size, recipe.data_parallel, recipe.global_batch, recipe.accumulation) == (
+        2,
+        2,
+        8,
+        1,
+    )
 
 
 def test_the_digest_follows_values_and_assets_not_names(edited: Path) -> None:
@@ -90,7 +95,9 @@ def test_the_digest_follows_values_and_assets_not_names(edited: Path) -> None:
 
 
 def test_overrides_reach_the_backend_without_its_name() -> None:
-    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.hidden_size=64", "checkpoint.interval=5"])
+    recipe = resolve.resolve(
+        "llama3-proxy", ["optimizer.lr=0.005", "model.hidden_size=64", "checkpoint.interval=5"]
+    )
     assert recipe.get("torchtitan.optimizer.lr", float) == 0.005
     assert recipe.get("model.hidden_size", int) == 64
     assert recipe.get("torchtitan.checkpoint.interval", int) == 5
@@ -118,7 +125,11 @@ def test_a_global_batch_is_of_one_node(edited: Path) -> None:
     two = resolve.resolve(str(edited), (), Choices(nodes=2))
     assert (two.world_size, two.global_batch, two.accumulation) == (4, 16, 1)
     assert "× 2 nodes" in two.settings["torchtitan.training.global_batch_size"].origin
-    change(edited, "cases:", "cases:\n  - when: {nodes: multi}\n    torchtitan.training.global_batch_size: 32")
+    change(
+        edited,
+        "cases:",
+        "cases:\n  - when: {nodes: multi}\n    torchtitan.training.global_batch_size: 32",
+    )
     assert resolve.resolve(str(edited), (), Choices(nodes=2)).global_batch == 32
     assert resolve.resolve(str(edited)).global_batch == 8
 
@@ -136,7 +147,11 @@ def test_backend_keys_are_read_from_a_source() -> None:
         "training.steps": {"types": ["int"], "default": 10000},
         "training.max_norm": {"types": ["float", "int"], "default": 1.0},
         "training.dataset_path": {"types": ["str", "None"], "default": None},
-        "training.dtype": {"types": ["str"], "choices": ["bfloat16", "float32"], "default": "float32"},
+        "training.dtype": {
+            "types": ["str"],
+            "choices": ["bfloat16", "float32"],
+            "default": "float32",
+        },
         "training.dataloader.num_workers": {"types": ["int"], "default": 0},
         "model.converters": {"types": ["list"], "items": ["str"], "default": []},
         "model.hook": {"types": []},
@@ -151,10 +166,15 @@ def test_a_rule_judges_type_choice_items_and_size() -> None:
     assert rules["training.max_norm"].objection(1) is None
     assert rules["training.max_norm"].objection(float("nan")) == "must be finite, not nan"
     assert rules["training.dataset_path"].objection(None) is None
-    assert rules["training.mixed_precision_param"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
+    assert (
+        rules["training.mixed_precision_param"].objection("fp8")
+        == "must be one of bfloat16, float32, not 'fp8'"
+    )
     assert rules["model.converters"].objection(["float8"]) is None
     assert rules["model.converters"].objection([3]) == "contains 3: each item must be text"
-    assert "a recipe cannot express" in str(schema.backend_rules("megatron")["model.init_method"].objection("xavier"))
+    assert "a recipe cannot express" in str(
+        schema.backend_rules("megatron")["model.init_method"].objection("xavier")
+    )
 
 
 @pytest.mark.parametrize("name", list(backends()))
@@ -164,14 +184,16 @@ def test_bounds_name_keys_that_are_there_and_hold_the_defaults(name: str) -> Non
     for key, rule in rules.items():
         if rule.bounds is None:
             continue
-        assert {end for end in ends_of(rule.bounds)[2:4] if re.search("[a-z]", end) and end != "inf"} <= set(rules)
+        assert {
+            end for end in ends_of(rule.bounds)[2:4] if re.search("[a-z]", end) and end != "inf"
+        } <= set(rules)
         if isinstance(rule.default, int | float):
             assert outside(rule.bounds, rule.default) is None, key
     for rule in schema.model_rules().values():
         if rule.bounds is not None:
-            assert {end for end in ends_of(rule.bounds)[2:4] if re.search("[a-z]", end) and end != "inf"} <= set(
-                schema.model_rules()
-            )
+            assert {
+                end for end in ends_of(rule.bounds)[2:4] if re.search("[a-z]", end) and end != "inf"
+            } <= set(schema.model_rules())
 
 
 def test_a_run_shorter_than_its_warm_up_says_so() -> None:
@@ -188,7 +210,10 @@ def test_epochs_leave_the_steps_to_the_run_or_to_the_user(edited: Path, tmp_path
     more = ["training.warmup_steps=1000", "eval.fraction=0.1", "eval.every=1000"]
     recipe = resolve.resolve("llama3.1-8b", [*words, *more], choices)
     assert recipe.get("epochs", float) == 2.5
-    assert recipe.settings["finetune.training.steps"].origin == "replaced by those of epochs when a run starts"
+    assert (
+        recipe.settings["finetune.training.steps"].origin
+        == "replaced by those of epochs when a run starts"
+    )
     change(edited, "ranks: 2", "epochs: 2\nranks: 2")
     assert "epochs" in resolve.resolve(str(edited)).settings
     assert "epochs" not in resolve.resolve(str(edited), ["steps=7"]).settings
@@ -227,7 +252,12 @@ def test_a_case_sets_the_nodes_that_a_gpu_needs_unless_the_command_does(tmp_path
     assert (setting.value, setting.because) == (3, "because")
     assert resolve.resolve(str(path), [], Choices(gpu="h200", nodes=1)).get("nodes", int) == 1
     assert resolve.resolve(str(path), [], Choices(gpu="mi300x")).get("nodes", int) == 1
-    for group, nodes in (("amd", [3, 1]), ("gfx942", [3, 1]), ("sm_90", [1, 3]), ("[gfx950, nvidia]", [1, 3])):
+    for group, nodes in (
+        ("amd", [3, 1]),
+        ("gfx942", [3, 1]),
+        ("sm_90", [1, 3]),
+        ("[gfx950, nvidia]", [1, 3]),
+    ):
         path.write_text(text.replace("cases:\n", "cases:\n" + case.replace("h200", group), 1))
         resolved = (resolve.resolve(str(path), [], Choices(gpu=gpu)) for gpu in ("mi300x", "h200"))
         assert [recipe.get("nodes", int) for recipe in resolved] == nodes, group

@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from primus.cli.host.run import _cells
-from primus.errors import InputError
-from primus.gates.check import Outcome
-from primus.gates.examined import Finding, GateReport
-from primus.plan.project import Project
-from primus.plan.resolve import resolve as pinned
-from primus.recipes.load import names
-from primus.recipes.resolve import resolve
-from primus.release.cells import cell_of, cells_of
-from primus.release.summary import Validated, table
-from primus.release.validation import _passed_before
-from primus.training import suite
-from primus.training.job import Job
+from primus_images.cli.host.run import _cells
+from primus_images.errors import InputError
+from primus_images.gates.check import Outcome
+from primus_images.gates.examined import Finding, GateReport
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve as pinned
+from primus_images.recipes.load import names
+from primus_images.recipes.resolve import resolve
+from primus_images.release.cells import cell_of, cells_of
+from primus_images.release.summary import Validated, table
+from primus_images.release.validation import _passed_before
+from primus_images.training.judge import suite
+from primus_images.training.run.job import Job
 from tables import table_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,12 +33,20 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
     assert (one.folder, one.choices.backend, one.choices.proxy) == ("llama3.1-8b", None, True)
     every = [*cells_of(["llama3.1-8b"])]
     assert [cell.folder for cell in every] == [
-        "llama3.1-8b-torchtitan-pretrain", "llama3.1-8b-megatron-pretrain", "llama3.1-8b-fsdp-pretrain",
-        "llama3.1-8b-finetune-full", "llama3.1-8b-finetune-lora",
-    ]  # fmt: skip
+        "llama3.1-8b-torchtitan-pretrain",
+        "llama3.1-8b-megatron-pretrain",
+        "llama3.1-8b-fsdp-pretrain",
+        "llama3.1-8b-finetune-full",
+        "llama3.1-8b-finetune-lora",
+    ]
     assert str(every[-1]) == "llama3.1-8b finetune lora"
     recipe = resolve(every[-1].recipe, (), every[-1].choices)
-    assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == ("finetune", "lora", "cpu", "fp32")
+    assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == (
+        "finetune",
+        "lora",
+        "cpu",
+        "fp32",
+    )
     with pytest.raises(InputError, match="no recipe 'lama'"):
         next(cells_of(["lama"]))
     with pytest.raises(InputError, match=r"llama3\.1-8b is trained in none of mxfp8 on mi300x"):
@@ -47,9 +55,14 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
 
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
     cells = [*cells_of(Project.find(ROOT).target("cpu")[0].recipes)]
-    plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells}
+    plans = {
+        str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells
+    }
     assert len(plans) == len(cells) > 30
-    assert all({"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs} for jobs in plans.values())
+    assert all(
+        {"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs}
+        for jobs in plans.values()
+    )
     # One rank cannot share experts; the layout check of such a model compares without expert parallelism.
     (one,) = (j for j in plans["deepseek-16b torchtitan pretrain"] if j.name == "one-rank")
     assert one.recipe.degree("ep") == 1
@@ -65,14 +78,23 @@ def jobs(tmp_path: Path) -> tuple[Job, ...]:
 def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
     recipe = suite.recipe_of(jobs)
     return {
-        "passed": True, "gpu": "none", "made": "2026-11-20T20:00:00Z", "image": {"content": "sha256:1"},
-        "recipe": {"sha256": recipe.digest, "precision": "fp32"}, "suite": {"sha256": suite.digest(recipe, jobs)},
-        "verdicts": [{"name": "base: finite", "passed": True}, {"name": "gate budget", "passed": True}],
+        "passed": True,
+        "gpu": "none",
+        "made": "2026-11-20T20:00:00Z",
+        "image": {"content": "sha256:1"},
+        "recipe": {"sha256": recipe.digest, "precision": "fp32"},
+        "suite": {"sha256": suite.digest(recipe, jobs)},
+        "verdicts": [
+            {"name": "base: finite", "passed": True},
+            {"name": "gate budget", "passed": True},
+        ],
         "jobs": [{"series": [{"loss": 7.0}, {"loss": 3.0}]}],
-    }  # fmt: skip
+    }
 
 
-@pytest.mark.parametrize(("key", "inner", "value"), table_of("cells.only_a_record_of_the_same_is_kept"))
+@pytest.mark.parametrize(
+    ("key", "inner", "value"), table_of("cells.only_a_record_of_the_same_is_kept")
+)
 def test_only_a_record_of_the_same_is_kept(
     tmp_path: Path, jobs: tuple[Job, ...], key: str, inner: str | None, value: object
 ) -> None:
@@ -92,9 +114,14 @@ def test_only_a_record_of_the_same_is_kept(
     assert _passed_before(tmp_path, image, jobs, gates) is None
 
 
-def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path, jobs: tuple[Job, ...]) -> None:
+def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(
+    tmp_path: Path, jobs: tuple[Job, ...]
+) -> None:
     made = record(jobs)
-    made |= {"passed": False, "verdicts": [made["verdicts"][0], {"name": "gate budget", "passed": False}]}
+    made |= {
+        "passed": False,
+        "verdicts": [made["verdicts"][0], {"name": "gate budget", "passed": False}],
+    }
     (tmp_path / "record.json").write_text(json.dumps(made))
     failing = said(Finding(severity="error", message="too large"))
     assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, failing) == made
@@ -102,7 +129,9 @@ def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path,
 
 
 @pytest.mark.parametrize("target", ["mi300x", "mi355x"])
-def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: str, tmp_path: Path) -> None:
+def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(
+    target: str, tmp_path: Path
+) -> None:
     project = Project.find(ROOT)
     assert sorted(project.target(target)[0].recipes) == names()
     planned = _cells(pinned(project, target), "cpu", recipe=None, level=None)
@@ -110,7 +139,9 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: 
     assert (first.recipe, level) == ("llama3-proxy", "standard")
     assert {level for _, level in rest} == {"quick"}
     ways = {str(cell) for cell in cells_of(names())}
-    assert {str(cell) for cell, _ in rest} == {f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")}
+    assert {str(cell) for cell, _ in rest} == {
+        f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")
+    }
     (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].choices, "quick")
     assert job.recipe.precision == "bf16"
     assert len({cell.folder for cell, _ in planned}) == len(planned)
@@ -121,7 +152,9 @@ def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
     for target, recipe in (("cpu", None), ("mi355x", "mistral-7b")):
         ((_, level),) = _cells(pinned(project, target), "cpu", recipe=recipe, level=None)
         assert level == "standard"
-    assert {level for _, level in _cells(pinned(project, "cpu"), "cpu", recipe=None, level="full")} == {"full"}
+    assert {
+        level for _, level in _cells(pinned(project, "cpu"), "cpu", recipe=None, level="full")
+    } == {"full"}
 
 
 def said(*findings: Finding) -> Outcome:

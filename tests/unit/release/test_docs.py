@@ -8,7 +8,9 @@ from docs import generated
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
-    page for glob in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "src/**/*.md") for page in ROOT.glob(glob)
+    page
+    for glob in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "src/**/*.md")
+    for page in ROOT.glob(glob)
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -27,9 +29,9 @@ def test_a_missing_and_a_changed_file_are_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("versions.yaml", "README.md", "images", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name) if name != "README.md" else (tmp_path / name).write_bytes(
-            (ROOT / name).read_bytes()
-        )
+        (tmp_path / name).symlink_to(ROOT / name) if name != "README.md" else (
+            tmp_path / name
+        ).write_bytes((ROOT / name).read_bytes())
 
     def run(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["generated", *words, "--project", str(tmp_path)])
@@ -62,7 +64,9 @@ def test_ci_runs_readmes_test_command() -> None:
 
 
 def test_sessions_that_pages_name_exist() -> None:
-    listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     sessions = set(re.findall(r"^[*-] ([\w-]+)", listed.stdout, re.MULTILINE))
     named = {
         (name, s)
@@ -75,7 +79,9 @@ def test_sessions_that_pages_name_exist() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_link_leads_somewhere(name: str) -> None:
     page = ROOT / name
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
             continue

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from primus.release.policy import Evidence, Policy, objections
+from primus_images.release.policy import Evidence, Policy, objections
 
 RUNS = ("base", "repeat", "resume", "accumulation")
 
@@ -42,9 +42,17 @@ DIVERGED = {"passed": False, "verdicts": [{"name": "loss falls", "passed": False
 
 def test_a_whole_release_may_be_published() -> None:
     assert objections(GOOD, Policy(), preview=False) == ()
-    assert objections(replace(GOOD, gpu="mi355x", records=(record(gpu="mi355x"),)), Policy(), preview=False) == ()
+    assert (
+        objections(
+            replace(GOOD, gpu="mi355x", records=(record(gpu="mi355x"),)), Policy(), preview=False
+        )
+        == ()
+    )
     shared = (record(jobs=QUICK), record(recipe={"name": "two"}))
-    assert objections(replace(GOOD, recipes=("one", "two"), records=shared), Policy(), preview=False) == ()
+    assert (
+        objections(replace(GOOD, recipes=("one", "two"), records=shared), Policy(), preview=False)
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,10 @@ def test_a_whole_release_may_be_published() -> None:
         ({"records": (record(jobs=QUICK),)}, "repeated a run, resumed it and split its batch"),
         ({"records": (record(jobs=NOT_RUN),)}, "repeated a run, resumed it and split its batch"),
         ({"gpu": "mi355x"}, "nothing was trained in this image on mi355x"),
-        ({"gpu": "mi355x", "records": (record(gpu="mi300x"),)}, "nothing was trained in this image on mi355x"),
+        (
+            {"gpu": "mi355x", "records": (record(gpu="mi300x"),)},
+            "nothing was trained in this image on mi355x",
+        ),
         (
             {
                 "gpu": "mi355x",
@@ -86,7 +97,11 @@ def test_each_lack_is_named(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"preview": "no code for gfx950", "failed_gates": ("coverage",), "records": (record(**COVERAGE),)},
+        {
+            "preview": "no code for gfx950",
+            "failed_gates": ("coverage",),
+            "records": (record(**COVERAGE),),
+        },
         {"gpu": "mi355x"},
         {"commit": None},
         {"edited": ("versions.yaml",)},
@@ -104,7 +119,10 @@ def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
         {"records": (record(**DIVERGED),)},
         {"records": (record(verdicts=[]),)},
         {"records": (record(jobs=NOT_RUN),)},
-        {"recipes": ("one", "two"), "records": (record(), record(recipe={"name": "two"}, jobs=NOT_RUN))},
+        {
+            "recipes": ("one", "two"),
+            "records": (record(), record(recipe={"name": "two"}, jobs=NOT_RUN)),
+        },
         {"recipes": ()},
     ],
 )

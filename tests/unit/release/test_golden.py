@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from primus.errors import InputError
-from primus.release import golden
-from primus.training.checks import Verdict
-from primus.versions.lock import LockedFile
+from primus_images.errors import InputError
+from primus_images.release import golden
+from primus_images.training.judge.checks import Verdict
+from primus_images.versions.lock import LockedFile
 
 LOSSES = [6.0, 5.5, 5.0, 4.5]
 NAME = "mixtral-8x7b-megatron-pretrain"
@@ -16,14 +16,26 @@ NAME = "mixtral-8x7b-megatron-pretrain"
 
 def evidence(losses: list[float] | None = None, **recipe: str) -> dict[str, Any]:
     series = [{"loss": loss, "grad_norm": 1.0} for loss in losses or LOSSES]
-    described = {"name": "mixtral-8x7b", "backend": "megatron", "mode": "pretrain", "precision": "fp32", "gpu": "cpu"}
+    described = {
+        "name": "mixtral-8x7b",
+        "backend": "megatron",
+        "mode": "pretrain",
+        "precision": "fp32",
+        "gpu": "cpu",
+    }
     return {
-        "passed": True, "gpu": "none", "recipe": {**described, "sha256": "abc", **recipe}, "versions": {},
-        "image": {"content": "sha256:1"}, "jobs": [{"series": series}],
-    }  # fmt: skip
+        "passed": True,
+        "gpu": "none",
+        "recipe": {**described, "sha256": "abc", **recipe},
+        "versions": {},
+        "image": {"content": "sha256:1"},
+        "jobs": [{"series": series}],
+    }
 
 
-def kept(root: Path, *records: dict[str, Any], release: str = "v26.11-cpu", cpu: str = "A") -> dict[str, Any]:
+def kept(
+    root: Path, *records: dict[str, Any], release: str = "v26.11-cpu", cpu: str = "A"
+) -> dict[str, Any]:
     golden.record(root, release, records, date="2026-11-22", cpu=cpu)
     found = golden.load(root, release)
     assert found is not None
@@ -52,19 +64,48 @@ def test_another_cpu_may_differ_by_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gaps", "passed"),
     [
-        ([7e-8, 0, 0, 4e-8, 0, 9e-8, 2e-6, 5e-6, 4e-6, 1e-5, 3e-5, 4e-5, 4e-5, 9e-5, 6e-4, 7e-4, 3e-4, 8e-5, 1e-3], 1),
+        (
+            [
+                7e-8,
+                0,
+                0,
+                4e-8,
+                0,
+                9e-8,
+                2e-6,
+                5e-6,
+                4e-6,
+                1e-5,
+                3e-5,
+                4e-5,
+                4e-5,
+                9e-5,
+                6e-4,
+                7e-4,
+                3e-4,
+                8e-5,
+                1e-3,
+            ],
+            1,
+        ),
         ([0, 0, 0, 5e-8, 3e-7, 4e-6, 6e-6, 6e-6, 1e-4, 7e-5, 2.4e-4, 2e-5, 3e-5], 1),
         ([0, 0, 3e-4], 0),  # a fault is there from its first step on
         ([0, 0, 1e-4, 2e-4, 4e-4, 8e-4], 0),
     ],
 )
-def test_a_difference_may_grow_only_as_rounding_does(tmp_path: Path, gaps: list[float], passed: int) -> None:
+def test_a_difference_may_grow_only_as_rounding_does(
+    tmp_path: Path, gaps: list[float], passed: int
+) -> None:
     curves = kept(tmp_path, evidence([6.0] * len(gaps)))
     assert verdict(curves, evidence([6.0 * (1 + gap) for gap in gaps])).passed == bool(passed)
 
 
-@pytest.mark.parametrize("losses", [[6.0, 5.5, 5.1, 4.5], [6.0, 5.5], [6.0, 5.5, float("nan"), 4.0]])
-def test_the_step_at_which_a_run_leaves_the_curve_is_named(tmp_path: Path, losses: list[float]) -> None:
+@pytest.mark.parametrize(
+    "losses", [[6.0, 5.5, 5.1, 4.5], [6.0, 5.5], [6.0, 5.5, float("nan"), 4.0]]
+)
+def test_the_step_at_which_a_run_leaves_the_curve_is_named(
+    tmp_path: Path, losses: list[float]
+) -> None:
     found = verdict(kept(tmp_path, evidence()), evidence(losses))
     assert not found.passed
     assert found.reason.startswith("the loss leaves the curve of v26.11-cpu at step 3")
@@ -77,7 +118,12 @@ def test_a_missing_curve_is_no_verdict(tmp_path: Path) -> None:
 
 
 def test_a_bump_is_compared_with_the_newest_release_that_has_the_recipe(tmp_path: Path) -> None:
-    for release, recipe in (("v26.9-cpu", "abc"), ("v26.10-cpu", "abc"), ("v26.11-cpu", "def"), ("v26.11-h200", "abc")):
+    for release, recipe in (
+        ("v26.9-cpu", "abc"),
+        ("v26.10-cpu", "abc"),
+        ("v26.11-cpu", "def"),
+        ("v26.11-h200", "abc"),
+    ):
         kept(tmp_path, evidence(sha256=recipe), release=release)
     every = golden.recorded(tmp_path, "cpu")
     assert [one["release"] for one in every] == ["v26.11-cpu", "v26.10-cpu", "v26.9-cpu"]
@@ -99,19 +145,32 @@ def test_curves_of_one_recipe_join_the_others(tmp_path: Path) -> None:
     versions = {"versions": {"torch": "8"}}
     kept(tmp_path, evidence() | versions)
     more = [evidence(name="llama3.1-8b") | versions]
-    assert golden.record(tmp_path, "v26.11-cpu", more, date="2026-11-23", cpu="B", keep=True) == 1, "of this run"
+    assert (
+        golden.record(tmp_path, "v26.11-cpu", more, date="2026-11-23", cpu="B", keep=True) == 1
+    ), "of this run"
     found = golden.load(tmp_path, "v26.11-cpu") or {}
     cpus = {name: curve["cpu"] for name, curve in found["curves"].items()}
     assert cpus == {"llama3.1-8b-megatron-pretrain": "B", NAME: "A"}
     with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
-        golden.record(tmp_path, "v26.11-cpu", [{**more[0], "versions": {"torch": "9"}}], date="", cpu="B", keep=True)
-    torch = LockedFile(kind="wheel", name="torch", version="9", file="torch.whl", size=1, sha256="0" * 64)
+        golden.record(
+            tmp_path,
+            "v26.11-cpu",
+            [{**more[0], "versions": {"torch": "9"}}],
+            date="",
+            cpu="B",
+            keep=True,
+        )
+    torch = LockedFile(
+        kind="wheel", name="torch", version="9", file="torch.whl", size=1, sha256="0" * 64
+    )
     with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
         golden.check_locked(tmp_path, "v26.11-cpu", [torch])
 
 
 @pytest.mark.parametrize(("cpu", "changed"), [("A", 1), ("B", 0)])
-def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(tmp_path: Path, cpu: str, changed: int) -> None:
+def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(
+    tmp_path: Path, cpu: str, changed: int
+) -> None:
     old = kept(tmp_path, evidence())
     new = kept(tmp_path, evidence([6.0, 5.5, 5.0001, 4.5]), release="v26.12-cpu", cpu=cpu)
     agree = golden.changes(old, new) == ("all 1 golden curves agree",)
@@ -119,7 +178,12 @@ def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(tmp_path: Path, cp
 
 
 @pytest.mark.parametrize(
-    "curve", ['{"loss": [1]}', '{"loss": [1], "grad_norm": [], "cpu": "x"}', '{"loss": [], "grad_norm": [], "cpu": ""}']
+    "curve",
+    [
+        '{"loss": [1]}',
+        '{"loss": [1], "grad_norm": [], "cpu": "x"}',
+        '{"loss": [], "grad_norm": [], "cpu": ""}',
+    ],
 )
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, curve: str) -> None:
     kept(tmp_path, evidence())
@@ -140,5 +204,9 @@ def test_what_changed_between_two_releases(tmp_path: Path) -> None:
 
 def test_a_side_without_curves_is_named() -> None:
     assert golden.changes({}, {}, "v1", "v2") == ()
-    assert golden.changes({"curves": {}}, {}, "v1", "v2") == ("v2 has no golden curves, so training was not compared",)
-    assert golden.changes({}, {"curves": {}}, "v1", "v2") == ("v1 has no golden curves, so training was not compared",)
+    assert golden.changes({"curves": {}}, {}, "v1", "v2") == (
+        "v2 has no golden curves, so training was not compared",
+    )
+    assert golden.changes({}, {"curves": {}}, "v1", "v2") == (
+        "v1 has no golden curves, so training was not compared",
+    )

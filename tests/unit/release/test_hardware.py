@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from primus.errors import HostError
-from primus.gpus.detect import Found, detect
-from primus.gpus.table import generation
-from primus.recipes.resolve import resolve
-from primus.release import hardware
-from primus.release.cells import cell_of
-from primus.release.hardware import Hardware, choose_gpus, ran_on, require_gpus
-from primus.sandbox.container import Devices
-from primus.training.job import Job
-from primus.training.logs import Series
-from primus.training.outcome import Outcome
+from primus_images.errors import HostError
+from primus_images.gpus.detect import Found, detect
+from primus_images.gpus.table import generation
+from primus_images.recipes.resolve import resolve
+from primus_images.release import hardware
+from primus_images.release.cells import cell_of
+from primus_images.release.hardware import Hardware, choose_gpus, ran_on, require_gpus
+from primus_images.sandbox.container import Devices
+from primus_images.training.run.job import Job
+from primus_images.training.run.logs import Series
+from primus_images.training.run.outcome import Outcome
 from tables import table_of
 
 NAME = "AMD Instinct MI300X (gfx942)"
@@ -29,7 +29,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def show(found: Found) -> None:
         monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr("primus.release.hardware.gpus", lambda count: Devices(names=(f"amd.com/gpu={count}",)))
+        monkeypatch.setattr(
+            "primus_images.release.hardware.gpus",
+            lambda count: Devices(names=(f"amd.com/gpu={count}",)),
+        )
 
     return show
 
@@ -49,7 +52,9 @@ def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
         (Found(vendor="amd", names=("unknown AMD GPU",)), "unknown AMD GPU"),
     ],
 )
-def test_another_machine_validates_on_its_cpu_and_says_why(machine: Any, shown: Found, why: str) -> None:
+def test_another_machine_validates_on_its_cpu_and_says_why(
+    machine: Any, shown: Found, why: str
+) -> None:
     machine(shown)
     found = choose_gpus(None, generation("mi355x"))
     assert (found.gpu, found.devices) == ("none", Devices())
@@ -107,7 +112,10 @@ def test_cells_for_a_gpu() -> None:
 @pytest.mark.parametrize(("files", "driver"), table_of("hardware.the_driver"))
 def test_the_driver(tmp_path: Path, files: dict[str, str], driver: str) -> None:
     node = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/properties"
-    for path, text in {**files, str(node.relative_to(tmp_path)): "simd_count 1216\ngfx_target_version 90402\n"}.items():
+    for path, text in {
+        **files,
+        str(node.relative_to(tmp_path)): "simd_count 1216\ngfx_target_version 90402\n",
+    }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     assert detect(tmp_path).driver == driver

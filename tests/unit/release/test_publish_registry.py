@@ -18,11 +18,11 @@ import pytest
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 
-from primus.cli.main import _report
-from primus.errors import HostError, PrimusError
-from primus.oci.store import digest_of
-from primus.release import registry
-from primus.release.registry import Repository
+from primus_images.cli.main import _report
+from primus_images.errors import HostError, PrimusError
+from primus_images.oci.store import digest_of
+from primus_images.release import registry
+from primus_images.release.registry import Repository
 
 
 class Server(ThreadingHTTPServer):
@@ -50,11 +50,14 @@ class Handler(BaseHTTPRequestHandler):
             known = login == "Basic " + b64encode(b"me:word").decode() or self.server.anybody
             if self.command == "POST":
                 form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                known = form["refresh_token"] == ["again"] and form["scope"] == ["repository:a/b:pull,push"]
+                known = form["refresh_token"] == ["again"] and form["scope"] == [
+                    "repository:a/b:pull,push"
+                ]
             self._say(200 if known else 401, {"token": self.server.token} if known else {})
         elif login == "Bearer yes":
             self._say(
-                self.server.status, {"fine": True, **({"x": "y" * self.server.padding} if self.server.padding else {})}
+                self.server.status,
+                {"fine": True, **({"x": "y" * self.server.padding} if self.server.padding else {})},
             )
         else:
             self._say(401, {})
@@ -97,7 +100,11 @@ def test_a_login_becomes_a_token_once(server: Server, tmp_path: Path) -> None:
     registry = Repository(f"{server.name}/a/b")
     for _ in range(2):
         assert registry.request("GET", "manifests/x").json() == {"fine": True}
-    assert [path for _, path, _ in server.seen] == ["/v2/a/b/manifests/x", "/token", *["/v2/a/b/manifests/x"] * 2]
+    assert [path for _, path, _ in server.seen] == [
+        "/v2/a/b/manifests/x",
+        "/token",
+        *["/v2/a/b/manifests/x"] * 2,
+    ]
 
 
 def test_an_identity_token_is_refreshed(server: Server, tmp_path: Path) -> None:
@@ -126,7 +133,9 @@ def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> 
     assert [login for _, path, login in server.seen if path == "/elsewhere"] == [None]
 
 
-def test_an_upload_to_another_host_is_refused_before_the_login_goes_there(server: Server, tmp_path: Path) -> None:
+def test_an_upload_to_another_host_is_refused_before_the_login_goes_there(
+    server: Server, tmp_path: Path
+) -> None:
     """skopeo would send the login along."""
     know(tmp_path, server, auth=b64encode(b"me:word").decode())
     registry = Repository(f"{server.name}/a/b")
@@ -134,7 +143,9 @@ def test_an_upload_to_another_host_is_refused_before_the_login_goes_there(server
     registry.check_uploads()
     with Server() as other:
         server.location = f"http://{other.name}/upload"
-        with pytest.raises(HostError, match=f"directs uploads to {other.name}, which the login is not for"):
+        with pytest.raises(
+            HostError, match=f"directs uploads to {other.name}, which the login is not for"
+        ):
             registry.check_uploads()
         assert other.seen == []
 
@@ -164,7 +175,9 @@ def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
     assert Repository(f"{server.name}/a/b").find("GET", "manifests/x") is None
 
 
-def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_credential_helper_is_asked(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     helper = tmp_path / "docker-credential-test"
     login = json.dumps({"ServerURL": "x", "Username": "me", "Secret": "word"})
     helper.write_text(f"#!/bin/sh\n[ \"$(cat)\" = {server.name} ] && echo '{login}'\n")
@@ -175,12 +188,15 @@ def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "a"}}}', '{"credsStore": "none"}']
+    "text",
+    ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "a"}}}', '{"credsStore": "none"}'],
 )
 def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text.replace("HOST", server.name))
     # In no words of Python's, such as "'list' object has no attribute".
-    with pytest.raises(HostError, match=r"Docker's logins cannot be read: (?!.*(Errno|object has no|codec))"):
+    with pytest.raises(
+        HostError, match=r"Docker's logins cannot be read: (?!.*(Errno|object has no|codec))"
+    ):
         Repository(f"{server.name}/a/b").request("GET", "manifests/x")
 
 
@@ -203,10 +219,17 @@ ODD_ANSWERS: list[OddAnswer] = [
     (200, {}, b'{"manifests": [{"digest": 5}]}', lambda there: there.referrers("sha256:0")),
     *map(
         attached,
-        (b"[]", b"{}", b'{"layers": []}', b'{"layers": [1]}', b"\xff", b"[" * 100_000,
-         b'{"layers": [{"digest": 5, "mediaType": "x", "annotations": []}]}'),
+        (
+            b"[]",
+            b"{}",
+            b'{"layers": []}',
+            b'{"layers": [1]}',
+            b"\xff",
+            b"[" * 100_000,
+            b'{"layers": [{"digest": 5, "mediaType": "x", "annotations": []}]}',
+        ),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(ODD_ANSWERS)))
@@ -215,7 +238,12 @@ def test_an_odd_answer_is_a_sentence(number: int, monkeypatch: pytest.MonkeyPatc
 
     def send(_: object, request: PreparedRequest, **__: object) -> Response:
         answer = Response()
-        answer.status_code, answer.raw, answer.url, answer.request = status, BytesIO(body), str(request.url), request
+        answer.status_code, answer.raw, answer.url, answer.request = (
+            status,
+            BytesIO(body),
+            str(request.url),
+            request,
+        )
         answer.headers.update(headers)
         return answer
 
@@ -242,14 +270,21 @@ def paged(monkeypatch: pytest.MonkeyPatch, rest: Callable[[int], str]) -> Reposi
 
 def test_lists_are_read_to_their_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
     there = paged(monkeypatch, lambda number: f"/v2/a/b/x?page={number + 1}" if number < 3 else "")
-    assert [row["digest"] for row in there.referrers("sha256:0")] == ["sha256:1", "sha256:2", "sha256:3"]
+    assert [row["digest"] for row in there.referrers("sha256:0")] == [
+        "sha256:1",
+        "sha256:2",
+        "sha256:3",
+    ]
     assert there.tags() == ["v1", "v2", "v3"]
 
 
 @pytest.mark.parametrize(
-    ("rest", "reason"), [("?page=1", "has no end"), ("http://localhost:2/?page=2", "goes on at localhost:2")]
+    ("rest", "reason"),
+    [("?page=1", "has no end"), ("http://localhost:2/?page=2", "goes on at localhost:2")],
 )
-def test_a_list_without_end_or_elsewhere_is_a_sentence(rest: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_without_end_or_elsewhere_is_a_sentence(
+    rest: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for call in (lambda there: there.referrers("sha256:0"), lambda there: there.tags()):
         with pytest.raises(HostError, match=reason):
             call(paged(monkeypatch, lambda _: rest))
@@ -279,7 +314,9 @@ def test_an_answer_byte_by_byte_has_a_time_limit(monkeypatch: pytest.MonkeyPatch
 
 def test_the_config_of_all_documents_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    monkeypatch.setattr(Repository, "upload", lambda _, digest, __: (time.sleep(0.05), sent.append(digest)))
+    monkeypatch.setattr(
+        Repository, "upload", lambda _, digest, __: (time.sleep(0.05), sent.append(digest))
+    )
     there = Repository("localhost:1/a/b")
     with ThreadPool(8) as pool:
         pool.map(lambda _: there.upload_config(), range(8), 1)

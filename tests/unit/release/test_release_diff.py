@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.cli.main import main
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.release.diff import component_order, diff
-from primus.release.history import Release, load_history, pin_names, pins, select
-from primus.release.sides import Side, one_of
+from primus_images.cli.main import main
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.release.diff import component_order, diff
+from primus_images.release.history import Release, load_history, pin_names, pins, select
+from primus_images.release.sides import Side, one_of
 from project_kit import Kit, copied, make_project
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -28,12 +28,16 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_golden(request: pytest.FixtureRequest, nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_golden(
+    request: pytest.FixtureRequest, nowhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", "v25.10", "v26.8"]) == 0
     text, golden = capsys.readouterr().out, GOLDEN / "diff.txt"
     if request.config.getoption("--regenerate-golden"):
         golden.write_text(text, encoding="utf-8")
-    assert text == golden.read_text(encoding="utf-8"), "run pytest --regenerate-golden if it should say this"
+    assert text == golden.read_text(encoding="utf-8"), (
+        "run pytest --regenerate-golden if it should say this"
+    )
 
 
 def test_component_order() -> None:
@@ -41,7 +45,9 @@ def test_component_order() -> None:
     assert names == ["rocm", "aiter", "lib9", "lib10", "zlib"]
 
 
-def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ambiguous_name_names_the_choices(
+    nowhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(select(HISTORY, "v25.10")) == 2, "but their tables are equal"
     assert one("v25.10").reference == "rocm/primus:v25.10"
     assert main(["diff", "v25.8", "v26.8"]) == 2
@@ -64,7 +70,12 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
 def test_the_present_pins_as_a_release(kit: Kit) -> None:
     project = Project.find(kit.root)
     names = project.target_names()
-    assert pin_names(project.versions, names) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
+    assert pin_names(project.versions, names) == (
+        "v26.11",
+        "versions.yaml",
+        "v26.11-cpu",
+        "v26.11-mi300x",
+    )
     targets = [resolve(project, name) for name in names]
     whole = pins(project.versions, targets, "v26.11")
     assert whole.components["pytorch"] == "2.13.0+cpu (cpu), 2.14.0 (mi300x)"
@@ -77,7 +88,9 @@ def test_the_present_pins_as_a_release(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("name", ["v26.11-cpu", "rocm/primus:v26.11-cpu"])
-def test_history_against_the_present_file(name: str, kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_against_the_present_file(
+    name: str, kit: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", "v26.8", name]) == 0
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -92,7 +105,9 @@ def test_history_against_the_present_file(name: str, kit: Kit, capsys: pytest.Ca
         assert line in lines, line
 
 
-def test_a_broken_file_of_pins_does_not_hide_the_history(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_of_pins_does_not_hide_the_history(
+    kit: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
     kit.write("versions.yaml", "releas: v26.11\n")
     assert main(["diff", "v26.7", "v26.8"]) == 0
     capsys.readouterr()
@@ -106,8 +121,12 @@ def test_a_typo_in_a_projects_own_name(kit: Kit, capsys: pytest.CaptureFixture[s
 
 
 words = st.sampled_from(["rocm", "aiter", "python", "lib9", "lib10"])
-versions = st.one_of(st.none(), st.sampled_from(["1.0", "1.1", "1.10", "2.0a1", "3c0ffee", "v1.0.1"]))
-gpus = st.one_of(st.none(), st.lists(st.sampled_from(["mi300x", "mi355x", "h200"]), unique=True).map(tuple))
+versions = st.one_of(
+    st.none(), st.sampled_from(["1.0", "1.1", "1.10", "2.0a1", "3c0ffee", "v1.0.1"])
+)
+gpus = st.one_of(
+    st.none(), st.lists(st.sampled_from(["mi300x", "mi355x", "h200"]), unique=True).map(tuple)
+)
 releases = st.builds(
     Release,
     image=st.just("rocm/a"),
@@ -126,6 +145,9 @@ def test_every_version_is_accounted_for_once(old: Release, new: Release) -> None
     stated = {name for side in (old, new) for name, version in side.components.items() if version}
     assert sorted(stated) == sorted([*(c.what for c in components.changes), *components.same])
     for change in components.changes:
-        assert (old.components.get(change.what), new.components.get(change.what)) == (change.old, change.new)
+        assert (old.components.get(change.what), new.components.get(change.what)) == (
+            change.old,
+            change.new,
+        )
         assert (change.kind == "added") == (change.old is None)
         assert (change.kind == "removed") == (change.new is None)

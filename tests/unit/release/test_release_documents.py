@@ -13,15 +13,23 @@ from cyclonedx.validation.json import JsonStrictValidator
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from primus.errors import InputError
-from primus.gates.contents import Kind, Stated
-from primus.gates.examined import LayerFacts
-from primus.oci.store import digest_of
-from primus.release import publish
-from primus.release.artifact import Document, artifact, listed
-from primus.release.documents import Licences, bill, cyclonedx, licences, listing, purl, statement
-from primus.release.registry import plain_http
-from primus.versions.lock import Lock, LockedFile, load
+from primus_images.errors import InputError
+from primus_images.gates.contents import Kind, Stated
+from primus_images.gates.examined import LayerFacts
+from primus_images.oci.store import digest_of
+from primus_images.release import publish
+from primus_images.release.artifact import Document, artifact, listed
+from primus_images.release.documents import (
+    Licences,
+    bill,
+    cyclonedx,
+    licences,
+    listing,
+    purl,
+    statement,
+)
+from primus_images.release.registry import plain_http
+from primus_images.versions.lock import Lock, LockedFile, load
 from tables import table_of, text_of
 
 ROOT = Path(__file__).parents[3]
@@ -39,31 +47,57 @@ def read(path: Path) -> Lock:
 def image(lock: Lock, **local: str) -> Any:
     """An image with what the documents read of it. ``local`` are components and their paths."""
     resolved = SimpleNamespace(
-        lock=lock, ref="v26.11-x", name="x", roots=[BASES[lock.channel]], versions=SimpleNamespace(release="v26.11"),
-        choice=SimpleNamespace(channel=lock.channel, preview=None), gpu=None, target=SimpleNamespace(recipes=()),
+        lock=lock,
+        ref="v26.11-x",
+        name="x",
+        roots=[BASES[lock.channel]],
+        versions=SimpleNamespace(release="v26.11"),
+        choice=SimpleNamespace(channel=lock.channel, preview=None),
+        gpu=None,
+        target=SimpleNamespace(recipes=()),
         trained_with={},
         pins={name: SimpleNamespace(path=path) for name, path in local.items()},
-    )  # fmt: skip
+    )
     layers = [SimpleNamespace(name="python", key="k1")]
-    plan = SimpleNamespace(resolved=resolved, config={"created": "2026-11-20T00:00:00Z"}, layers=layers)
+    plan = SimpleNamespace(
+        resolved=resolved, config={"created": "2026-11-20T00:00:00Z"}, layers=layers
+    )
     return SimpleNamespace(plan=plan, digest=DIGEST)
 
 
 COPYRIGHT = text_of("copyright")
 WHEELS: dict[str, tuple[list[tuple[str, str]], str]] = {
-    "expression": ([("License-Expression", "MIT OR Apache-2.0"), ("License", "GPL")], "MIT OR Apache-2.0"),
-    "field": ([("License", "Apache 2.0"), ("Classifier", "License :: OSI Approved :: BSD License")], "Apache-2.0"),
+    "expression": (
+        [("License-Expression", "MIT OR Apache-2.0"), ("License", "GPL")],
+        "MIT OR Apache-2.0",
+    ),
+    "field": (
+        [("License", "Apache 2.0"), ("Classifier", "License :: OSI Approved :: BSD License")],
+        "Apache-2.0",
+    ),
     "combined": ([("License", "MPL-2.0 AND MIT")], "MPL-2.0 AND MIT"),
-    "classifier": ([("License", "UNKNOWN"), ("Classifier", "License :: OSI Approved :: MIT License")], "MIT"),
+    "classifier": (
+        [("License", "UNKNOWN"), ("Classifier", "License :: OSI Approved :: MIT License")],
+        "MIT",
+    ),
     "ambiguous": ([("License", "BSD")], "LicenseRef-BSD-49d9777d"),
-    "proprietary": ([("Classifier", "License :: Other/Proprietary License")], "LicenseRef-Other-Proprietary-License"),
+    "proprietary": (
+        [("Classifier", "License :: Other/Proprietary License")],
+        "LicenseRef-Other-Proprietary-License",
+    ),
     "gnu": ([("License", "LGPL-3.0-or-later")], "LGPL-3.0-or-later"),
     "silent": ([], ""),
 }
 DEBS = {
-    "machine": (COPYRIGHT, "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-"),
+    "machine": (
+        COPYRIGHT,
+        "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-",
+    ),
     "prose": ("Anybody may do anything.", "LicenseRef-copyright-"),
-    "linked": ("machine", "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-"),
+    "linked": (
+        "machine",
+        "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-",
+    ),
     "bare": ("", ""),
 }
 
@@ -73,7 +107,10 @@ def stated(kind: Kind, name: str, licence: list[tuple[str, str]] = []) -> Stated
 
 
 FACTS = LayerFacts(
-    stated=(*(stated("wheel", name, rows) for name, (rows, _) in WHEELS.items()), *(stated("deb", n) for n in DEBS)),
+    stated=(
+        *(stated("wheel", name, rows) for name, (rows, _) in WHEELS.items()),
+        *(stated("deb", n) for n in DEBS),
+    ),
     copyrights={name: text for name, (text, _) in DEBS.items() if text},
 )
 
@@ -103,7 +140,10 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     document = bill(image(lock, recipes="recipes"), "c" * 40, ["README.md"], declared(lock))
     parsed = JsonLikeDictParser().parse(json.loads(json.dumps(document)))
     assert [m.validation_message for m in validate_full_spdx_document(parsed)] == []
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(document))) is None
+    assert (
+        JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(document)))
+        is None
+    )
     assert len(document["packages"]) == len(lock.files) + 2
     assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
     assert document["packages"][-1]["versionInfo"] == "c" * 40 + "+edited"
@@ -130,7 +170,9 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     ]
 
 
-@pytest.mark.parametrize(("kind", "name", "version", "file", "url"), table_of("release_documents.package_urls"))
+@pytest.mark.parametrize(
+    ("kind", "name", "version", "file", "url"), table_of("release_documents.package_urls")
+)
 def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -> None:
     locked = LockedFile(kind=kind, name=name, version=version, file=file, size=1, sha256="f0")  # type: ignore[arg-type]
     assert purl(locked) == url
@@ -138,10 +180,17 @@ def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -
 
 def test_provenance_names_the_commit_every_file_and_every_key() -> None:
     lock = read(ROOT / "images/locks/pypi/cpu.json")
-    provenance = statement(image(lock), "c" * 40, [Document(media_type="x", name="lock.json", data=b"a")])
+    provenance = statement(
+        image(lock), "c" * 40, [Document(media_type="x", name="lock.json", data=b"a")]
+    )
     assert provenance["subject"] == [{"name": "v26.11-x", "digest": {"sha256": "a" * 64}}]
-    definition, details = provenance["predicate"]["buildDefinition"], provenance["predicate"]["runDetails"]
-    assert details["byproducts"] == [{"name": "lock.json", "digest": {"sha256": digest_of(b"a")[7:]}}]
+    definition, details = (
+        provenance["predicate"]["buildDefinition"],
+        provenance["predicate"]["runDetails"],
+    )
+    assert details["byproducts"] == [
+        {"name": "lock.json", "digest": {"sha256": digest_of(b"a")[7:]}}
+    ]
     assert definition["internalParameters"] == {"layers": {"python": "k1"}}
     source, *files = definition["resolvedDependencies"]
     assert source["digest"] == {"gitCommit": "c" * 40}
@@ -149,24 +198,43 @@ def test_provenance_names_the_commit_every_file_and_every_key() -> None:
 
 
 def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
-    subject = {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": DIGEST, "size": 3, "more": "x"}
+    subject = {
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "digest": DIGEST,
+        "size": 3,
+        "more": "x",
+    }
     one, two = (
-        artifact(Document(media_type="application/json", name=name, data=name.encode()), subject) for name in "ab"
+        artifact(Document(media_type="application/json", name=name, data=name.encode()), subject)
+        for name in "ab"
     )
-    assert json.loads(one)["subject"] == {key: subject[key] for key in ("mediaType", "digest", "size")}
+    assert json.loads(one)["subject"] == {
+        key: subject[key] for key in ("mediaType", "digest", "size")
+    }
     index = listed(listed(listed(None, one), two), one)
     assert [m["digest"] for m in index["manifests"]] == [digest_of(two), digest_of(one)]
     assert {m["artifactType"] for m in index["manifests"]} == {"application/json"}
 
 
-@pytest.mark.parametrize(("repository", "plain"), table_of("release_documents.registries_without_tls"))
-def test_only_registries_of_this_machine_are_asked_without_tls(repository: str, plain: bool) -> None:
+@pytest.mark.parametrize(
+    ("repository", "plain"), table_of("release_documents.registries_without_tls")
+)
+def test_only_registries_of_this_machine_are_asked_without_tls(
+    repository: str, plain: bool
+) -> None:
     assert plain_http(repository) is plain
 
 
-@pytest.mark.parametrize("damage", [os.mkfifo, lambda path: path.write_text("["), lambda path: path.write_text("[]")])
-def test_what_is_no_record_of_a_validation_is_a_sentence(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "damage", [os.mkfifo, lambda path: path.write_text("["), lambda path: path.write_text("[]")]
+)
+def test_what_is_no_record_of_a_validation_is_a_sentence(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     (tmp_path / "one").mkdir()
     damage(tmp_path / "one/record.json")
-    with pytest.raises(InputError, match=r"record.json(:1:2)?: (this is not a regular file|not JSON|not a validation)"):
+    with pytest.raises(
+        InputError,
+        match=r"record.json(:1:2)?: (this is not a regular file|not JSON|not a validation)",
+    ):
         publish._records(tmp_path)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from docs import generated
 
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.gpus.table import generation
-from primus.release import diff as differences
-from primus.release.history import History, load_history, select
-from primus.schema import build
-from primus.yamlfile import parse
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.gpus.table import generation
+from primus_images.release import diff as differences
+from primus_images.release.history import History, load_history, select
+from primus_images.schema import build
+from primus_images.yamlfile import parse
 from project_kit import make_project
 from tables import table_of
 
@@ -42,7 +42,9 @@ def test_the_data_is_consistent() -> None:
     by_reference = {release.reference: release for release in HISTORY.releases}
     assert len(by_reference) == len(HISTORY.releases)
     for release in HISTORY.releases:
-        assert {generation(gpu).arch for gpu in release.gpus or ()} == set(release.gfx or ()), release.reference
+        assert {generation(gpu).arch for gpu in release.gpus or ()} == set(release.gfx or ()), (
+            release.reference
+        )
         if release.same_as:
             assert by_reference[release.same_as].components == release.components
 
@@ -90,15 +92,22 @@ def test_the_list(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert sum(row.startswith("rocm/") for row in rows) == len(HISTORY.releases)
     order = [
-        next(n for n, row in enumerate(rows) if f":{tag} " in row) for tag in ("v26.8", "v26.7", "v25.11", "v25.10")
+        next(n for n, row in enumerate(rows) if f":{tag} " in row)
+        for tag in ("v26.8", "v26.7", "v25.11", "v25.10")
     ]
     assert order == sorted(order)
     assert rows[-1] == "– not published."
 
 
-def test_in_a_project_the_pins_stand_on_top(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_project_the_pins_stand_on_top(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["releases"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("rocm/primus:v26.11 (versions.yaml)  2026-11-20  –")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[1]
+        .startswith("rocm/primus:v26.11 (versions.yaml)  2026-11-20  –")
+    )
 
 
 def test_one_release_tells_all(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +123,15 @@ def test_one_release_tells_all(nowhere: Path, capsys: pytest.CaptureFixture[str]
         assert words in out, words
 
 
-def test_a_name_of_several_tags_shows_each(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_several_tags_shows_each(
+    nowhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["releases", "v25.9"]) == 0
     out = capsys.readouterr().out
-    assert len(re.findall(r"^rocm/(?:primus|megatron-lm):v25\.9_gfx9(?:42|50)$", out, re.MULTILINE)) == 4
+    assert (
+        len(re.findall(r"^rocm/(?:primus|megatron-lm):v25\.9_gfx9(?:42|50)$", out, re.MULTILINE))
+        == 4
+    )
 
 
 def test_page_holds_every_tag() -> None:
@@ -133,4 +147,6 @@ def test_page_holds_every_tag() -> None:
     # As many cells as its head has, in every table.
     for before, line in pairwise(page.splitlines()):
         if before.startswith("|") and line.startswith("|"):
-            assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", before)), line
+            assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", before)), (
+                line
+            )

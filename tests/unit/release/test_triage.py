@@ -8,20 +8,26 @@ from random import Random
 import pytest
 
 import gits
-from primus.oci.store import Store
-from primus.plan.project import Workspace
-from primus.release.triage import Hypothesis, Search, Verdict, bound, hypotheses
+from primus_images.oci.store import Store
+from primus_images.plan.project import Workspace
+from primus_images.release.triage import Hypothesis, Search, Verdict, bound, hypotheses
 from project_kit import Kit, make_project
 
 
-def search(truth: Hypothesis, changes: int, wrong: float, seed: int, conflicts: int = 0) -> tuple[Verdict, int, int]:
+def search(
+    truth: Hypothesis, changes: int, wrong: float, seed: int, conflicts: int = 0
+) -> tuple[Verdict, int, int]:
     """The verdict in a world, the number of answers, and that of points that could not be judged."""
     random = Random(seed)
     pairs = [random.sample(range(changes), 2) for _ in range(conflicts)]
     state = Search(changes, wrong=wrong, seed=seed)
     while (point := state.next()) is not None:
         unbuildable = any(new in point and old not in point for new, old in pairs)
-        bad = point.issuperset(truth.changes) if truth.together else not point.isdisjoint(truth.changes)
+        bad = (
+            point.issuperset(truth.changes)
+            if truth.together
+            else not point.isdisjoint(truth.changes)
+        )
         state.tell(point, None if unbuildable else bad != (random.random() < wrong))
         assert len(state.answers) < 400
     skipped = sum(bad is None for _, bad in state.answers)
@@ -32,7 +38,9 @@ def test_two_culprits_of_100_are_found_by_a_judge_that_is_wrong_in_a_tenth() -> 
     assert bound(100, 0.1) == pytest.approx(25.02, abs=0.01)  # log2(10,002) ÷ 0.531 bits
     right, answers = 0, []
     for seed in range(25):
-        truth = Hypothesis(tuple(sorted(Random(f"world {seed}").sample(range(100), 2))), together=bool(seed % 2))
+        truth = Hypothesis(
+            tuple(sorted(Random(f"world {seed}").sample(range(100), 2))), together=bool(seed % 2)
+        )
         verdict, count, _ = search(truth, 100, 0.1, seed)
         right += verdict.hypothesis == truth
         answers.append(count)
@@ -50,7 +58,9 @@ def test_a_judge_that_is_never_wrong_finds_every_kind_of_culprit(changes: int) -
 
 def test_points_that_cannot_be_built_are_avoided() -> None:
     for seed in range(5):
-        truth = Hypothesis(tuple(sorted(Random(seed).sample(range(30), 2))), together=bool(seed % 2))
+        truth = Hypothesis(
+            tuple(sorted(Random(seed).sample(range(30), 2))), together=bool(seed % 2)
+        )
         verdict, _, skipped = search(truth, 30, 0.0, seed, conflicts=5)
         assert truth in (verdict.hypothesis, *verdict.rivals) and skipped < 80
 
@@ -100,7 +110,9 @@ def kit(tmp_path: Path) -> Kit:
     return kit
 
 
-def test_the_verb_finds_two_that_act_together_and_goes_on_after_an_interruption(kit: Kit, tmp_path: Path) -> None:
+def test_the_verb_finds_two_that_act_together_and_goes_on_after_an_interruption(
+    kit: Kit, tmp_path: Path
+) -> None:
     words = ["triage", "v26.11-demo", "v26.12-demo", "--wrong", "0", "--json"]
     dry = json.loads(kit.primus(*words, "--dry-run").out)
     assert (dry["changes"], dry["answers"]) == ([*PINS], [])
@@ -111,27 +123,38 @@ def test_the_verb_finds_two_that_act_together_and_goes_on_after_an_interruption(
     result = kit.primus(*words, *oracle, "2")
     assert result.code == 0, result.err
     verdict = json.loads(result.out)
-    assert (verdict["culprits"], verdict["together"], verdict["sure"]) == (["beta", "gamma"], True, True)
+    assert (verdict["culprits"], verdict["together"], verdict["sure"]) == (
+        ["beta", "gamma"],
+        True,
+        True,
+    )
     assert len((tmp_path / "log").read_text().splitlines()) == len(verdict["answers"]) + 1
     assert not (kit.root / "versions.yaml").read_text().startswith("{")
-    assert "v26.12-demo" not in json.dumps(json.loads((kit.root / ".primus/store/index.json").read_text()))
+    assert "v26.12-demo" not in json.dumps(
+        json.loads((kit.root / ".primus/store/index.json").read_text())
+    )
 
 
 BOTH = ("HEAD~1", "HEAD", "--wrong", "0")
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    (["v26.11", "v26.12"], 2, "the oracle is missing"), (["v26.10", "v26.12", "--", "true"], 2, "called 'v26.10'"),
-    (["HEAD", "HEAD", "--", "true"], 2, "do not differ in a pin"), ([*BOTH, "--", "/no/such"], 2, "/no/such"),
-    ([*BOTH, "--locks", "--", "true"], 2, "needs the same pins"),
-    (["HEAD", "HEAD", "--locks", "--", "true"], 2, "do not differ in a package of the locks"),
-    ([*BOTH, "--wrong", "0.5", "--", "true"], 2, "below 0.4"),
-    ([*BOTH, "--", "sh", "-c", "exit 125"], 1, "no point can be judged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["v26.11", "v26.12"], 2, "the oracle is missing"),
+        (["v26.10", "v26.12", "--", "true"], 2, "called 'v26.10'"),
+        (["HEAD", "HEAD", "--", "true"], 2, "do not differ in a pin"),
+        ([*BOTH, "--", "/no/such"], 2, "/no/such"),
+        ([*BOTH, "--locks", "--", "true"], 2, "needs the same pins"),
+        (["HEAD", "HEAD", "--locks", "--", "true"], 2, "do not differ in a package of the locks"),
+        ([*BOTH, "--wrong", "0.5", "--", "true"], 2, "below 0.4"),
+        ([*BOTH, "--", "sh", "-c", "exit 125"], 1, "no point can be judged"),
+    ],
+)
 def test_bad_questions_and_no_culprit(
     words: list[str], code: int, message: str, kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primus.release.triage._PATIENCE", 3)
+    monkeypatch.setattr("primus_images.release.triage._PATIENCE", 3)
     result = kit.primus("triage", *words)
     assert result.code == code and message in result.err, result.err
 

@@ -5,23 +5,33 @@ from threading import Barrier, Event
 
 import pytest
 
-from primus.cli.main import main
-from primus.release.summary import Validated, table
-from primus.release.validation import _each, _no_run
-from primus.training import outcome
+from primus_images.cli.main import main
+from primus_images.release.summary import Validated, table
+from primus_images.release.validation import _each, _no_run
+from primus_images.training.run import outcome
 from tables import table_of
 
 
 def cell(name: str, *failed: str) -> Validated:
-    verdicts = [{"name": check, "passed": check not in failed} for check in ("base: finite", "gate coverage")]
-    record = {"passed": not failed, "verdicts": verdicts, "jobs": [{"name": "base"}], "recipe": {"precision": "fp32"}}
+    verdicts = [
+        {"name": check, "passed": check not in failed}
+        for check in ("base: finite", "gate coverage")
+    ]
+    record = {
+        "passed": not failed,
+        "verdicts": verdicts,
+        "jobs": [{"name": "base"}],
+        "recipe": {"precision": "fp32"},
+    }
     return Validated(record=record, folder=Path("out") / name)
 
 
 @pytest.mark.parametrize(
     ("second", "summary"), table_of("validation.a_failed_gate_does_not_hide_that_every_job_passed")
 )
-def test_a_failed_gate_does_not_hide_that_every_job_passed(second: tuple[str, ...], summary: str) -> None:
+def test_a_failed_gate_does_not_hide_that_every_job_passed(
+    second: tuple[str, ...], summary: str
+) -> None:
     assert table([cell("one", "gate coverage"), cell("two", *second)]).splitlines()[-1] == summary
 
 
@@ -71,7 +81,13 @@ def test_a_refused_job_says_why_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_job_without_a_readable_result_did_not_start(tmp_path: Path) -> None:
-    assert _no_run(127, tmp_path, "base.txt") == "the job did not start (exit code 127); base.txt has what it printed"
+    assert (
+        _no_run(127, tmp_path, "base.txt")
+        == "the job did not start (exit code 127); base.txt has what it printed"
+    )
     (tmp_path / "result.json").write_text('{"exit_code": "1"}')
-    assert _no_run(127, tmp_path, "base.txt") == "the job did not start (exit code 127); base.txt has what it printed"
+    assert (
+        _no_run(127, tmp_path, "base.txt")
+        == "the job did not start (exit code 127); base.txt has what it printed"
+    )
     assert _no_run(124, tmp_path, "") == "the job did not end within 900 s"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from browser import CHROMIUM, Browser
-from primus.report.html import chart, page as page_of
+from primus_images.report.html import chart, page as page_of
 
 ROOT = Path(__file__).parents[3]
 STEPS = range(1, 101)
@@ -44,7 +44,7 @@ def test_equal_lines_do_not_hide_each_other() -> None:
 
 
 def test_vendored_files_are_those_of_the_pinned_package() -> None:
-    folder = ROOT / "src/primus/report/uplot"
+    folder = ROOT / "src/primus_images/report/uplot"
     for name, sha256 in yaml.safe_load((folder / "vendored.yaml").read_text())["files"].items():
         content = (folder / Path(name).name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == sha256, f"{name}: update vendored.yaml, too"
@@ -54,25 +54,48 @@ def test_vendored_files_are_those_of_the_pinned_package() -> None:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A record of two jobs with the same loss but for one missing step."""
     series = [
-        {"step": x, "loss": None if x == 50 else 1 + 1000 / x**2, "tokens_per_second": 1000.0 + (200 if x % 2 else 0),
-         "grad_norm": 1.0}
+        {
+            "step": x,
+            "loss": None if x == 50 else 1 + 1000 / x**2,
+            "tokens_per_second": 1000.0 + (200 if x % 2 else 0),
+            "grad_norm": 1.0,
+        }
         for x in STEPS
-    ]  # fmt: skip
-    verdict = {"name": "loss falls", "measured": "-17.7% on each of 8 ranks " * 5, "limit": "-10%",
-               "reason": "why " * 80}  # fmt: skip
+    ]
+    verdict = {
+        "name": "loss falls",
+        "measured": "-17.7% on each of 8 ranks " * 5,
+        "limit": "-10%",
+        "reason": "why " * 80,
+    }
     record = {
-        "target": "cpu", "passed": False, "measurements": {}, "made": "", "image": {}, "gpu": "", "versions": {},
-        "recipe": {"name": "Test", "sha256": ""}, "suite": {"sha256": ""},
-        "verdicts": [{**verdict, "passed": True}, {**verdict, "measured": "x" * 90, "passed": False}],
-        "jobs": [{"name": name, "series": series, "ran": False, "command": []} for name in ("base", "repeat")],
-    }  # fmt: skip
+        "target": "cpu",
+        "passed": False,
+        "measurements": {},
+        "made": "",
+        "image": {},
+        "gpu": "",
+        "versions": {},
+        "recipe": {"name": "Test", "sha256": ""},
+        "suite": {"sha256": ""},
+        "verdicts": [
+            {**verdict, "passed": True},
+            {**verdict, "measured": "x" * 90, "passed": False},
+        ],
+        "jobs": [
+            {"name": name, "series": series, "ran": False, "command": []}
+            for name in ("base", "repeat")
+        ],
+    }
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(page_of(record), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
-def window(page: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def window(
+    page: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
     profile, width = tmp_path_factory.mktemp("profile"), request.param
@@ -86,10 +109,16 @@ def browser(page: Path, window: Browser) -> Iterator[Browser]:
     window.open(page)
     window.js((ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8"))
     yield window
-    faults = [e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+    faults = [
+        e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
+    ]
     assert not faults
     # The page itself, and nothing from anywhere.
-    asked = [e["params"]["request"]["url"] for e in window.events if e["method"] == "Network.requestWillBeSent"]
+    asked = [
+        e["params"]["request"]["url"]
+        for e in window.events
+        if e["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in asked if not url.startswith(("file:///", "about:"))] == []
     assert len([url for url in asked if url.startswith("file:///")]) == 1
 
@@ -102,7 +131,9 @@ def ranges(browser: Browser) -> list[list[float]]:
 def place(browser: Browser) -> tuple[float, float, float]:
     """Left edge, width and middle height of the first chart's plotting area, as the browser's mouse knows them."""
     browser.js("primusCharts[0].over.scrollIntoView({block: 'center'})")
-    box = browser.js("(b => [b.x, b.width, b.y + b.height / 2])(primusCharts[0].over.getBoundingClientRect())")
+    box = browser.js(
+        "(b => [b.x, b.width, b.y + b.height / 2])(primusCharts[0].over.getBoundingClientRect())"
+    )
     return box[0], box[1], box[2]
 
 
@@ -110,7 +141,9 @@ def test_text_is_readable_and_nothing_overflows(browser: Browser) -> None:
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
     assert browser.js("small()") == []
     # On the canvas the font is in the device's pixels.
-    pixels = "parseFloat(primusCharts[0].axes[0].font[0].match(/([0-9.]+)px/)[1]) / devicePixelRatio"
+    pixels = (
+        "parseFloat(primusCharts[0].axes[0].font[0].match(/([0-9.]+)px/)[1]) / devicePixelRatio"
+    )
     assert browser.js(pixels) >= 13
 
 
@@ -145,12 +178,16 @@ def test_smoothing_evens_out_and_keeps_gaps(browser: Browser) -> None:
         return float(max(values) - min(values))
 
     assert spread() == 200
-    browser.js("(s => {s.value = 0.9; s.dispatchEvent(new Event('input'))})(document.querySelector('#smoothing'))")
+    browser.js(
+        "(s => {s.value = 0.9; s.dispatchEvent(new Event('input'))})(document.querySelector('#smoothing'))"
+    )
     assert spread() < 30
     assert browser.js("primusCharts[0].data.at(-1)[49]") is None
     assert browser.js("document.querySelector('output').innerText") == "0.9"
     # The values themselves stay behind the smooth line, without a second name in the legend.
-    shown = browser.js("[...primusCharts[1].root.querySelectorAll('.u-series')].filter(e => e.offsetWidth).length")
+    shown = browser.js(
+        "[...primusCharts[1].root.querySelectorAll('.u-series')].filter(e => e.offsetWidth).length"
+    )
     assert shown == 3
 
 

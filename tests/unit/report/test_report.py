@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from primus.cli.image import train
-from primus.cli.main import main
-from primus.cli.verb import parser_of
-from primus.plan.project import Project
-from primus.plan.resolve import resolve as resolve_target
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.release.mad import mad_files
-from primus.report import sheets
-from primus.report.run import read
-from primus.training import suite
-from primus.training.job import Job
-from primus.training.outcome import Outcome, RunResult
+from primus_images.cli.image import train
+from primus_images.cli.main import main
+from primus_images.cli.verb import parser_of
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve as resolve_target
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.release.mad import mad_files
+from primus_images.report import sheets
+from primus_images.report.run import read
+from primus_images.training.judge import suite
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome, RunResult
 from proof_kit import FACTS, H200, finished_run, series_of, verdicts
 from tables import table_of
 
@@ -50,17 +50,31 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    paths = [make("good"), make("bad", passed=False, speed=12345678.0), make("cpu", facts={"device": "cpu"})]
+    paths = [
+        make("good"),
+        make("bad", passed=False, speed=12345678.0),
+        make("cpu", facts={"device": "cpu"}),
+    ]
     assert main(["report", *map(str, paths), "--out", str(out)]) == 0
     assert (out / "perf.csv").read_text().splitlines()[0] == PERF
     good, bad, cpu = rows(out / "perf.csv")
     assert {key: value for key, value in good.items() if value} == {
-        "model": "llama3.1-8b", "n_gpus": "8", "nnodes": "1", "gpus_per_node": "8", "training_precision": "bf16",
+        "model": "llama3.1-8b",
+        "n_gpus": "8",
+        "nnodes": "1",
+        "gpus_per_node": "8",
+        "training_precision": "bf16",
         "args": "train llama3.1-8b --backend=torchtitan --mode=pretrain --precision=bf16 --gpu=h200",
-        "tags": "torchtitan,pretrain", "deployment_type": "local", "launcher": "torchrun",
-        "gpu_architecture": "sm_90", "performance": "9000", "metric": "tok_per_s_per_gpu", "status": "SUCCESS",
-        "test_duration": "61.5", "dataname": good["dataname"],
-    }  # fmt: skip
+        "tags": "torchtitan,pretrain",
+        "deployment_type": "local",
+        "launcher": "torchrun",
+        "gpu_architecture": "sm_90",
+        "performance": "9000",
+        "metric": "tok_per_s_per_gpu",
+        "status": "SUCCESS",
+        "test_duration": "61.5",
+        "dataname": good["dataname"],
+    }
     # Neither 12,345,678 nor 1.2e7: madengine reads neither.
     assert (bad["status"], bad["performance"]) == ("FAILURE", "12345700")
     assert cpu["gpu_architecture"] == ""
@@ -72,9 +86,14 @@ def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> 
         make("one"),
         make("two", speed=9900.0),
         make("failed", passed=False),
-        make("flux", recipe="flux.1-dev", choices=flux, speed=3.25 * 1536,
-             facts={"device": "cuda", "gpu": "AMD Instinct MI300X", "gpu_units": 304}),
-    ]  # fmt: skip
+        make(
+            "flux",
+            recipe="flux.1-dev",
+            choices=flux,
+            speed=3.25 * 1536,
+            facts={"device": "cuda", "gpu": "AMD Instinct MI300X", "gpu_units": 304},
+        ),
+    ]
     assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out/perf_llama3.1-8b.csv").read_text()
     assert text.splitlines()[:4] == [
@@ -84,9 +103,17 @@ def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> 
         f"llama3.1-8b,47.5,GPU_memory_usage,pretrain,BF16,{local},8192,H200,8",
     ]
     assert text.count("model,") == 1
-    assert [row["performance"] for row in rows(tmp_path / "out/perf_llama3.1-8b.csv")[6:]] == ["", "", ""]
+    assert [row["performance"] for row in rows(tmp_path / "out/perf_llama3.1-8b.csv")[6:]] == [
+        "",
+        "",
+        "",
+    ]
     images, tflops, _ = rows(tmp_path / "out/perf_flux.1-dev.csv")
-    assert (images["metric"], images["performance"], images["device"]) == ("FPS_per_GPU", "3.25", "MI300X")
+    assert (images["metric"], images["performance"], images["device"]) == (
+        "FPS_per_GPU",
+        "3.25",
+        "MI300X",
+    )
     assert tflops["metric"] == "TFLOPS_per_GPU"
 
 
@@ -99,7 +126,9 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [f"{tag} {key}" for key, _ in attrs if key in ("src", "href") or key.startswith("on")]
+        self.outside += [
+            f"{tag} {key}" for key, _ in attrs if key in ("src", "href") or key.startswith("on")
+        ]
         self.outside += [tag] if tag in ("link", "iframe", "img") else []
         if tag not in ("meta", "input"):
             self.open.append(tag)
@@ -112,7 +141,11 @@ class Page(HTMLParser):
 
 
 def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_path: Path) -> None:
-    paths = [make("before"), make("after", speed=9900.0), make("<b>bad</b>"[:3] + "ad", passed=False)]
+    paths = [
+        make("before"),
+        make("after", speed=9900.0),
+        make("<b>bad</b>"[:3] + "ad", passed=False),
+    ]
     assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
     page = Page(text := (tmp_path / "out/report.html").read_text(encoding="utf-8"))
     assert (page.outside, page.open) == ([], [])
@@ -125,15 +158,26 @@ def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_p
     assert "<b>" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
 
 
-def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_read_like_a_folder(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = Job(name="base", recipe=resolve("llama3.1-8b", (), H200), output=tmp_path / "base")
     outcome = Outcome(
-        job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, run=RunResult(exit_code=0, seconds=61.5)
+        job=job,
+        exit_code=0,
+        series=series_of(9000.0),
+        facts=FACTS,
+        run=RunResult(exit_code=0, seconds=61.5),
     )
     made = suite.record(
-        [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", time="2026-11-20T00:00:00Z",
+        [job],
+        {"base": outcome},
+        verdicts(True),
+        target="h200",
+        gpu="NVIDIA H200",
+        time="2026-11-20T00:00:00Z",
         image={"ref": "h200", "manifest": "sha256:12"},
-    )  # fmt: skip
+    )
     (tmp_path / "evidence").mkdir()
     (tmp_path / "evidence/record.json").write_text(json.dumps(made))
     folder = make("train")
@@ -143,17 +187,33 @@ def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pyte
     assert of_record.summary.mfu.peak_tflops == 989
     assert of_record.series == of_folder.series
     assert of_record.label == "h200 llama3.1-8b"
-    assert main(["report", str(tmp_path / "evidence/record.json"), "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "report",
+                str(tmp_path / "evidence/record.json"),
+                "--out",
+                str(tmp_path / "out"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["runs"][0]["tokens_per_second"] == 9000.0
     assert all(Path(file).is_file() for file in said["files"])
     assert rows(tmp_path / "out/perf.csv")[0]["docker_sha"] == "sha256:12"
 
 
-def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_one_name_are_told_apart(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = make("run")
     shutil.copytree(first, tmp_path / "other/run")
-    assert main(["report", str(first), str(tmp_path / "other/run"), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["report", str(first), str(tmp_path / "other/run"), "--out", str(tmp_path / "out")])
+        == 0
+    )
     assert "✓ run (1)  " in capsys.readouterr().out
 
 
@@ -169,7 +229,11 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
     ],
 )
 def test_a_broken_run_is_a_sentence(
-    broken: dict[str, str | None], says: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broken: dict[str, str | None],
+    says: str,
+    make: Make,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = make("run")
     for name, text in broken.items():
@@ -187,7 +251,9 @@ def test_of_several_runs_those_without_a_step_are_left_out(
     good, failed, running = make("good"), make("failed"), make("running")
     (failed / "metrics.jsonl").write_text("")
     (running / "result.json").unlink()
-    (running / "metrics.jsonl").write_text((running / "metrics.jsonl").read_text() + '{"step": 16, "lo')
+    (running / "metrics.jsonl").write_text(
+        (running / "metrics.jsonl").read_text() + '{"step": 16, "lo'
+    )
     words = ["report", str(failed), str(good), str(running), "--out", str(tmp_path / "out")]
     assert main(words) == 0
     said = capsys.readouterr()
@@ -201,12 +267,17 @@ def test_of_several_runs_those_without_a_step_are_left_out(
 def test_a_report_inside_a_container_says_how_to_keep_it(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primus.cli.image.train.lost_warning", lambda folder: f"{folder} is inside the container")
+    monkeypatch.setattr(
+        "primus_images.cli.image.train.lost_warning",
+        lambda folder: f"{folder} is inside the container",
+    )
     assert main(["report", str(make("run")), "--out", str(tmp_path / "out")]) == 0
     assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 
 
-def test_too_many_runs_and_a_system_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_runs_and_a_system_folder(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(make("run"))
     out = ["--out", str(tmp_path / "out")]
     assert main(["report", *[folder] * 9, *out]) == 2
@@ -222,7 +293,13 @@ HOSTILE = ("null", "-1", "1e999", '"\\u0000\\ud800\\u001b[2J"', f'"{"x" * 5000}"
 def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The place of each value in a document; of a list, the first one's."""
     yield place
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:1])
+        if isinstance(value, list)
+        else ()
+    )
     for key, one in inner:
         yield from _places(one, (*place, key))
 
@@ -235,7 +312,11 @@ def test_a_mutated_run_is_reported_or_refused(
     folder, out = make("run"), tmp_path / "out"
     whole = (folder / name).read_text(encoding="utf-8")
     first, _, rest = whole.partition("\n") if name == "metrics.jsonl" else (whole, "", "")
-    places = [place for place in _places(json.loads(first)) if place[:1] != ("settings",) or "nodes" in place]
+    places = [
+        place
+        for place in _places(json.loads(first))
+        if place[:1] != ("settings",) or "nodes" in place
+    ]
     for place in places:
         document: Any = {"": json.loads(first)}
         holder: Any = document
@@ -252,7 +333,11 @@ def test_a_mutated_run_is_reported_or_refused(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_old_script_appends_its_rows(
-    kept: bool, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: bool,
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, here = make("run"), tmp_path / "scripts/pytorch-train"
     here.mkdir(parents=True)
@@ -285,28 +370,45 @@ def test_the_old_script_appends_its_rows(
 FIGURE = r"performance:\s+([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[,]?\s+([^\s,]+)"
 
 
-@pytest.mark.parametrize(("name", "tag", "precision"), [
-    ("mi300x", "primus_pyt_train_llama-3.1-8b", "bf16"), ("mi355x", "primus_pyt_train_llama-3.1-8b_fp8", "fp8"),
-    ("cpu", "primus_pyt_train_llama-3.1-8b", "fp32"), ("cpu", "primus_pyt_train_deepseek-v3-16b", "fp32"),
-    ("h200", "primus_finetune_train_llama3.1-8b_lora", "bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "tag", "precision"),
+    [
+        ("mi300x", "primus_pyt_train_llama-3.1-8b", "bf16"),
+        ("mi355x", "primus_pyt_train_llama-3.1-8b_fp8", "fp8"),
+        ("cpu", "primus_pyt_train_llama-3.1-8b", "fp32"),
+        ("cpu", "primus_pyt_train_deepseek-v3-16b", "fp32"),
+        ("h200", "primus_finetune_train_llama3.1-8b_lora", "bf16"),
+    ],
+)
 def test_madengine_trains_every_recipe_of_a_target(name: str, tag: str, precision: str) -> None:
     target = resolve_target(Project(ROOT), name)
     files = mad_files(target, "rocm/primus@sha256:00")
-    models = {word: model for model in json.loads(files["models.json"]) for word in (model["name"], *model["tags"])}
-    assert models[tag]["training_precision"] == precision and f"--precision {precision}" in models[tag]["args"]
+    models = {
+        word: model
+        for model in json.loads(files["models.json"])
+        for word in (model["name"], *model["tags"])
+    }
+    assert (
+        models[tag]["training_precision"] == precision
+        and f"--precision {precision}" in models[tag]["args"]
+    )
     assert {*target.target.recipes} - {"llama3-proxy"} <= models.keys()
     assert main(["train", *models[tag]["args"].split(), "--dry-run"]) == 0
     for model in models.values():
         assert parser_of("train").parse_args(model["args"].split())
-        assert any(path.startswith(model["dockerfile"] + ".") for path in files) and model["scripts"] in files
+        assert (
+            any(path.startswith(model["dockerfile"] + ".") for path in files)
+            and model["scripts"] in files
+        )
     (dockerfile,) = (text for path, text in files.items() if path.endswith(".Dockerfile"))
     vendor = {"cpu": "{}", "h200": "{'gpu_vendor': 'NVIDIA'}"}.get(name, "{'gpu_vendor': 'AMD'}")
     assert dockerfile.startswith(f"# CONTEXT {vendor}\nARG BASE_DOCKER=rocm/primus@sha256:00\n")
 
 
 @pytest.mark.parametrize("failing", ["", "train", "report"])
-def test_madengine_finds_the_figure_of_a_run_that_passes(failing: str, make: Make, tmp_path: Path) -> None:
+def test_madengine_finds_the_figure_of_a_run_that_passes(
+    failing: str, make: Make, tmp_path: Path
+) -> None:
     run = make("run")
     assert main(["report", str(run), "--out", str(tmp_path / "made")]) == 0
     program = f'#!/bin/sh\n[ "$1" != "{failing}" ] || exit 1\n[ $1 = train ] || cp -r {tmp_path}/made "$4"\n'
@@ -315,8 +417,14 @@ def test_madengine_finds_the_figure_of_a_run_that_passes(failing: str, make: Mak
     script = mad_files(resolve_target(Project(ROOT), "cpu"), "")["scripts/primus/run.sh"]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", script, "run.sh", "llama3.1-8b"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        ["bash", "-c", script, "run.sh", "llama3.1-8b"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     match = re.search(FIGURE, done.stdout)
-    assert (done.returncode, match and match.groups()) == ((1, None) if failing else (0, ("9000", "tok_per_s_per_gpu")))
+    assert (done.returncode, match and match.groups()) == (
+        (1, None) if failing else (0, ("9000", "tok_per_s_per_gpu"))
+    )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from primus.errors import HostError, InputError
-from primus.sandbox import container as devices
+from primus_images.errors import HostError, InputError
+from primus_images.sandbox import container as devices
 
 NVIDIA = """
 cdiVersion: "0.5.0"
@@ -19,7 +19,11 @@ devices: [{name: "0"}, {name: "1"}, {name: "10"}, {name: "0:1"}, {name: all}]
 
 
 def amd(**device: Any) -> str:
-    spec = {"cdiVersion": "0.6.0", "kind": "amd.com/gpu", "devices": [{"name": "0", "containerEdits": {}, **device}]}
+    spec = {
+        "cdiVersion": "0.6.0",
+        "kind": "amd.com/gpu",
+        "devices": [{"name": "0", "containerEdits": {}, **device}],
+    }
     return json.dumps(spec, indent="\t")
 
 
@@ -34,14 +38,31 @@ def place(tmp_path: Path, **files: str) -> list[Path]:
 
 
 def test_names_of_all_specifications(tmp_path):
-    folders = place(tmp_path, etc_a_json=amd(), run_a_json=amd(), run_b_yaml=NVIDIA, run_c_txt="no specification")
+    folders = place(
+        tmp_path,
+        etc_a_json=amd(),
+        run_a_json=amd(),
+        run_b_yaml=NVIDIA,
+        run_c_txt="no specification",
+    )
     numbers = ("0", "0:1", "1", "10", "all")
-    assert devices.cdi_names(folders) == ["amd.com/gpu=0", *(f"nvidia.com/gpu={number}" for number in numbers)]
+    assert devices.cdi_names(folders) == [
+        "amd.com/gpu=0",
+        *(f"nvidia.com/gpu={number}" for number in numbers),
+    ]
     assert devices.cdi_names([tmp_path / "nowhere"]) == []
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "{devices: [{name: a}]}", "{kind: amd.com/gpu, devices: [{}]}", "{kind: x, devices: 1}"]
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "{devices: [{name: a}]}",
+        "{kind: amd.com/gpu, devices: [{}]}",
+        "{kind: x, devices: 1}",
+    ],
 )
 def test_a_bad_specification_is_a_sentence_with_its_place(tmp_path, text):
     with pytest.raises(InputError) as error:
@@ -50,7 +71,8 @@ def test_a_bad_specification_is_a_sentence_with_its_place(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("asked", "names"), [("none", []), ("1", ["0"]), ("2", ["0", "1"]), ("3", ["0", "1", "10"]), ("all", ["all"])]
+    ("asked", "names"),
+    [("none", []), ("1", ["0"]), ("2", ["0", "1"]), ("3", ["0", "1", "10"]), ("all", ["all"])],
 )
 def test_gpus_by_number(tmp_path, asked, names):
     found = devices.gpus(asked, root=tmp_path, folders=place(tmp_path, etc_nvidia_yaml=NVIDIA))
@@ -85,7 +107,9 @@ def machine(root: Path, cards: int) -> None:
         text = f"simd_count {1216 if number else 0}\ndrm_render_minor {127 + number}\ngfx_target_version 90402\n"
         (node / "properties").write_text(text)
         if number:
-            (root / f"sys/class/drm/renderD{127 + number}/device/drm/card{number}").mkdir(parents=True)
+            (root / f"sys/class/drm/renderD{127 + number}/device/drm/card{number}").mkdir(
+                parents=True
+            )
             (root / f"dev/dri/renderD{127 + number}").symlink_to("/dev/zero")
             (root / f"dev/dri/card{number}").symlink_to("/dev/full")
 
@@ -132,7 +156,9 @@ def test_the_groups_that_may_open_a_device(tmp_path):
     assert devices._groups([node, Path("/dev/null")]) == (4321,)
 
 
-@pytest.mark.parametrize("item", ["/etc/passwd", "/dev/../etc", "/dev/shm/..", "dev/null", "", "gpu=0"])
+@pytest.mark.parametrize(
+    "item", ["/etc/passwd", "/dev/../etc", "/dev/shm/..", "dev/null", "", "gpu=0"]
+)
 def test_what_is_no_device(item):
     with pytest.raises(InputError, match="neither a path below /dev nor a CDI device"):
         devices.listed([item])

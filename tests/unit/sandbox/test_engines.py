@@ -8,30 +8,38 @@ from pathlib import Path
 
 import pytest
 
-from primus import programs
-from primus.cli.host import run as run_verb
-from primus.cli.verb import parser_of
-from primus.engine.workshop import log_tail
-from primus.errors import HostError, InputError
-from primus.sandbox import docker, engines
-from primus.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
-from primus.sandbox.engines import Docker, Podman, choose
+from primus_images import programs
+from primus_images.cli.host import run as run_verb
+from primus_images.cli.verb import parser_of
+from primus_images.engine.workshop import log_tail
+from primus_images.errors import HostError, InputError
+from primus_images.sandbox import docker, engines
+from primus_images.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
+from primus_images.sandbox.engines import Docker, Podman, choose
 from tables import table_of
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
     return RootFs(
         name="v1.2_cpu",
-        manifest=json.dumps({"layers": [{"digest": "sha256:aa", "size": 3, "mediaType": "tar+zstd"}]}).encode(),
-        config_bytes=json.dumps({"config": settings, "rootfs": {"diff_ids": ["sha256:bb"]}}).encode(),
+        manifest=json.dumps(
+            {"layers": [{"digest": "sha256:aa", "size": 3, "mediaType": "tar+zstd"}]}
+        ).encode(),
+        config_bytes=json.dumps(
+            {"config": settings, "rootfs": {"diff_ids": ["sha256:bb"]}}
+        ).encode(),
         tar=lambda _: iter([b"tar"]),
         cache=tmp_path / "cache",
     )
 
 
 def test_settings_of_the_image(tmp_path):
-    root = root_with(tmp_path, Entrypoint=["e"], Cmd=["c"], Env=["A=1=2", "B=3"], WorkingDir="/w", User="")
-    assert with_settings(root, Command()) == Command(argv=("e", "c"), env={"A": "1=2", "B": "3"}, cwd="/w", user="")
+    root = root_with(
+        tmp_path, Entrypoint=["e"], Cmd=["c"], Env=["A=1=2", "B=3"], WorkingDir="/w", User=""
+    )
+    assert with_settings(root, Command()) == Command(
+        argv=("e", "c"), env={"A": "1=2", "B": "3"}, cwd="/w", user=""
+    )
     command = with_settings(root, Command(argv=("a",), env={"B": "4"}, cwd="/", user="0"))
     assert command == Command(argv=("e", "a"), env={"A": "1=2", "B": "4"}, cwd="/", user="0")
     assert with_settings(root, Command(argv=("a",), entrypoint=False)).argv == ("a",)
@@ -53,7 +61,9 @@ def test_a_mount_needs_a_source(tmp_path):
 
 
 def test_no_value_of_a_variable_is_an_argument():
-    options, values = engines._variables(Command(env={"HF_TOKEN": "secret", "PATH": "/bin", "A": "1\n2"}), False)
+    options, values = engines._variables(
+        Command(env={"HF_TOKEN": "secret", "PATH": "/bin", "A": "1\n2"}), False
+    )
     assert options == ["--env=HF_TOKEN", "--env=PATH=/bin", "--env=A"]
     assert values == {"HF_TOKEN": "secret", "A": "1\n2"}
 
@@ -77,7 +87,9 @@ def test_no_engine_is_one_sentence(monkeypatch):
     monkeypatch.setattr(programs, "installable", lambda: False)
     with pytest.raises(HostError) as caught:
         choose("auto")
-    assert "install podman catatonit runc); docker: Docker's client is not installed" in str(caught.value)
+    assert "install podman catatonit runc); docker: Docker's client is not installed" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -87,7 +99,8 @@ def test_what_podman_needs_is_named_unless_it_can_be_installed(tmp_path, monkeyp
     with pytest.raises(HostError) as caught:
         Podman().require()
     assert (
-        str(caught.value) == "podman and catatonit and runc missing\n  → as root: apt-get install podman catatonit runc"
+        str(caught.value)
+        == "podman and catatonit and runc missing\n  → as root: apt-get install podman catatonit runc"
     )
     installed: list[str] = []
     monkeypatch.setattr(programs, "install", lambda packages: installed.extend(packages.values()))
@@ -121,7 +134,10 @@ def test_a_user_without_subordinate_ids(monkeypatch):
     assert problem is not None
     assert problem[0] == "user 4000000 has no subordinate ids in /etc/subuid and /etc/subgid"
     monkeypatch.setattr(programs, "find", lambda _: None)
-    assert programs.lacks_ids() == ("not installed: newuidmap and newgidmap", "as root: apt-get install uidmap")
+    assert programs.lacks_ids() == (
+        "not installed: newuidmap and newgidmap",
+        "as root: apt-get install uidmap",
+    )
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -129,8 +145,27 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_run_options():
-    args = parsed("cpu", "-v", "/a:/b", "-e", "K=V", "--gpus", "2", "--device", "/dev/null", "--", "train", "-v", "--")
-    assert (args.target, args.volume, args.gpus, args.device) == ("cpu", ["/a:/b"], "2", ["/dev/null"])
+    args = parsed(
+        "cpu",
+        "-v",
+        "/a:/b",
+        "-e",
+        "K=V",
+        "--gpus",
+        "2",
+        "--device",
+        "/dev/null",
+        "--",
+        "train",
+        "-v",
+        "--",
+    )
+    assert (args.target, args.volume, args.gpus, args.device) == (
+        "cpu",
+        ["/a:/b"],
+        "2",
+        ["/dev/null"],
+    )
     assert args.command == ["train", "-v", "--"]
     assert (parsed("cpu").command, parsed("cpu").gpus) == ([], "none")
     assert parsed("cpu", "--no-entrypoint").entrypoint is False
@@ -138,7 +173,13 @@ def test_run_options():
 
 @pytest.mark.parametrize(
     ("text", "amount"),
-    [("2g", 2 << 30), ("1.5GiB", 3 << 29), ("512M", 512 << 20), ("1048576", 1 << 20), ("64 mb", 64 << 20)],
+    [
+        ("2g", 2 << 30),
+        ("1.5GiB", 3 << 29),
+        ("512M", 512 << 20),
+        ("1048576", 1 << 20),
+        ("64 mb", 64 << 20),
+    ],
 )
 def test_sizes(text, amount):
     assert run_verb._bytes("--memory", text) == amount

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from primus.plan.skeleton import own_command
-from primus.schema import build
-from primus.system import banner
-from primus.versions.components import Versions
-from primus.yamlfile import read
+from primus_images.plan.skeleton import own_command
+from primus_images.schema import build
+from primus_images.system import banner
+from primus_images.versions.components import Versions
+from primus_images.yamlfile import read
 from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -28,7 +28,13 @@ def test_when_to_greet() -> None:
 
 def test_the_greeting() -> None:
     components = {"PyTorch": "2.13.0", "Triton": "3.6.0"}
-    image = {"release": "v26.11", "target": "cpu", "channel": "pypi", "preview": "a test", "components": components}
+    image = {
+        "release": "v26.11",
+        "target": "cpu",
+        "channel": "pypi",
+        "preview": "a test",
+        "components": components,
+    }
     assert banner.compose(image, "none found").splitlines() == [
         "Primus v26.11 cpu (pypi channel)",
         "  PREVIEW, no release: a test",
@@ -40,18 +46,22 @@ def test_the_greeting() -> None:
     assert banner.compose({}, "x").startswith("Primus unnamed build\n")
 
 
-def greet(*command: str, image: str | None = None, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def greet(
+    *command: str, image: str | None = None, tmp_path: Path
+) -> subprocess.CompletedProcess[str]:
     """Run the banner as the image does, with another image file."""
     file = tmp_path / "image.json"
     if image is not None:
         file.write_text(image)
     code = (
-        "import sys; from pathlib import Path; from primus.system import banner; "
+        "import sys; from pathlib import Path; from primus_images.system import banner; "
         f"banner.IMAGE_FILE = Path({str(file)!r}); sys.exit(banner.main(sys.argv[1:]))"
     )
     environment = {"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
     words = [sys.executable, "-c", code, *command]
-    return subprocess.run(words, env=environment, input="", capture_output=True, text=True, check=False)
+    return subprocess.run(
+        words, env=environment, input="", capture_output=True, text=True, check=False
+    )
 
 
 def test_the_command_replaces_the_banner(tmp_path: Path) -> None:
@@ -65,7 +75,9 @@ def test_a_shell_is_greeted_on_standard_error_only(tmp_path: Path) -> None:
     assert ended.stderr.startswith("Primus v26.11 cpu\n")
 
 
-@pytest.mark.parametrize("image", [None, "", "{broken", "[]", '{"components": 5}', '{"components": {"a": null}}'])
+@pytest.mark.parametrize(
+    "image", [None, "", "{broken", "[]", '{"components": 5}', '{"components": {"a": null}}']
+)
 def test_a_broken_image_file_never_stops_the_command(image: str | None, tmp_path: Path) -> None:
     assert greet("sh", image=image, tmp_path=tmp_path).returncode == 0
 
@@ -81,7 +93,11 @@ def test_what_ships_imports_only_what_ships() -> None:
     """Imports inside functions count, too: they fail when a user gets there."""
     root = Path(__file__).parents[3]
     (pin,) = build(Versions, read(root / "versions.yaml")).components["primus"].pins
-    shipped = {file for word in pin.include for file in [SRC / "primus" / word, *(SRC / "primus" / word).rglob("*.py")]}
+    shipped = {
+        file
+        for word in pin.include
+        for file in [SRC / "primus" / word, *(SRC / "primus" / word).rglob("*.py")]
+    }
     wanted = {}
     for file in (file for file in shipped if file.suffix == ".py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -91,12 +107,15 @@ def test_what_ships_imports_only_what_ships() -> None:
     missing = {
         name: file
         for name, file in wanted.items()
-        if not shipped & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
+        if not shipped
+        & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
     }
     assert missing == {}
 
 
-@pytest.mark.parametrize(("command", "added"), table_of("banner_and_gpus.bash_gets_the_images_start_up_file"))
+@pytest.mark.parametrize(
+    ("command", "added"), table_of("banner_and_gpus.bash_gets_the_images_start_up_file")
+)
 def test_bash_gets_the_images_start_up_file(
     command: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,18 +126,36 @@ def test_bash_gets_the_images_start_up_file(
     assert banner.with_bashrc(command) == wanted
 
 
-def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(tmp_path: Path) -> None:
-    profile = own_command("opt/venv/lib/python3.11/site-packages/primus")["etc/profile.d/primus.sh"]["text"]
+def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(
+    tmp_path: Path,
+) -> None:
+    profile = own_command("opt/venv/lib/python3.11/site-packages/primus_images")[
+        "etc/profile.d/primus.sh"
+    ]["text"]
     (tmp_path / "primus.sh").write_text(str(profile))
     tool = tmp_path / "register-python-argcomplete"
     tool.write_text('#!/bin/sh\necho "complete -W words $1"\n')
     tool.chmod(0o755)
     script = '. ./primus.sh; . ./primus.sh; echo "$PATH"; _primus_first_tab; echo "$?"; complete -p primus'
     ended = subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eu", "-c", script.replace("_tab;", "_tab || echo again;")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert ended.stdout.split("\n")[:2] == [f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin:/workspace/bin", "again"]
+        [
+            "bash",
+            "--noprofile",
+            "--norc",
+            "-eu",
+            "-c",
+            script.replace("_tab;", "_tab || echo again;"),
+        ],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split("\n")[:2] == [
+        f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin:/workspace/bin",
+        "again",
+    ]
     assert "complete -W 'words' primus" in ended.stdout
     # Other shells read the file, too.
     subprocess.run(["dash", "-eu", str(tmp_path / "primus.sh")], env={"PATH": "/bin"}, check=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import InputError
-from primus.gpus.table import arch_of, load_table
-from primus.system import issues as module
-from primus.system.host import Host
-from primus.system.issues import issues
-from primus.system.preflight import preflight
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.gpus.table import arch_of, load_table
+from primus_images.system import issues as module
+from primus_images.system.host import Host
+from primus_images.system.issues import issues
+from primus_images.system.preflight import preflight
 from project_kit import make_project
 from tables import table_of
 
@@ -30,13 +30,19 @@ def test_versions(versions: str, version: str, has: bool, tmp_path: Path) -> Non
     assert not issues({"some-part": version}, ["mi300x"], path) and not issues({}, ["mi355x"], path)
 
 
-def test_an_issue_of_an_architecture_or_vendor_is_one_of_its_gpus_and_no_word_is_unknown(tmp_path: Path) -> None:
+def test_an_issue_of_an_architecture_or_vendor_is_one_of_its_gpus_and_no_word_is_unknown(
+    tmp_path: Path,
+) -> None:
     for word in ("gfx950", "nvidia", "mi300x"):
-        (path := tmp_path / f"{word}.yaml").write_text(TABLE.replace("VERSIONS", "*").replace("mi355x", word))
+        (path := tmp_path / f"{word}.yaml").write_text(
+            TABLE.replace("VERSIONS", "*").replace("mi355x", word)
+        )
         for gpu in load_table().generations:
             meant = word in (gpu.name, gpu.arch, arch_of(gpu).vendor)
             assert bool(issues({"some-part": "1"}, [gpu.name], path)) == meant
-    (path := tmp_path / "mi350.yaml").write_text(TABLE.replace("VERSIONS", "*").replace("mi355x", "mi350"))
+    (path := tmp_path / "mi350.yaml").write_text(
+        TABLE.replace("VERSIONS", "*").replace("mi355x", "mi350")
+    )
     with pytest.raises(InputError, match="'mi350' is no GPU, architecture or vendor"):
         issues({}, [], path)
 
@@ -50,31 +56,76 @@ def test_the_shipped_table_names_the_pins_that_have_an_issue(tmp_path: Path) -> 
     image.write_text(json.dumps({"components": {"ROCm": "10.0.0", "PyTorch": "2.12.0"}}))
     status = tmp_path / "var/lib/dpkg/status"
     status.parent.mkdir(parents=True)
-    status.write_text("Package: a\nVersion: 1\n\nPackage: libibverbs1\nStatus: install ok\nVersion: 50.0-2\n")
-    assert [issue.component for issue in Host(root=tmp_path).issues("mi350x")] == ["libibverbs1", "rocm"]
+    status.write_text(
+        "Package: a\nVersion: 1\n\nPackage: libibverbs1\nStatus: install ok\nVersion: 50.0-2\n"
+    )
+    assert [issue.component for issue in Host(root=tmp_path).issues("mi350x")] == [
+        "libibverbs1",
+        "rocm",
+    ]
     (finding,) = [f for f in preflight(Host(root=tmp_path)) if f.check == "known issues"]
     assert "Thor2" in finding.message and "ROCm/MAD#200" in finding.message and not finding.problem
 
 
 @pytest.mark.parametrize(("severity", "code"), [("note", 0), ("refuse", 2)])
 def test_a_plan_names_an_issue_or_refuses_it(
-    severity: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    severity: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = (
-        TABLE.replace("VERSIONS", "*").replace("until", f"severity: {severity}, until").replace("gpus: [mi355x], ", "")
+        TABLE.replace("VERSIONS", "*")
+        .replace("until", f"severity: {severity}, until")
+        .replace("gpus: [mi355x], ", "")
     )
     (tmp_path / "table.yaml").write_text(text.replace("some-part", "gamma"))
     monkeypatch.setattr(module, "FILE", tmp_path / "table.yaml")
     kit = make_project(tmp_path / "project")
-    kit.edit("versions.yaml", "bases: {}\n", "bases: {bookworm: {suite: bookworm, python: 3.11.2, packages: [aa]}}\n")
-    kit.edit("versions.yaml", "  beta:\n", "  gamma:\n    name: G\n    pins:\n"
-             "      - {wheel: gamma, version: 1.0, channel: pypi}\n  beta:\n")  # fmt: skip
-    kit.edit("images/demo.yaml", "[local]\ncomponents: [alpha,", "[pypi]\nbase: bookworm\ncomponents: [alpha, gamma,")
-    pins = {"architecture": "amd64", "base bookworm packages": "aa", "base bookworm python": "3.11.2",
-            "base bookworm suite": "bookworm", "python": "3.11", "wheel gamma": "1.0"}  # fmt: skip
-    files = [{"kind": "deb", "name": "aa", "version": "1", "file": "aa.deb", "size": 1, "sha256": "0" * 64,
-              "base": "bookworm"}, {"kind": "wheel", "name": "gamma", "version": "1.0",
-              "file": "gamma-1.0-py3-none-any.whl", "size": 1, "sha256": "1" * 64}]  # fmt: skip
+    kit.edit(
+        "versions.yaml",
+        "bases: {}\n",
+        "bases: {bookworm: {suite: bookworm, python: 3.11.2, packages: [aa]}}\n",
+    )
+    kit.edit(
+        "versions.yaml",
+        "  beta:\n",
+        "  gamma:\n    name: G\n    pins:\n"
+        "      - {wheel: gamma, version: 1.0, channel: pypi}\n  beta:\n",
+    )
+    kit.edit(
+        "images/demo.yaml",
+        "[local]\ncomponents: [alpha,",
+        "[pypi]\nbase: bookworm\ncomponents: [alpha, gamma,",
+    )
+    pins = {
+        "architecture": "amd64",
+        "base bookworm packages": "aa",
+        "base bookworm python": "3.11.2",
+        "base bookworm suite": "bookworm",
+        "python": "3.11",
+        "wheel gamma": "1.0",
+    }
+    files = [
+        {
+            "kind": "deb",
+            "name": "aa",
+            "version": "1",
+            "file": "aa.deb",
+            "size": 1,
+            "sha256": "0" * 64,
+            "base": "bookworm",
+        },
+        {
+            "kind": "wheel",
+            "name": "gamma",
+            "version": "1.0",
+            "file": "gamma-1.0-py3-none-any.whl",
+            "size": 1,
+            "sha256": "1" * 64,
+        },
+    ]
     lock = {"format": 1, "target": "demo", "channel": "pypi", "pins": pins, "files": files}
     kit.write("images/locks/pypi/demo.json", json.dumps(lock))
     monkeypatch.chdir(kit.root)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.system import host
+from primus_images.system import host
 
 ROOT = "overlay / overlay rw,relatime,lowerdir=/x 0 0\n"
 OUT = "/dev/sda1 /workspace/runs ext4 rw,relatime 0 0\n"
@@ -39,13 +39,17 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("broken\n\n1 \n", "/workspace/runs/a", "-v "),
     ],
 )
-def test_a_folder_without_a_mount_is_said_to_be_lost(inside: Path, table: str, folder: str, lost: str) -> None:
+def test_a_folder_without_a_mount_is_said_to_be_lost(
+    inside: Path, table: str, folder: str, lost: str
+) -> None:
     inside.write_text(table)
     said = host.lost_warning(Path(folder))
     assert lost in said if lost else said == ""
 
 
-def test_elsewhere_nothing_is_said(inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_elsewhere_nothing_is_said(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     inside.write_text(ROOT)
     monkeypatch.setattr(host, "IMAGE_FILE", tmp_path / "nothing")
     assert host.lost_warning(Path("/workspace/runs/a")) == ""

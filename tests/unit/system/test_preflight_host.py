@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from primus.cli.main import main
-from primus.system.banner import lacking
-from primus.system.fabric import variables
-from primus.system.host import Host
-from primus.system.preflight import CHECKS, preflight
+from primus_images.cli.main import main
+from primus_images.system.banner import lacking
+from primus_images.system.fabric import variables
+from primus_images.system.host import Host
+from primus_images.system.preflight import CHECKS, preflight
 from tables import table_of, text_of
 
 GIB = 2**30
@@ -35,10 +35,15 @@ class Machine:
     def __init__(self, root: Path, gpus: int = 8) -> None:
         self.root = root
         self.environment: dict[str, str] = {}
-        Machine.space, Machine.closed = {"shm": (64 * GIB, 60 * GIB), "disk": (900 * GIB, 800 * GIB)}, set()
+        Machine.space, Machine.closed = (
+            {"shm": (64 * GIB, 60 * GIB), "disk": (900 * GIB, 800 * GIB)},
+            set(),
+        )
         for number in range(gpus):
             node = f"sys/class/kfd/kfd/topology/nodes/{number + 2}"
-            self.write(f"{node}/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29857\n")
+            self.write(
+                f"{node}/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29857\n"
+            )
             for link in range(gpus - 1):
                 self.write(f"{node}/io_links/{link}/properties", "type 11\nweight 15\n")
             card = f"sys/class/drm/renderD{128 + number}/device"
@@ -93,7 +98,9 @@ def answers_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     access = os.access
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(os, "access", lambda path, mode: path not in Machine.closed and access(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path not in Machine.closed and access(path, mode)
+    )
 
 
 FAULTS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -127,7 +134,10 @@ def test_every_fault_is_named_with_its_remedy(name: str, tmp_path: Path) -> None
     fault = FAULTS[name]
     spoil(machine, fault)
     bad = [one for one in machine.findings() if one[1] in ("failed", "slow")]
-    assert any(one[1] == fault["level"] and fault["says"] in one[2] and fault["remedy"] in one[3] for one in bad), bad
+    assert any(
+        one[1] == fault["level"] and fault["says"] in one[2] and fault["remedy"] in one[3]
+        for one in bad
+    ), bad
     # The fault and what follows from it, and nothing else.
     assert len(bad) <= 2, bad
 
@@ -144,7 +154,9 @@ def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("driver", "rocm", "level"), table_of("preflight_host.drivers"))
-def test_every_driver_of_the_table_is_judged(driver: str, rocm: str, level: str, tmp_path: Path) -> None:
+def test_every_driver_of_the_table_is_judged(
+    driver: str, rocm: str, level: str, tmp_path: Path
+) -> None:
     machine = Machine(tmp_path)
     machine.write("sys/module/amdgpu/version", driver)
     machine.write("opt/rocm/.info/version", rocm)
@@ -163,7 +175,9 @@ def test_a_container_that_sees_some_of_the_gpus_is_sound(tmp_path: Path) -> None
     assert [one for one in machine.findings() if one[1] == "failed"] == []
 
 
-def test_the_command_reports_and_fails_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_and_fails_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine = Machine(tmp_path)
     machine.write("proc/sys/kernel/numa_balancing", "1")
     started = time.monotonic()
@@ -180,16 +194,18 @@ def test_the_command_reports_and_fails_with_the_remedy(tmp_path: Path, capsys: p
 def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from primus.gpus.detect import detect
-    from primus.system import host
-    from primus.training.backend import Backend
+    from primus_images.gpus.detect import detect
+    from primus_images.system import host
+    from primus_images.training.backends.backend import Backend
 
     machine = Machine(tmp_path / "host")
     machine.write("sys/fs/cgroup/pids.max", "100")
-    monkeypatch.setattr("primus.cli.image.train.detect", lambda: detect(machine.root))
-    monkeypatch.setattr("primus.cli.image.train.machine.check", lambda recipe, **_: None)
-    monkeypatch.setattr("primus.cli.image.train.start.check_backend", lambda job: None)
-    monkeypatch.setattr("primus.cli.image.train.backend_of", lambda _: Backend(check_data=lambda _: None))
+    monkeypatch.setattr("primus_images.cli.image.train.detect", lambda: detect(machine.root))
+    monkeypatch.setattr("primus_images.cli.image.train.machine.check", lambda recipe, **_: None)
+    monkeypatch.setattr("primus_images.cli.image.train.start.check_backend", lambda job: None)
+    monkeypatch.setattr(
+        "primus_images.cli.image.train.backend_of", lambda _: Backend(check_data=lambda _: None)
+    )
     plain = host.Host
 
     def elsewhere(**options: Any) -> Host:
@@ -205,7 +221,9 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
 
 
 @pytest.mark.parametrize(("fault", "line"), table_of("preflight_host.what_the_container_lacks"))
-def test_the_entry_says_in_one_line_what_the_container_lacks(fault: str | None, line: str, tmp_path: Path) -> None:
+def test_the_entry_says_in_one_line_what_the_container_lacks(
+    fault: str | None, line: str, tmp_path: Path
+) -> None:
     machine = Machine(tmp_path)
     if fault:
         spoil(machine, FAULTS[fault])
@@ -226,18 +244,39 @@ def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
     assert "--gpus all" in lacking({"target": "h200"}, host)
 
 
-@pytest.mark.parametrize(("gpus", "change", "words", "said"), table_of("preflight_host.ready_needs_proof"))
+@pytest.mark.parametrize(
+    ("gpus", "change", "words", "said"), table_of("preflight_host.ready_needs_proof")
+)
 def test_ready_needs_proof(
-    gpus: int, change: str | None, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    gpus: int,
+    change: str | None,
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     machine = Machine(tmp_path, gpus)
     if change:
         spoil(machine, FAULTS[change])
     plain = Host
-    monkeypatch.setattr("primus.cli.image.preflight.Host", lambda **of: plain(**of, environment={}))
+    monkeypatch.setattr(
+        "primus_images.cli.image.preflight.Host", lambda **of: plain(**of, environment={})
+    )
     page = tmp_path / "page.html"
-    code = main(["preflight", "--quick", "--root", str(tmp_path), "--output", "/runs", "--html", str(page), *words])
+    code = main(
+        [
+            "preflight",
+            "--quick",
+            "--root",
+            str(tmp_path),
+            "--output",
+            "/runs",
+            "--html",
+            str(page),
+            *words,
+        ]
+    )
     out = capsys.readouterr().out
     assert code == bool(said), out
     assert said in " ".join(out.split())
@@ -248,7 +287,9 @@ def test_the_ports_that_can_be_used_are_the_jobs(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     both = {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1", "NCCL_IB_GID_INDEX": "3"}
     assert variables(Host(root=tmp_path, environment={})) == both
-    assert variables(Host(root=tmp_path, environment={"NCCL_IB_HCA": "mlx5"})) == {"NCCL_IB_GID_INDEX": "3"}
+    assert variables(Host(root=tmp_path, environment={"NCCL_IB_HCA": "mlx5"})) == {
+        "NCCL_IB_GID_INDEX": "3"
+    }
     machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
     assert variables(Host(root=tmp_path, environment={}))["NCCL_IB_HCA"] == "=mlx5_1:1"
     machine.remove("dev/infiniband")

@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
-from primus.cli.image.train import _preflight as before_a_run
-from primus.cli.main import main
-from primus.errors import HostError
-from primus.gpus.detect import Found, visible
-from primus.gpus.table import load_table
-from primus.system import nodes
-from primus.system.host import Finding, Host
-from primus.system.nodes import Measurement
-from primus.training import launch
+from primus_images.cli.image.train import _preflight as before_a_run
+from primus_images.cli.main import main
+from primus_images.errors import HostError
+from primus_images.gpus.detect import Found, visible
+from primus_images.gpus.table import load_table
+from primus_images.system import nodes
+from primus_images.system.host import Finding, Host
+from primus_images.system.nodes import Measurement
+from primus_images.training.run import processes
 from tables import table_of
 
 
 def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
-    return Measurement(what="gemm bf16", unit="TFLOP/s", figures=figures, least=least, most=most, source="a guide")
+    return Measurement(
+        what="gemm bf16", unit="TFLOP/s", figures=figures, least=least, most=most, source="a guide"
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,11 +33,17 @@ def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4
         (gemm(600, 610), "ok", "600–610 TFLOP/s; at least 500 expected"),
         (gemm(600, 450), "slow", "GPU 1: 450 TFLOP/s, and at least 500 are expected (a guide)"),
         (gemm(700, 700, 700, 620), "slow", "GPU 3: 620 TFLOP/s, 11% less than the median"),
-        (gemm(600, 5000, 600), "failed", "GPU 1: 5,000 TFLOP/s is more than the GPU's peak of 1,307"),
+        (
+            gemm(600, 5000, 600),
+            "failed",
+            "GPU 1: 5,000 TFLOP/s is more than the GPU's peak of 1,307",
+        ),
         (gemm(600, 610, least=None), "ok", "not judged: a guide"),
     ],
 )
-def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement, level: str, said: str) -> None:
+def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(
+    one: Measurement, level: str, said: str
+) -> None:
     (found,) = nodes.judge(one)
     assert found.level == level
     assert said in found.message
@@ -45,13 +53,16 @@ def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement,
 def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
     table = nodes.EXPECTED
     wanted = {(gpu, what) for gpu in load_table().imaged for what in nodes.UNITS}
-    assert set(table) == wanted, "add or remove rows in src/primus/system/expected.yaml"
+    assert set(table) == wanted, "add or remove rows in src/primus_images/system/expected.yaml"
     for (gpu, what), row in table.items():
         assert row["source"], (gpu, what)
         most = nodes.peak_of(gpu, what)
         assert row["least"] is None or most is None or 0 < row["least"] < most, (gpu, what)
         # A collective's figure is of a number of GPUs.
-        assert what not in ("all-reduce", "all-to-all") or row["least"] is None or row["gpus"], (gpu, what)
+        assert what not in ("all-reduce", "all-to-all") or row["least"] is None or row["gpus"], (
+            gpu,
+            what,
+        )
 
 
 def test_a_figure_of_eight_gpus_does_not_judge_two() -> None:
@@ -65,8 +76,12 @@ def test_a_figure_of_eight_gpus_does_not_judge_two() -> None:
     assert [one.level for one in nodes.judge(eight["all-reduce"])] == ["slow"]
 
 
-def test_the_benchmark_says_why_it_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.message for one in nodes.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
+def test_the_benchmark_says_why_it_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [one.message for one in nodes.benchmark(Host(root=tmp_path))[0]] == [
+        "no GPU on this machine"
+    ]
     # As on a login node: the driver's files are there, PyTorch is not.
     (tmp_path / "proc/driver/nvidia/gpus/0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/gpus/0/information").write_text("Model: NVIDIA H200\n")
@@ -94,40 +109,57 @@ def test_the_burn_in_needs_a_gpu_and_its_verdict_is_shown_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(nodes, "visible", lambda count, environment: ())
-    for gpus, reason in (((), "no GPU on this machine"), (("NVIDIA H200",), "the environment hides all GPUs")):
-        monkeypatch.setattr("primus.system.host.detect", lambda root, gpus=gpus: Found(names=gpus))
+    for gpus, reason in (
+        ((), "no GPU on this machine"),
+        (("NVIDIA H200",), "the environment hides all GPUs"),
+    ):
+        monkeypatch.setattr(
+            "primus_images.system.host.detect", lambda root, gpus=gpus: Found(names=gpus)
+        )
         assert main(["preflight", "--burn-in", "1s", "--output", "/"]) == 3
         assert f"--burn-in: {reason}" in capsys.readouterr().err
     wrong = {"what": "exchange", "ranks": [0, 1], "elements": 5, "of": 9, "rounds": 1, "first": 2}
-    states = [{"device": "0000:c1:00.0", "round": 3, "place": 1, "wrong": rows} for rows in ([], [wrong])]
+    states = [
+        {"device": "0000:c1:00.0", "round": 3, "place": 1, "wrong": rows} for rows in ([], [wrong])
+    ]
     for rank, state in enumerate(states):
         state |= {"what": "memory", "ranks": [rank]}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(state))
     monkeypatch.setattr(nodes, "visible", lambda count, environment: ("4", "5"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr(nodes, "_run", lambda folder, *_: shutil.copytree(tmp_path, folder, dirs_exist_ok=True) and 0)
+    monkeypatch.setattr(
+        nodes,
+        "_run",
+        lambda folder, *_: shutil.copytree(tmp_path, folder, dirs_exist_ok=True) and 0,
+    )
     page = tmp_path / "page.html"
-    assert main(["preflight", "--burn-in", "1s", "--output", "/", "--json", "--html", str(page)]) == 1
+    assert (
+        main(["preflight", "--burn-in", "1s", "--output", "/", "--json", "--html", str(page)]) == 1
+    )
     gpu = f"GPU 5 of {nodes.name_here()} (0000:c1:00.0)"
     sentence = f"{gpu}: exchange with GPU 4: 5 of 9 elements are wrong in 1 round, first in round 2"
     assert sentence in [row["message"] for row in json.loads(capsys.readouterr().out)["findings"]]
     assert sentence in page.read_text()
-    job: Any = SimpleNamespace(recipe=SimpleNamespace(gpu="mi300x", get=lambda *_: 1), output=tmp_path)
-    monkeypatch.setattr("primus.system.preflight.preflight", lambda host: [])
+    job: Any = SimpleNamespace(
+        recipe=SimpleNamespace(gpu="mi300x", get=lambda *_: 1), output=tmp_path
+    )
+    monkeypatch.setattr("primus_images.system.preflight.preflight", lambda host: [])
     with pytest.raises(HostError, match=r"burn-in: GPU 5 of .* 5 of 9 elements are wrong"):
         before_a_run(job, 1.0)
 
 
 def test_a_benchmark_that_fails_is_a_sentence(torchrun: Callable[[str], None]) -> None:
     torchrun("raise SystemExit('W: x\\nRuntimeError: HIP error: invalid device\\nmore')")
-    assert nodes.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
+    assert (
+        nodes.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
+    )
 
 
 def test_no_rank_outlives_a_benchmark_that_hangs(
     torchrun: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.2)
     torchrun(
         "import pathlib, subprocess\n"
         "rank = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -139,18 +171,24 @@ def test_no_rank_outlives_a_benchmark_that_hangs(
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"), table_of("preflight_nodes.only_devices_that_the_environment_shows_are_used")
+    ("environment", "found"),
+    table_of("preflight_nodes.only_devices_that_the_environment_shows_are_used"),
 )
-def test_only_devices_that_the_environment_shows_are_used(environment: dict[str, str], found: tuple[str, ...]) -> None:
+def test_only_devices_that_the_environment_shows_are_used(
+    environment: dict[str, str], found: tuple[str, ...]
+) -> None:
     assert visible(4, environment) == tuple(found)
 
 
 def node(name: str, *findings: Finding, tflops: float = 600, driver: str = "6.16.6") -> nodes.Node:
     gpus = ("AMD Instinct MI300X",) * 8
     return nodes.Node(
-        name=name, gpus=gpus, driver=driver, findings=findings or (Finding("ok", "disk", "fine"),),
+        name=name,
+        gpus=gpus,
+        driver=driver,
+        findings=findings or (Finding("ok", "disk", "fine"),),
         measurements=(gemm(*[tflops] * 8),),
-    )  # fmt: skip
+    )
 
 
 def written(folder: Path, *found: nodes.Node) -> list[str]:
@@ -172,7 +210,10 @@ def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        (node("n3", Finding("failed", "/dev/shm", "it is missing", "mount it")), "/dev/shm: it is missing"),
+        (
+            node("n3", Finding("failed", "/dev/shm", "it is missing", "mount it")),
+            "/dev/shm: it is missing",
+        ),
         (node("n3", tflops=500), "17% less than the median of the nodes"),
         (node("n3", driver="6.12.12"), "6.12.12; most nodes have 6.16.6"),
     ],
@@ -210,6 +251,18 @@ def test_the_scheduler_names_the_node(
     page = tmp_path / "page.html"
     for variable, name in (("NODE_NAME", "pool-7"), ("SLURMD_NODENAME", "gpu-12")):
         monkeypatch.setenv(variable, name)
-        main(["preflight", "--quick", "--json", "--root", str(tmp_path), "--output", "/", "--html", str(page)])
+        main(
+            [
+                "preflight",
+                "--quick",
+                "--json",
+                "--root",
+                str(tmp_path),
+                "--output",
+                "/",
+                "--html",
+                str(page),
+            ]
+        )
         assert json.loads(capsys.readouterr().out)["name"] == name
         assert name in page.read_text()

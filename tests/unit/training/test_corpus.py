@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training.backend import backend_of
-from primus.training.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus_images.errors import InputError
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends.backend import backend_of
+from primus_images.training.text.corpus import Corpus, document_of, files_of, layout_of, rows
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
 
@@ -32,11 +32,17 @@ def texts(path: Path, column: str | None = None) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("marks.txt", b"\xef\xbb\xbfone\r\ntwo\r\n \n\n three\n\nfour", ["one\r\ntwo", " three", "four"]),
+        (
+            "marks.txt",
+            b"\xef\xbb\xbfone\r\ntwo\r\n \n\n three\n\nfour",
+            ["one\r\ntwo", " three", "four"],
+        ),
         ("separator.jsonl", '{"text": "a\u2028b"}\n\n{"text": "c"}'.encode(), ["a\u2028b", "c"]),
     ],
 )
-def test_every_form_gives_its_documents(tmp_path: Path, name: str, content: bytes, wanted: list[str]) -> None:
+def test_every_form_gives_its_documents(
+    tmp_path: Path, name: str, content: bytes, wanted: list[str]
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == wanted
 
@@ -44,22 +50,70 @@ def test_every_form_gives_its_documents(tmp_path: Path, name: str, content: byte
 @pytest.mark.parametrize(
     ("name", "content", "column", "place", "said"),
     [
-        ("a.jsonl", b"Once upon a time\n", None, "a.jsonl:1:1", "expected one JSON object per line, found 'Once upon"),
-        ("b.jsonl", lines({"text": "a"}) + b"\n{\"text\": \n", None, "b.jsonl:3:9", "one JSON object per line"),
-        ("c.jsonl", lines({"prompt": "a", "texts": "b"}), None, "c.jsonl:1", "prompt, texts; did you mean 'texts'?"),
-        ("d.jsonl", lines({"text": "a"}), "body", "d.jsonl:1", "expected the column 'body', found text"),
-        ("e.jsonl", lines({"text": "a"}, {"text": None}), None, "e.jsonl:2", "in 'text', found null"),
+        (
+            "a.jsonl",
+            b"Once upon a time\n",
+            None,
+            "a.jsonl:1:1",
+            "expected one JSON object per line, found 'Once upon",
+        ),
+        (
+            "b.jsonl",
+            lines({"text": "a"}) + b'\n{"text": \n',
+            None,
+            "b.jsonl:3:9",
+            "one JSON object per line",
+        ),
+        (
+            "c.jsonl",
+            lines({"prompt": "a", "texts": "b"}),
+            None,
+            "c.jsonl:1",
+            "prompt, texts; did you mean 'texts'?",
+        ),
+        (
+            "d.jsonl",
+            lines({"text": "a"}),
+            "body",
+            "d.jsonl:1",
+            "expected the column 'body', found text",
+        ),
+        (
+            "e.jsonl",
+            lines({"text": "a"}, {"text": None}),
+            None,
+            "e.jsonl:2",
+            "in 'text', found null",
+        ),
         ("n.txt", b"caf\xe9\n", None, "n.txt:1", "expected UTF-8 text, found the byte 0xe9"),
         ("o.txt", b"a\0b\n", None, "o.txt:1", "binary data"),
         ("q.jsonl", b"\x1f\x8b\x08\0\0\0\0\0", None, "q.jsonl", "cannot be read"),
         ("t.jsonl", b'{"text": "a", "text": "b"}\n', None, "t.jsonl:1", "duplicate key 'text'"),
         ("r.jsonl", b'{"text":' + b"[" * 200_000 + b"\n", None, "r.jsonl:1", "nested too deeply"),
-        ("s.jsonl", lines({"text": "a"}, {"text": "b \ud800"}), None, "s.jsonl:2", "\\ud800, which is half a"),
-        ("t.jsonl", lines({"messages": CHAT}, {"messages": "a"}), None, "t.jsonl:2", "role and content"),
-        ("u.jsonl", lines({"messages": [{"role": "user", "content": "\ud800"}]}), None, "u.jsonl:1", "half a char"),
+        (
+            "s.jsonl",
+            lines({"text": "a"}, {"text": "b \ud800"}),
+            None,
+            "s.jsonl:2",
+            "\\ud800, which is half a",
+        ),
+        (
+            "t.jsonl",
+            lines({"messages": CHAT}, {"messages": "a"}),
+            None,
+            "t.jsonl:2",
+            "role and content",
+        ),
+        (
+            "u.jsonl",
+            lines({"messages": [{"role": "user", "content": "\ud800"}]}),
+            None,
+            "u.jsonl:1",
+            "half a char",
+        ),
         ("v.json", b'[{"text": "a"},\n {"text"', None, "v.json:2:9", "expected one JSON list"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_with_its_place(
     tmp_path: Path, name: str, content: bytes, column: str | None, place: str, said: str
 ) -> None:

@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 
 import tables
-from primus.errors import InputError
-from primus.training import failure
-from primus.training.failure import _last_line, cause, share, text_of
+from primus_images.errors import InputError
+from primus_images.training.run import failure
+from primus_images.training.run.failure import _last_line, cause, share, text_of
 from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
-PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+PEER = (
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+)
 REPORT = tables.text_of("torchrun_report.txt")
-PLAIN = REPORT.format(rank=0, code=1, said="To enable traceback see: https://pytorch.org/docs/stable/elastic")
+PLAIN = REPORT.format(
+    rank=0, code=1, said="To enable traceback see: https://pytorch.org/docs/stable/elastic"
+)
 KILLED = REPORT.format(rank=1, code=-9, said="Signal 9 (SIGKILL) received by PID 7")
 
 
@@ -33,8 +37,15 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
 
 
 @pytest.mark.parametrize(("log", "notes", "code", "wanted"), table_of("failure.first_cause"))
-def test_the_first_cause(tmp_path: Path, log: str, notes: list[tuple[float, int, str]], code: int, wanted: str) -> None:
-    texts = {"PEER": PEER, "PLAIN": PLAIN, "KILLED": KILLED, "SEVEN": PLAIN.replace("code  : 1", "code  : 7")}
+def test_the_first_cause(
+    tmp_path: Path, log: str, notes: list[tuple[float, int, str]], code: int, wanted: str
+) -> None:
+    texts = {
+        "PEER": PEER,
+        "PLAIN": PLAIN,
+        "KILLED": KILLED,
+        "SEVEN": PLAIN.replace("code  : 1", "code  : 7"),
+    }
     shown = [(when, rank, text.format(**texts)) for when, rank, text in notes]
     assert wanted in str(cause(left(tmp_path, log.format(**texts), *shown), code))
 
@@ -52,7 +63,9 @@ def test_a_job_that_passed_has_no_cause_and_broken_notes_are_none(tmp_path: Path
     assert str(cause(tmp_path / "absent", 1)) == "exit code 1"
 
 
-def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(tmp_path: Path) -> None:
+def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(
+    tmp_path: Path,
+) -> None:
     """Node 0 only sees that its peer is gone; node 1's report names the signal, in a log of its own."""
     left(tmp_path, PLAIN, (1.0, 0, PEER))
     other = tmp_path / "node-1"
@@ -66,7 +79,9 @@ def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(tm
     later.join()
     assert time.monotonic() - started < 10
     for folder in (tmp_path, other):
-        assert str(cause(folder, 1, tmp_path)).startswith("rank 1: ended by signal 9 (SIGKILL) (the kernel does this")
+        assert str(cause(folder, 1, tmp_path)).startswith(
+            "rank 1: ended by signal 9 (SIGKILL) (the kernel does this"
+        )
 
 
 def test_what_an_error_says_is_its_own_last_line() -> None:
@@ -90,12 +105,14 @@ def test_what_an_error_says_is_its_own_last_line() -> None:
 
 @pytest.mark.parametrize(("statement", "wanted"), table_of("failure.why_a_rank_ends"))
 def test_a_rank_notes_why_it_ends(tmp_path: Path, statement: str, wanted: str | None) -> None:
-    start = "import sys, pathlib\nfrom primus.training.failure import noting\n"
+    start = "import sys, pathlib\nfrom primus_images.training.run.failure import noting\n"
     code = f"{start}with noting(pathlib.Path(sys.argv[1])):\n    {statement}"
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | {"PYTHONPATH": str(SRC), "RANK": "3"},
-        capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(SRC), "RANK": "3"},
+        capture_output=True,
+        check=False,
+    )
     assert bool(ended.returncode) is (wanted is not None)
     found = cause(tmp_path, ended.returncode)
     assert (str(found) if found else None) == wanted
@@ -114,7 +131,9 @@ def stacks(output: Path, **texts: str) -> None:
 
 
 def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
-    stacks(tmp_path, rank0=STACKS["waiting"], rank1=STACKS["busy"], rank2=STACKS["waiting"], rank3="")
+    stacks(
+        tmp_path, rank0=STACKS["waiting"], rank1=STACKS["busy"], rank2=STACKS["waiting"], rank3=""
+    )
     assert failure.name_hung(tmp_path, 60, {3: "sh -c 'sleep 9'"}) == [1]
     found = failure.cause(tmp_path, 1)
     assert str(found) == "rank 1: hung: no progress for 60 s; it is in read (data.py:12)"

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from primus.errors import InputError
-from primus.recipes import weights
-from primus.recipes.architecture import Architecture, architecture, size
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import metrics, proof
-from primus.training.backend import backend_of
-from primus.training.finetune import backend
-from primus.training.flux.backend import check_weights
+from primus_images.errors import InputError
+from primus_images.recipes import weights
+from primus_images.recipes.architecture import Architecture, architecture, size
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.finetune import backend
+from primus_images.training.backends.flux.backend import check_weights
+from primus_images.training.judge import proof
+from primus_images.training.run import metrics
 from tables import table_of
 
 
@@ -32,7 +33,10 @@ def published(name: str) -> dict[str, Any]:
 LLAMA31 = published("meta-llama--Llama-3.1-8B")
 LLAMA2 = published("meta-llama--Llama-2-7b-hf")
 QWEN25 = published("Qwen--Qwen2.5-7B")
-MISTRAL, MIXTRAL = published("mistralai--Mistral-7B-v0.1"), published("mistralai--Mixtral-8x7B-v0.1")
+MISTRAL, MIXTRAL = (
+    published("mistralai--Mistral-7B-v0.1"),
+    published("mistralai--Mixtral-8x7B-v0.1"),
+)
 
 
 def whole(name: str) -> Architecture:
@@ -55,38 +59,61 @@ def written(folder: Path, config: object) -> Path:
 
 def model(folder: Path, family: str = "llama3") -> Architecture:
     section = weights.model_of(folder, family)
-    return architecture({key.removeprefix("model."): setting.value for key, setting in section.items()})
+    return architecture(
+        {key.removeprefix("model."): setting.value for key, setting in section.items()}
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("llama3.1-8b", LLAMA31), ("llama2-7b", LLAMA2), ("mistral-7b", MISTRAL), ("mixtral-8x7b", MIXTRAL),
-     ("qwen2.5-7b", QWEN25)],
-)  # fmt: skip
-def test_the_recipe_of_published_weights_fits_them(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+    [
+        ("llama3.1-8b", LLAMA31),
+        ("llama2-7b", LLAMA2),
+        ("mistral-7b", MISTRAL),
+        ("mixtral-8x7b", MIXTRAL),
+        ("qwen2.5-7b", QWEN25),
+    ],
+)
+def test_the_recipe_of_published_weights_fits_them(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
     recipe = whole(name)
     theirs = model(written(tmp_path / "w", config), recipe.family)
     moe = replace(theirs.moe, auxiliary_loss=recipe.moe.auxiliary_loss)
-    assert replace(theirs, hf_repo=recipe.hf_repo, moe=moe, max_seq_len=recipe.max_seq_len) == recipe
+    assert (
+        replace(theirs, hf_repo=recipe.hf_repo, moe=moe, max_seq_len=recipe.max_seq_len) == recipe
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "key", "value"),
     [
         *table_of("finetune_hub.sizes"),
-        ({"rope_scaling": {**LLAMA31["rope_scaling"], "factor": 32.0}}, "rope_scaling.factor", 32.0),
+        (
+            {"rope_scaling": {**LLAMA31["rope_scaling"], "factor": 32.0}},
+            "rope_scaling.factor",
+            32.0,
+        ),
     ],
 )
-def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, Any], key: str, value: object) -> None:
+def test_the_sizes_are_those_of_the_written(
+    tmp_path: Path, change: dict[str, Any], key: str, value: object
+) -> None:
     assert attrgetter(key)(model(written(tmp_path / "w", {**LLAMA31, **change}))) == value
 
 
-@pytest.mark.parametrize(("change", "said"), table_of("finetune_hub.odd_settings_are_named_with_their_field"))
-def test_odd_settings_are_named_with_their_field(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"), table_of("finetune_hub.odd_settings_are_named_with_their_field")
+)
+def test_odd_settings_are_named_with_their_field(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     folder = written(tmp_path / "w", {**LLAMA31, **change})
     with pytest.raises(InputError) as refused:
         resolve("llama3.1-8b", [f"weights={folder}"], Choices(gpu="mi300x", backend="finetune"))
-    assert re.search(said, f"{refused.value.where}: {refused.value}".replace(f"{folder}/config.json: ", "", 1)), refused
+    assert re.search(
+        said, f"{refused.value.where}: {refused.value}".replace(f"{folder}/config.json: ", "", 1)
+    ), refused
 
 
 def test_weights_that_torchtitan_starts_from_are_checked_too(tmp_path: Path) -> None:
@@ -110,13 +137,23 @@ def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> No
     configs = (LLAMA31, LLAMA2, smaller, QWEN25, MIXTRAL, large)
     for number, (name, config) in enumerate(zip(names, configs, strict=True)):
         assert weights.nearest_recipe(written(tmp_path / str(number), config)).recipe == name
-    assert resolve("llama2-7b", [f"weights={tmp_path / '2'}"], Choices(gpu="cpu", backend="finetune")).seq_len == 1024
+    assert (
+        resolve(
+            "llama2-7b", [f"weights={tmp_path / '2'}"], Choices(gpu="cpu", backend="finetune")
+        ).seq_len
+        == 1024
+    )
     with pytest.raises(InputError, match="mode 'pretrain' does not fine-tune"):
         weights.nearest_recipe(tmp_path / "0", "pretrain")
 
 
 def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
-    config = {**LLAMA31, "model_type": "granite", "rope_scaling": {"rope_type": "dynamic"}, "logits_scaling": 8.0}
+    config = {
+        **LLAMA31,
+        "model_type": "granite",
+        "rope_scaling": {"rope_type": "dynamic"},
+        "logits_scaling": 8.0,
+    }
     folder = written(tmp_path / "w", config)
     name, words = weights.nearest_recipe(folder).recipe, [f"weights={folder}", "model.family=other"]
     recipe = resolve(name, words, Choices(gpu="mi300x", backend="finetune", mode="full"))
@@ -131,21 +168,35 @@ def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             resolve(name, [*words, "assets.corpus=assets/corpus.jsonl", more], choices)
     with pytest.raises(InputError, match="models of the family other have no hf_repo"):
-        resolve(name, ["model.family=other"], Choices(gpu="mi300x", backend="finetune", mode="full"))
-    with pytest.raises(InputError, match="weights are of type llama, and the recipe's family is other"):
-        resolve(name, [f"weights={written(tmp_path / 'llama', LLAMA31)}", "model.family=other"], choices)
+        resolve(
+            name, ["model.family=other"], Choices(gpu="mi300x", backend="finetune", mode="full")
+        )
+    with pytest.raises(
+        InputError, match="weights are of type llama, and the recipe's family is other"
+    ):
+        resolve(
+            name, [f"weights={written(tmp_path / 'llama', LLAMA31)}", "model.family=other"], choices
+        )
     parts = written(tmp_path / "parts", {"model_type": "llava", "text_config": LLAMA31})
     assert weights.config_of(parts)[1]["model_type"] == "llama"
-    lora = resolve("llama3.1-8b", [f"weights={parts}"], Choices(gpu="mi300x", backend="finetune", mode="lora"))
+    lora = resolve(
+        "llama3.1-8b", [f"weights={parts}"], Choices(gpu="mi300x", backend="finetune", mode="lora")
+    )
     with pytest.raises(InputError, match="adapters of the language model alone fit no such model"):
         backend.check_weights(lora)
 
 
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
     config = {
-        "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
-        "in_channels": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
-    }  # fmt: skip
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "in_channels": 64,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+    }
 
     def check(folder: Path) -> None:
         check_weights(resolve("flux.1-dev", [f"weights={folder}"], Choices(gpu="mi300x")))

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import ranks
-from primus.training.job import Job
-from primus.training.loop import config
-from primus.training.loop.config import LoopConfig, ShardingConfig, learning_rate
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.backends.loop import config
+from primus_images.training.backends.loop.config import LoopConfig, ShardingConfig, learning_rate
+from primus_images.training.run import ranks
+from primus_images.training.run.job import Job
 
 CELLS = [
-    ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"), ("llama3.1-8b", "fsdp", "pretrain"),
-    ("flux.1-dev", "flux", "pretrain"), ("flux.1-dev", "flux", "full"),
-]  # fmt: skip
+    ("llama3.1-8b", "finetune", "full"),
+    ("llama3.1-8b", "finetune", "lora"),
+    ("llama3.1-8b", "fsdp", "pretrain"),
+    ("flux.1-dev", "flux", "pretrain"),
+    ("flux.1-dev", "flux", "full"),
+]
 
 
 def choices(backend: str, mode: str) -> Choices:
@@ -28,7 +31,9 @@ def job(folder: Path, backend: str, mode: str, *words: str, recipe: str = "llama
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
     config = LoopConfig(steps=12, warmup_steps=3, lr=0.4, min_lr=0.1)
-    assert [learning_rate(config, step) for step in (1, 2, 3, 4, 12)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    assert [learning_rate(config, step) for step in (1, 2, 3, 4, 12)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.4]
+    )
     linear = LoopConfig(steps=12, warmup_steps=2, lr=0.4, min_lr=0.1, lr_schedule="linear")
     assert learning_rate(linear, 7) == pytest.approx(0.25)
     assert learning_rate(linear, 12) == pytest.approx(0.1)
@@ -46,7 +51,9 @@ def test_the_rate_may_decay_beyond_or_before_the_runs_end() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
-def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+def test_a_rank_reads_the_job_as_the_recipe_means_it(
+    tmp_path: Path, recipe: str, backend: str, mode: str
+) -> None:
     made = job(tmp_path, backend, mode, "training.steps=7", "sharding.replicas=2", recipe=recipe)
     (tmp_path / "job.json").write_text(ranks.job_file(made))
     read = config.read_job(tmp_path)

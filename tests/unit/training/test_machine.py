@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import HostError
-from primus.gpus.detect import memory_bytes
-from primus.gpus.table import generation
-from primus.recipes.resolve import resolve
-from primus.recipes.rules import predict
-from primus.recipes.setting import Choices
-from primus.training import machine
+from primus_images.cli.main import main
+from primus_images.errors import HostError
+from primus_images.gpus.detect import memory_bytes
+from primus_images.gpus.table import generation
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules import predict
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import machine
 from tables import table_of
 
 GIB = 2**30
 
 
-def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, limit: str = "max") -> Path:
+def machine_of(
+    root: Path, gpu: str = "", count: int = 8, gib: float = 1000, limit: str = "max"
+) -> Path:
     """The files of a machine with ``count`` AMD GPUs, or H200s, and so much memory."""
     (root / "proc").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal:  {int(gib * GIB / 1024)} kB\nMemFree: 1 kB\n")
@@ -39,14 +41,23 @@ def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, lim
         version = int(major) * 10000 + minor // 16 * 100 + minor % 16
         device = int(known.device_ids[0], 16)
         simds = known.compute_units * 4
-        (node / "properties").write_text(f"simd_count {simds}\ngfx_target_version {version}\ndevice_id {device}\n")
+        (node / "properties").write_text(
+            f"simd_count {simds}\ngfx_target_version {version}\ndevice_id {device}\n"
+        )
         (root / "dev/kfd").touch()
     return root
 
 
-@pytest.mark.parametrize(("recipe", "choices", "words", "here", "said"), table_of("machine.what_cannot_run_here"))
+@pytest.mark.parametrize(
+    ("recipe", "choices", "words", "here", "said"), table_of("machine.what_cannot_run_here")
+)
 def test_what_cannot_run_here_is_refused(
-    tmp_path: Path, recipe: str, choices: dict[str, Any], words: list[str], here: dict[str, Any], said: str
+    tmp_path: Path,
+    recipe: str,
+    choices: dict[str, Any],
+    words: list[str],
+    here: dict[str, Any],
+    said: str,
 ) -> None:
     with pytest.raises(HostError) as refused:
         machine.check(resolve(recipe, words, Choices(**choices)), machine_of(tmp_path, **here))
@@ -55,7 +66,9 @@ def test_what_cannot_run_here_is_refused(
 
 
 @pytest.mark.parametrize("gpu", ["mi300x", "mi325x", "mi350x", "mi355x", "h200"])
-@pytest.mark.parametrize(("recipe", "backend", "mode"), table_of("machine.what_is_published_for_eight_gpus_runs_there"))
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mode"), table_of("machine.what_is_published_for_eight_gpus_runs_there")
+)
 def test_what_is_published_for_eight_gpus_runs_there(
     tmp_path: Path, gpu: str, recipe: str, backend: str, mode: str
 ) -> None:
@@ -64,8 +77,13 @@ def test_what_is_published_for_eight_gpus_runs_there(
     machine.check_prediction(resolved)
 
 
-def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recipes_word(tmp_path: Path) -> None:
-    machine.check(resolve("llama3.1-8b", (), Choices(gpu="mi355x", proxy=True)), machine_of(tmp_path / "cpu", gib=8))
+def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recipes_word(
+    tmp_path: Path,
+) -> None:
+    machine.check(
+        resolve("llama3.1-8b", (), Choices(gpu="mi355x", proxy=True)),
+        machine_of(tmp_path / "cpu", gib=8),
+    )
     part = machine_of(tmp_path / "part", "mi300x", count=2)
     for node in (part / "sys/class/kfd/kfd/topology/nodes").iterdir():
         properties = node / "properties"
@@ -75,7 +93,9 @@ def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recip
 
 def test_adapters_and_sharded_states_need_less() -> None:
     def bytes_of(mode: str, *words: str) -> float:
-        return predict(resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x"))).states
+        return predict(
+            resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x"))
+        ).states
 
     assert (full := bytes_of("full")) == pytest.approx(8.03e9 * 16 / 8, rel=0.01)
     assert bytes_of("lora", "sharding.reshard_after_forward=true") == full / 4
@@ -84,7 +104,9 @@ def test_adapters_and_sharded_states_need_less() -> None:
 
 
 @pytest.mark.parametrize("words", [["--gpu", "mi355x"], []])
-def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_the_error_offers_the_small_form_at_once(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     if machine.detect().names:
         pytest.skip("this machine has a GPU")
     started = time.monotonic()
@@ -100,9 +122,13 @@ def test_force_starts_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
     machine.check(recipe, machine_of(tmp_path, gpu="mi300x"), force=True)
 
 
-def test_unlisted_gpus_have_the_memory_of_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlisted_gpus_have_the_memory_of_the_smallest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for node, gib in enumerate((192, 96)):
-        (bank := tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/mem_banks/0").mkdir(parents=True)
+        (bank := tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/mem_banks/0").mkdir(
+            parents=True
+        )
         (bank / "properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\n")
     assert memory_bytes(tmp_path) == 96 * GIB
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '81559\\n80000\\n'\n")
@@ -110,7 +136,11 @@ def test_unlisted_gpus_have_the_memory_of_the_smallest(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     other = machine_of(tmp_path / "nvidia", "h200", count=1)
     assert machine.unlisted_memory(other) is None
-    (other / "proc/driver/nvidia/gpus/0/information").write_text("Model: \t NVIDIA H100 80GB HBM3\n")
+    (other / "proc/driver/nvidia/gpus/0/information").write_text(
+        "Model: \t NVIDIA H100 80GB HBM3\n"
+    )
     memory = machine.unlisted_memory(other)
     with pytest.raises(HostError, match="a GPU of this machine has 78 GiB"):
-        machine.check(resolve("llama3.1-8b", ["ranks=1"], Choices(gpu="h200")), other, memory=memory)
+        machine.check(
+            resolve("llama3.1-8b", ["ranks=1"], Choices(gpu="h200")), other, memory=memory
+        )

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from primus.recipes.architecture import Architecture, DiffusionTransformer, size
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import logs, machine, metrics
-from primus.training.logs import Series, Step
-from primus.training.metrics import of_recipe_unit, of_run
+from primus_images.recipes.architecture import Architecture, DiffusionTransformer, size
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import logs, machine, metrics
+from primus_images.training.run.logs import Series, Step
+from primus_images.training.run.metrics import of_recipe_unit, of_run
 from tables import table_of
 
 FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
@@ -26,12 +26,16 @@ def series(*speeds: float) -> Series:
     return Series(
         steps=tuple(
             Step(
-                step=number, loss=7.0 - number, grad_norm=1.0, tokens_per_second=speed, memory_gib=40.0 + number,
+                step=number,
+                loss=7.0 - number,
+                grad_norm=1.0,
+                tokens_per_second=speed,
+                memory_gib=40.0 + number,
                 joules=100.0 * number,
             )
             for number, speed in enumerate(speeds, 1)
         )
-    )  # fmt: skip
+    )
 
 
 def test_figures_of_a_known_gpu_are_torchtitans_own() -> None:
@@ -57,9 +61,15 @@ def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     assert metrics.summarize(Series(), llama(2), FACTS).tokens_per_second is None
 
 
-@pytest.mark.parametrize(("change", "precision", "says"), table_of("metrics.no_mfu_is_a_sentence_and_no_number"))
-def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], precision: str, says: str) -> None:
-    summary = metrics.summarize(series(8642.0), llama(precision=precision, proxy=precision == "fp32"), FACTS | change)
+@pytest.mark.parametrize(
+    ("change", "precision", "says"), table_of("metrics.no_mfu_is_a_sentence_and_no_number")
+)
+def test_no_mfu_is_a_sentence_and_no_number(
+    change: dict[str, Any], precision: str, says: str
+) -> None:
+    summary = metrics.summarize(
+        series(8642.0), llama(precision=precision, proxy=precision == "fp32"), FACTS | change
+    )
     assert summary.mfu is None
     assert says in (summary.no_mfu or "")
     assert "MFU 4" not in metrics.sentence(summary, "GPU")
@@ -69,13 +79,18 @@ def test_a_model_of_images_counts_images() -> None:
     flux = resolve("flux.1-dev", ["validation.warmup_steps=1"], Choices(gpu="h200"))
     per_image = of_recipe_unit(flux.architecture, flux.seq_len).causal
     summary = metrics.summarize(series(9000.0, 3.0 * flux.seq_len), flux, FACTS)
-    assert (summary.images_per_second, summary.tflops_causal) == (3.0, pytest.approx(3 * per_image / 1e12))
+    assert (summary.images_per_second, summary.tflops_causal) == (
+        3.0,
+        pytest.approx(3 * per_image / 1e12),
+    )
 
 
 def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
     recipe = llama(backend="finetune", mode="lora")
     facts = FACTS | {"trainable_parameters": 42_000_000}
-    assert of_run(recipe, facts) == of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=42_000_000)
+    assert of_run(recipe, facts) == of_recipe_unit(
+        recipe.architecture, recipe.seq_len, adapters=42_000_000
+    )
     assert of_run(recipe, {}) is None
     assert "FLOP/s are not known" in (metrics.summarize(series(8642.0), recipe, FACTS).no_mfu or "")
     whole = llama(backend="finetune", mode="full")
@@ -85,7 +100,13 @@ def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
 # -- FLOPs --------------------------------------------------------------------------------------------------------
 
 MISTRAL = Architecture(
-    family="mistral", layers=32, hidden_size=4096, heads=32, kv_heads=8, ffn_size=14336, vocab_size=32000
+    family="mistral",
+    layers=32,
+    hidden_size=4096,
+    heads=32,
+    kv_heads=8,
+    ffn_size=14336,
+    vocab_size=32000,
 )
 
 
@@ -93,7 +114,9 @@ MISTRAL = Architecture(
     ("window", "seq_len", "causal", "non_causal"),
     [(0, 8192, 49.10, 55.55), (4096, 8192, 47.5, 49.1), (1024, 8192, 44.2, 44.27)],
 )
-def test_a_window_shortens_what_a_token_sees(window: int, seq_len: int, causal: float, non_causal: float) -> None:
+def test_a_window_shortens_what_a_token_sees(
+    window: int, seq_len: int, causal: float, non_causal: float
+) -> None:
     flops = of_recipe_unit(replace(MISTRAL, window=window), seq_len)
     assert flops.causal / 1e9 == pytest.approx(causal, abs=0.05)
     assert flops.non_causal / 1e9 == pytest.approx(non_causal, abs=0.05)
@@ -101,10 +124,19 @@ def test_a_window_shortens_what_a_token_sees(window: int, seq_len: int, causal: 
 
 def test_an_image_of_flux() -> None:
     flux = Architecture(
-        family="flux", hidden_size=3072, heads=24,
-        dit=DiffusionTransformer(double_layers=19, single_layers=38, in_channels=64, text_dim=4096, pooled_dim=768,
-                                 image_size=512, text_tokens=512),
-    )  # fmt: skip
+        family="flux",
+        hidden_size=3072,
+        heads=24,
+        dit=DiffusionTransformer(
+            double_layers=19,
+            single_layers=38,
+            in_channels=64,
+            text_dim=4096,
+            pooled_dim=768,
+            image_size=512,
+            text_tokens=512,
+        ),
+    )
     assert of_recipe_unit(flux, 0).causal / 1e12 == pytest.approx(64.4, abs=0.1)
     assert size(flux).total == pytest.approx(11.9e9, rel=0.001)
 
@@ -117,7 +149,9 @@ def logged(number: int) -> str:
 
 
 @pytest.mark.parametrize(("readings", "joules"), table_of("metrics.joules"))
-def test_joules_are_the_difference_between_two_steps(readings: list[float | None], joules: list[float | None]) -> None:
+def test_joules_are_the_difference_between_two_steps(
+    readings: list[float | None], joules: list[float | None]
+) -> None:
     """A counter that falls or fails gives no figure; each rank prints each step, and only its first line counts."""
     counter, steps = iter(readings), list[tuple[str, float | None]]()
     clock = logs.Clock(lambda: next(counter), lambda *step: steps.append(step))
@@ -125,7 +159,9 @@ def test_joules_are_the_difference_between_two_steps(readings: list[float | None
     for text in ["hello\n", *(logged(number) for number in numbers for _ in range(2))]:
         clock.line(text)
     clock.close()
-    assert steps == [(logged(number) * 2, used) for number, used in zip(numbers, joules, strict=True)]
+    assert steps == [
+        (logged(number) * 2, used) for number, used in zip(numbers, joules, strict=True)
+    ]
 
 
 def card(root: Path, number: int, joules: float | None, vendor: str = "0x1002") -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from primus.recipes.resolve import resolve
-from primus.recipes.rules import rules_of
-from primus.recipes.schema import backend_rules, backends
-from primus.recipes.setting import Choices
-from primus.training import proof
-from primus.training.logs import Series, Step
-from primus.yamlfile import spell
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules import rules_of
+from primus_images.recipes.schema import backend_rules, backends
+from primus_images.recipes.setting import Choices
+from primus_images.training.judge import proof
+from primus_images.training.run.logs import Series, Step
+from primus_images.yamlfile import spell
 from proof_kit import FLOPS, evidence
 from tables import table_of
 
@@ -25,14 +25,17 @@ SEEN = {step: (7.0 - step, 1.0) for step in range(1, STEPS + 1)}
 def series(rate: float = 100.0) -> Series:
     """The healthy run itself."""
     steps = [
-        Step(step=n, loss=7.0 - n, grad_norm=1.0, tokens_per_second=rate, memory_gib=1.0) for n in range(1, STEPS + 1)
+        Step(step=n, loss=7.0 - n, grad_norm=1.0, tokens_per_second=rate, memory_gib=1.0)
+        for n in range(1, STEPS + 1)
     ]
     return Series(steps=tuple(steps), exact=True)
 
 
 def failing(found: dict[str, Any], run: Series | None = None) -> list[str]:
     """The names of the verdicts that did not pass."""
-    return [verdict.name for verdict in proof.verdicts(found, run or series()) if not verdict.passed]
+    return [
+        verdict.name for verdict in proof.verdicts(found, run or series()) if not verdict.passed
+    ]
 
 
 def test_a_healthy_run_passes() -> None:
@@ -40,8 +43,16 @@ def test_a_healthy_run_passes() -> None:
 
 
 CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
-    ("reference data", lambda e: e["steps"][2]["data"].append("step 3, rank 0: 10% of the labels are other tokens")),
-    ("reference parameters", lambda e: e["parameters"]["missing"].append("missing: model.layers.1.mlp.up_proj.weight")),
+    (
+        "reference data",
+        lambda e: e["steps"][2]["data"].append(
+            "step 3, rank 0: 10% of the labels are other tokens"
+        ),
+    ),
+    (
+        "reference parameters",
+        lambda e: e["parameters"]["missing"].append("missing: model.layers.1.mlp.up_proj.weight"),
+    ),
     ("reference parameters", lambda e: e["parameters"]["odd"].append("a equals b")),
     ("reference first weights", lambda e: e["first"].append("a begins with a mean of 1, not 0")),
     ("reference saved files", lambda e: e["saved"].append("weights lacks a")),
@@ -49,13 +60,19 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference loss", lambda e: e["steps"][4].update(loss=2.0001)),
     ("reference loss", lambda e: e["steps"].pop()),
     ("reference gradient norm", lambda e: e["steps"][0].update(grad_norm=1.001)),
-    ("reference gradients", lambda e: e["steps"][5]["gaps"].update({"b.weight": (1e-3, "b.0.weight")})),
+    (
+        "reference gradients",
+        lambda e: e["steps"][5]["gaps"].update({"b.weight": (1e-3, "b.0.weight")}),
+    ),
     ("reference gradients", lambda e: e["steps"][5]["missing"].append("a")),
     ("reference gradients", lambda e: e["steps"][5]["apart"].append("a")),
     ("reference gradients", lambda e: e["steps"][3].update(own_gradient=False)),
     ("reference gradients", lambda e: e["steps"][3].update(used_norm=1.01)),
     ("reference gradients", lambda e: e["steps"][3].update(rounded=1.0)),
-    ("reference update", lambda e: e["steps"][2]["biases"].append("a did not move towards balance")),
+    (
+        "reference update",
+        lambda e: e["steps"][2]["biases"].append("a did not move towards balance"),
+    ),
     ("reference learning rate", lambda e: e["steps"][1].update(rates=[0.01, 0.0])),
     ("reference update", lambda e: e["steps"][1]["update"].update(gap=2e-5)),
     ("reference update", lambda e: e["steps"][1]["stale"].append("a")),
@@ -63,7 +80,9 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_a_difference_fails_the_check_that_it_belongs_to(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_difference_fails_the_check_that_it_belongs_to(
+    name: str, change: Callable[[dict[str, Any]], Any]
+) -> None:
     found = copy.deepcopy(evidence(SEEN))
     change(found)
     assert name in failing(found)
@@ -80,8 +99,10 @@ def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_o
     for row in found["steps"]:
         row["gaps"] = {"a.weight": (2e-2, "a.1.weight"), "b.weight": (1e-6, "b.1.weight")}
     found["steps"][0]["noise"] = {
-        "loss": 1e-4, "grad_norm": 1e-3, "gaps": {"a.weight": (1e-2, "a.0.weight"), "b.weight": (1e-6, "b.0.weight")}
-    }  # fmt: skip
+        "loss": 1e-4,
+        "grad_norm": 1e-3,
+        "gaps": {"a.weight": (1e-2, "a.0.weight"), "b.weight": (1e-6, "b.0.weight")},
+    }
     assert failing(found) == []
     found["steps"][2]["gaps"]["b.weight"] = (2e-2, "b.1.weight")
     assert failing(found) == ["reference gradients"]
@@ -95,16 +116,23 @@ def test_a_mean_gap_may_be_as_large_as_the_noise_of_its_steps_leaves_it(
     for row, noise, gap in zip(found["steps"], noises, gaps, strict=False):
         row["regular"] = True
         row["gaps"] = {"a.weight": (gap, "a.1.weight")}
-        row["noise"] = {"loss": 1e-4, "grad_norm": 1e-3, "gaps": {"a.weight": (noise, "a.0.weight")}}
+        row["noise"] = {
+            "loss": 1e-4,
+            "grad_norm": 1e-3,
+            "gaps": {"a.weight": (noise, "a.0.weight")},
+        }
     for row in found["steps"][len(noises) :]:
         row["regular"], row["gaps"] = False, {}
     assert failing(found) == ([] if passed else ["reference gradients"])
 
 
 @pytest.mark.parametrize(
-    ("summands", "share", "passed"), [(2, 0.45, True), (2, 1.0, False), (4, 0.18, True), (4, 0.42, False)]
+    ("summands", "share", "passed"),
+    [(2, 0.45, True), (2, 1.0, False), (4, 0.18, True), (4, 0.42, False)],
 )
-def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int, share: float, passed: bool) -> None:
+def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(
+    summands: int, share: float, passed: bool
+) -> None:
     found = evidence(SEEN) | {"precision": "bf16", "summands": summands}
     found["steps"][2]["rounded"] = share
     assert (failing(found) == []) is passed
@@ -114,30 +142,56 @@ def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int,
 EPSILON = "norm epsilon + 0.001"
 
 
-def _constant(share: float, rounding: float = 0.0, deviation: float = 0.01, **more: Any) -> dict[str, Any]:
-    return {"share": share, "rounding": rounding, "deviation": deviation, "biased": False, "eight": False} | more
+def _constant(
+    share: float, rounding: float = 0.0, deviation: float = 0.01, **more: Any
+) -> dict[str, Any]:
+    return {
+        "share": share,
+        "rounding": rounding,
+        "deviation": deviation,
+        "biased": False,
+        "eight": False,
+    } | more
 
 
 @pytest.mark.parametrize(("share", "rounding", "more", "told"), table_of("proof.constants"))
 def test_a_constant_is_judged_as_closely_as_rounding_allows(
     share: float, rounding: dict[str, Any], more: dict[str, Any], told: str
 ) -> None:
-    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: _constant(share, **rounding)}} | more
-    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
+    found = (
+        evidence(SEEN)
+        | {"precision": "bf16", "constants": {EPSILON: _constant(share, **rounding)}}
+        | more
+    )
+    verdict = next(
+        each for each in proof.verdicts(found, series()) if each.name == "reference constants"
+    )
     assert (verdict.reason if not verdict.passed else "") == (told and f"{EPSILON}: {told}")
 
 
 FINE = {
-    "name": "layers.1", "balanced": False, "certain": 1.0, "typical": 1.2, "token": 3.0, "token_at": [5, 127],
-    "position": 2.0, "position_at": 127, "share": 1e-4, "noise": 3e-3,
-}  # fmt: skip
+    "name": "layers.1",
+    "balanced": False,
+    "certain": 1.0,
+    "typical": 1.2,
+    "token": 3.0,
+    "token_at": [5, 127],
+    "position": 2.0,
+    "position_at": 127,
+    "share": 1e-4,
+    "noise": 3e-3,
+}
 
 
 @pytest.mark.parametrize(("precision", "change", "told"), table_of("proof.blocks"))
-def test_a_block_is_judged_token_by_token(precision: str, change: dict[str, Any], told: str) -> None:
+def test_a_block_is_judged_token_by_token(
+    precision: str, change: dict[str, Any], told: str
+) -> None:
     found = evidence(SEEN) | {"precision": precision}
     found["steps"][0]["blocks"] = [FINE | change]
-    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference blocks")
+    verdict = next(
+        each for each in proof.verdicts(found, series()) if each.name == "reference blocks"
+    )
     name = change.get("name", "layers.1")
     assert (verdict.reason if not verdict.passed else "") == (told and f"step 1: {name}: {told}")
 
@@ -150,12 +204,19 @@ def test_blocks_without_evidence_do_not_pass_unless_the_model_is_compiled() -> N
     assert failing(found | {"unseen": True}) == []
     found["steps"][0]["blocks"] = "layers.1 ran 0 times for 2 micro-batches"
     assert failing(found) == ["reference blocks"]
-    assert failing(evidence(SEEN) | {"precision": "bf16", "constants": {}}) == ["reference constants"]
+    assert failing(evidence(SEEN) | {"precision": "bf16", "constants": {}}) == [
+        "reference constants"
+    ]
 
 
 def test_constants_that_rounding_hides_are_named() -> None:
-    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: _constant(0.0, rounding=0.1, deviation=0.3)}}
-    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
+    found = evidence(SEEN) | {
+        "precision": "bf16",
+        "constants": {EPSILON: _constant(0.0, rounding=0.1, deviation=0.3)},
+    }
+    verdict = next(
+        each for each in proof.verdicts(found, series()) if each.name == "reference constants"
+    )
     assert verdict.passed
     assert verdict.reason == f"0 changes would show; hidden by rounding: {EPSILON}"
 
@@ -173,18 +234,25 @@ def test_an_expert_may_differ_by_the_tokens_in_doubt(gap: float, passed: bool) -
     """In a run of DeepSeek-V3 in BF16, one token that went to another expert was the whole gap of 0.6."""
     found = evidence(SEEN)
     found["precision"] = "bf16"
-    found["steps"][3]["gaps"] = {"mlp.experts.up_proj.weight": (gap, "mlp.experts.4.up_proj.weight")}
+    found["steps"][3]["gaps"] = {
+        "mlp.experts.up_proj.weight": (gap, "mlp.experts.4.up_proj.weight")
+    }
     found["steps"][3]["noise"] = {
-        "loss": 1e-4, "grad_norm": 1e-3, "gaps": {"mlp.experts.up_proj.weight": (0.06, "mlp.experts.0.up_proj.weight")},
+        "loss": 1e-4,
+        "grad_norm": 1e-3,
+        "gaps": {"mlp.experts.up_proj.weight": (0.06, "mlp.experts.0.up_proj.weight")},
         "doubt": {"mlp.experts.up_proj.weight": 0.6},
-    }  # fmt: skip
+    }
     assert failing(found) == ([] if passed else ["reference gradients"])
 
 
 @pytest.mark.parametrize(
-    ("expert", "other", "passed"), [(0.3, 0.1, True), (0.3, 0.13, False), (0.1, 0.1, False), (0.7, 0.1, False)]
+    ("expert", "other", "passed"),
+    [(0.3, 0.1, True), (0.3, 0.13, False), (0.1, 0.1, False), (0.7, 0.1, False)],
 )
-def test_other_tensors_may_only_if_a_token_went_to_another_expert(expert: float, other: float, passed: bool) -> None:
+def test_other_tensors_may_only_if_a_token_went_to_another_expert(
+    expert: float, other: float, passed: bool
+) -> None:
     """In a run of Mixtral in BF16, the gradients of keys moved by 5.9 times the noise, and the mean by 2.7 times."""
     up, keys = "mlp.experts.up_proj.weight", "self_attn.k_proj.weight"
     found = evidence(SEEN) | {"precision": "bf16"}
@@ -192,7 +260,11 @@ def test_other_tensors_may_only_if_a_token_went_to_another_expert(expert: float,
         last = row is found["steps"][3]
         row["regular"] = row in found["steps"][:4]
         row["gaps"] = {up: (expert if last else 0.03, up), keys: (other if last else 0.015, keys)}
-        row["noise"] = {"loss": 1e-4, "grad_norm": 1e-3, "gaps": {up: (0.03, up), keys: (0.015, keys)}}
+        row["noise"] = {
+            "loss": 1e-4,
+            "grad_norm": 1e-3,
+            "gaps": {up: (0.03, up), keys: (0.015, keys)},
+        }
     found["steps"][3]["noise"]["doubt"] = {up: 0.5, keys: 0.11}
     assert failing(found) == ([] if passed else ["reference gradients"])
 
@@ -201,7 +273,9 @@ def test_other_tensors_may_only_if_a_token_went_to_another_expert(expert: float,
 def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) -> None:
     # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for evidence.
     arrivals = {step: 2.5 * step for step in range(1, STEPS + 1)}
-    verdict = proof.clock(series(100.0 * factor), arrivals, dict.fromkeys(arrivals, 0.5), tokens=200)
+    verdict = proof.clock(
+        series(100.0 * factor), arrivals, dict.fromkeys(arrivals, 0.5), tokens=200
+    )
     assert verdict.passed is passed
 
 
@@ -220,7 +294,9 @@ def test_reported_figures_are_those_of_the_recipe(
     facts = {**FIGURES, "flops_per_unit": FLOPS, **change}
     steps = tuple(replace(step, memory_gib=memory) for step in series().steps)
     found = evidence(SEEN)
-    verdict = proof.figures({k: v for k, v in facts.items() if v}, found, Series(steps=steps), recipe, peak)
+    verdict = proof.figures(
+        {k: v for k, v in facts.items() if v}, found, Series(steps=steps), recipe, peak
+    )
     assert verdict.passed == (not told)
     assert verdict.reason.startswith(told)
 
@@ -232,22 +308,34 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     by_rows = resolve("llama3.1-8b", ["quantize.linear.float8.recipe_name=rowwise"], fp8)
     assert proof.unjudged(by_rows) == "the reference rounds to FP8 by tensors, not rowwise"
     assert proof.unjudged(resolve("llama3.1-8b", [], fp8)) is None
-    megatron = resolve("llama3.1-8b", ["pp=2", "model.layers=2"], Choices(backend="megatron", gpu="cpu", proxy=True))
+    megatron = resolve(
+        "llama3.1-8b",
+        ["pp=2", "model.layers=2"],
+        Choices(backend="megatron", gpu="cpu", proxy=True),
+    )
     assert proof.unjudged(megatron) is None
 
 
 @pytest.mark.parametrize(("recipe", "backend", "word"), table_of("proof.computes_something_else"))
-def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(recipe: str, backend: str, word: str) -> None:
+def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(
+    recipe: str, backend: str, word: str
+) -> None:
     here = Choices(gpu="cpu", proxy=True, backend=backend)
     key, _, value = word.partition("=")
-    assert (proof.unjudged(resolve(recipe, [word], here)) or "").endswith((f"{backend}.{key}={value}", f"by {value}"))
+    assert (proof.unjudged(resolve(recipe, [word], here)) or "").endswith(
+        (f"{backend}.{key}={value}", f"by {value}")
+    )
     assert proof.unjudged(resolve(recipe, [], here)) is None
     usual = backend_rules(backend)[key].default
     assert proof.unjudged(resolve(recipe, [f"{key}={spell(usual)}"], here)) is None
 
 
-@pytest.mark.parametrize(("words", "judged"), table_of("proof.blocks_are_judged_if_the_reference_rounds_as_they_do"))
-def test_blocks_are_judged_if_the_reference_rounds_as_they_do(words: list[str], judged: bool) -> None:
+@pytest.mark.parametrize(
+    ("words", "judged"), table_of("proof.blocks_are_judged_if_the_reference_rounds_as_they_do")
+)
+def test_blocks_are_judged_if_the_reference_rounds_as_they_do(
+    words: list[str], judged: bool
+) -> None:
     precision = [] if any("precision" in word for word in words) else ["precision=bf16"]
     recipe = resolve("llama3.1-8b", [*words, *precision], Choices(gpu="cpu", proxy=True))
     assert rules_of(recipe).blocks_judged(recipe) is judged
@@ -256,9 +344,13 @@ def test_blocks_are_judged_if_the_reference_rounds_as_they_do(words: list[str], 
 def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
     for name, one in backends().items():
         for pattern in one.unmodelled:
-            assert [key for key in backend_rules(name) if fnmatchcase(key, pattern)], f"{name}: {pattern}"
+            assert [key for key in backend_rules(name) if fnmatchcase(key, pattern)], (
+                f"{name}: {pattern}"
+            )
 
 
-@pytest.mark.parametrize("words", table_of("proof.layouts_that_torchtitan_computes_are_not_refused"))
+@pytest.mark.parametrize(
+    "words", table_of("proof.layouts_that_torchtitan_computes_are_not_refused")
+)
 def test_layouts_that_torchtitan_computes_are_not_refused(words: list[str]) -> None:
     resolve("llama3.1-8b", words, Choices(gpu="cpu", proxy=True))

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from primus.training import checks
-from primus.training.logs import Series, Step
+from primus_images.training.judge import checks
+from primus_images.training.run.logs import Series, Step
 
 NAN, INF = math.nan, math.inf
 
 
-def series(*losses: float, norms: tuple[float, ...] | None = None, first: int = 1, exact: bool = True) -> Series:
+def series(
+    *losses: float, norms: tuple[float, ...] | None = None, first: int = 1, exact: bool = True
+) -> Series:
     norms = norms or (0.5,) * len(losses)
     return Series(
         steps=tuple(
@@ -32,7 +34,11 @@ PLAIN = {"converted": {}, "plain": [], "listened": True}
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    return {"linears": PLAIN | FP32, "float32_matmul_precision": "highest", "world_size": 2} | changed
+    return {
+        "linears": PLAIN | FP32,
+        "float32_matmul_precision": "highest",
+        "world_size": 2,
+    } | changed
 
 
 @pytest.mark.parametrize(
@@ -45,16 +51,30 @@ def facts(**changed: Any) -> dict[str, Any]:
         ((), 3, "missing: 1–3", "0 of 3"),
     ],
 )
-def test_every_step_is_logged_once(steps: Sequence[int], last: int, reason: str, measured: str) -> None:
+def test_every_step_is_logged_once(
+    steps: Sequence[int], last: int, reason: str, measured: str
+) -> None:
     logged = Series(steps=tuple(replace(series(7.0).steps[0], step=step) for step in steps))
     verdict = checks.steps_logged(logged, 1, last)
-    assert (verdict.passed, verdict.reason, verdict.measured) == (reason.startswith("every"), reason, measured)
-    assert not checks.steps_logged(replace(logged, problems=("step 3 is logged twice",)), 1, last).passed
+    assert (verdict.passed, verdict.reason, verdict.measured) == (
+        reason.startswith("every"),
+        reason,
+        measured,
+    )
+    assert not checks.steps_logged(
+        replace(logged, problems=("step 3 is logged twice",)), 1, last
+    ).passed
 
 
 @pytest.mark.parametrize(
     ("losses", "norms"),
-    [((5.0, NAN), (0.5, 0.5)), ((5.0, INF), (0.5, 0.5)), ((5.0, 4.0), (0.5, NAN)), ((5.0, 4.0), (0.0, 0.5)), ((), ())],
+    [
+        ((5.0, NAN), (0.5, 0.5)),
+        ((5.0, INF), (0.5, 0.5)),
+        ((5.0, 4.0), (0.5, NAN)),
+        ((5.0, 4.0), (0.0, 0.5)),
+        ((), ()),
+    ],
 )
 def test_not_finite(losses: tuple[float, ...], norms: tuple[float, ...]) -> None:
     assert not checks.finite(series(*losses, norms=norms)).passed
@@ -69,7 +89,12 @@ def test_first_loss_is_near_the_logarithm_of_the_vocabulary() -> None:
 
 def test_loss_falls() -> None:
     assert checks.loss_falls(series(*FALLING), 0.15).passed
-    for wrong in (series(*([7.0] * 20)), series(*reversed(FALLING)), series(7.0, 1.0), series(*([NAN] * 20))):
+    for wrong in (
+        series(*([7.0] * 20)),
+        series(*reversed(FALLING)),
+        series(7.0, 1.0),
+        series(*([NAN] * 20)),
+    ):
         assert not checks.loss_falls(wrong, 0.15).passed
         assert not checks.loss_falls(wrong, 0.15, repeated=True).passed
     assert not checks.loss_falls(series(*FALLING), 0.99).passed
@@ -85,7 +110,9 @@ def test_the_running_median_is_that_of_all_norms_before() -> None:
     verdict = checks.grad_norm_steady(series(*[5.0] * 60, norms=norms), max(ratios))
     assert verdict.passed
     assert f"at step {ratios.index(max(ratios)) + 4}" in verdict.reason
-    assert not checks.grad_norm_steady(series(*[5.0] * 60, norms=norms), math.nextafter(max(ratios), 0)).passed
+    assert not checks.grad_norm_steady(
+        series(*[5.0] * 60, norms=norms), math.nextafter(max(ratios), 0)
+    ).passed
     assert not checks.grad_norm_steady(series(5.0), 10).passed
     nan = checks.grad_norm_steady(series(*FALLING[:6], norms=(0.5, 0.6, 0.7, 0.5, NAN, 0.5)), 10)
     assert not nan.passed
@@ -100,7 +127,11 @@ SIDES = ("weight", "input", "output")
     [
         ({}, {}, ""),
         *(
-            ({f"{side}_dtypes": {"torch.float32": 21, "torch.bfloat16": 1}}, {}, f"1 linear {side}s in torch.bfloat16")
+            (
+                {f"{side}_dtypes": {"torch.float32": 21, "torch.bfloat16": 1}},
+                {},
+                f"1 linear {side}s in torch.bfloat16",
+            )
             for side in SIDES
         ),
         ({f"{side}_dtypes": {} for side in SIDES}, {}, "no linear layer was called"),
@@ -108,7 +139,9 @@ SIDES = ("weight", "input", "output")
         ({}, {"float32_matmul_precision": "medium"}, "float32 matmul precision is 'medium'"),
     ],
 )
-def test_precision_is_what_the_linear_layers_saw(linears: dict[str, Any], more: dict[str, Any], reason: str) -> None:
+def test_precision_is_what_the_linear_layers_saw(
+    linears: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
     verdict = checks.precision(facts(linears=PLAIN | FP32 | linears, **more), "fp32")
     assert verdict.passed is not bool(reason)
     assert reason in verdict.reason
@@ -120,7 +153,9 @@ def engine(converted: dict[str, int], plain: list[str]) -> dict[str, object]:
     """Facts of a run with Transformer Engine's layers, which are of one class in any precision."""
     dtypes = {f"{side}_dtypes": {"torch.bfloat16": 4} for side in ("weight", "input", "output")}
     linears = PLAIN | {"converted": converted, "plain": plain} | dtypes
-    return facts(linears=linears, device="cuda", gpu_kernels=["nvjet_qqtst_e4m3"] if converted else [])
+    return facts(
+        linears=linears, device="cuda", gpu_kernels=["nvjet_qqtst_e4m3"] if converted else []
+    )
 
 
 def test_layers_of_transformer_engine_count_by_what_they_computed_in() -> None:
@@ -130,15 +165,24 @@ def test_layers_of_transformer_engine_count_by_what_they_computed_in() -> None:
     assert "4 TELinear" in checks.precision(eight, "bf16").reason
     assert "no layer computes in 8 bits" in checks.precision(wide, "fp8").reason
     assert (
-        "1 linear layers were left" in checks.precision(engine({"TELinear": 3}, ["layers.0.linear_proj"]), "fp8").reason
+        "1 linear layers were left"
+        in checks.precision(engine({"TELinear": 3}, ["layers.0.linear_proj"]), "fp8").reason
     )
 
 
 def compiled(flops: dict[str, int] | None, **counts: int) -> dict[str, Any]:
     """What a compiled model leaves: no layer was listened to, the profiler's products tell."""
-    linears = PLAIN | {"listened": False} | {f"{side}_dtypes": {} for side in ("weight", "input", "output")}
+    linears = (
+        PLAIN
+        | {"listened": False}
+        | {f"{side}_dtypes": {} for side in ("weight", "input", "output")}
+    )
     told = {f"aten::{name.replace('_', ' ')}": count for name, count in counts.items()}
-    more = {} if flops is None else {"matmul_flops": {f"aten::{k.replace('_', ' ')}": v for k, v in flops.items()}}
+    more = (
+        {}
+        if flops is None
+        else {"matmul_flops": {f"aten::{k.replace('_', ' ')}": v for k, v in flops.items()}}
+    )
     return facts(linears=linears, matmul_dtypes=told, **more)
 
 
@@ -148,13 +192,20 @@ def test_a_sliver_of_the_products_may_be_computed_otherwise() -> None:
     verdict = checks.precision(sliver, "bf16")
     assert verdict.passed
     assert "208 aten::bmm float, 0.02% of all" in verdict.reason
-    much = compiled({"mm_BFloat16": 1_000_000, "bmm_float": 20_000}, mm_BFloat16=1958, bmm_float=208)
+    much = compiled(
+        {"mm_BFloat16": 1_000_000, "bmm_float": 20_000}, mm_BFloat16=1958, bmm_float=208
+    )
     assert "bf16 asked, but: 208 aten::bmm float" in checks.precision(much, "bf16").reason
     # An older run left no FLOPs; a few products without a dtype are told, many prove nothing.
     assert not checks.precision(compiled(None, mm_BFloat16=1958, bmm_float=208), "bf16").passed
-    assert not checks.precision(compiled({"mm_BFloat16": 1000}, mm_BFloat16=94, grouped=6), "bf16").passed
+    assert not checks.precision(
+        compiled({"mm_BFloat16": 1000}, mm_BFloat16=94, grouped=6), "bf16"
+    ).passed
     assert (
-        "4 aten::grouped" in checks.precision(compiled({"mm_BFloat16": 1000}, mm_BFloat16=96, grouped=4), "bf16").reason
+        "4 aten::grouped"
+        in checks.precision(
+            compiled({"mm_BFloat16": 1000}, mm_BFloat16=96, grouped=4), "bf16"
+        ).reason
     )
     assert not checks.precision(compiled({"mm_float": 1000}, mm_float=98), "bf16").passed
 
@@ -179,10 +230,14 @@ def test_the_same_steps_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("base", "other", "first"),
     [
-        (FALLING, (), 1), (FALLING, FALLING[:19], 1), (FALLING, (*FALLING[:19], NAN), 1), ((), (), 1),
-        ((*FALLING[:19], NAN), (*FALLING[:19], NAN), 1), (FALLING, FALLING[10:], 11),
+        (FALLING, (), 1),
+        (FALLING, FALLING[:19], 1),
+        (FALLING, (*FALLING[:19], NAN), 1),
+        ((), (), 1),
+        ((*FALLING[:19], NAN), (*FALLING[:19], NAN), 1),
+        (FALLING, FALLING[10:], 11),
     ],
-)  # fmt: skip
+)
 def test_steps_that_are_missing_or_bad_are_not_the_same(
     base: tuple[float, ...], other: tuple[float, ...], first: int
 ) -> None:
@@ -192,22 +247,36 @@ def test_steps_that_are_missing_or_bad_are_not_the_same(
 def test_a_resumed_run_is_compared_from_its_first_step() -> None:
     resumed = series(*FALLING[10:], first=11)
     assert checks.same_steps("resume", series(*FALLING), resumed, 0.0, first=11).passed
-    assert checks.same_steps("resume", series(*FALLING), resumed, 0.0).reason == "not logged in the second run: 1–10"
+    assert (
+        checks.same_steps("resume", series(*FALLING), resumed, 0.0).reason
+        == "not logged in the second run: 1–10"
+    )
 
 
 def test_one_step_of_a_divided_batch() -> None:
     base = series(7.0, 6.0, norms=(0.6748, 0.5))
-    assert checks.same_steps("x", base, series(7.0000001, 5.0, norms=(0.67480001, 0.5)), 1e-4, last=1).passed
+    assert checks.same_steps(
+        "x", base, series(7.0000001, 5.0, norms=(0.67480001, 0.5)), 1e-4, last=1
+    ).passed
     for other in (series(3.5, norms=(0.41,)), series(7.0, norms=(1.3496,)), Series(), series(NAN)):
         assert not checks.same_steps("x", base, other, 1e-4, last=1).passed
 
 
 def test_every_check_has_a_row_in_the_documentation() -> None:
     root, named = Path(__file__).parents[3], set()
-    for path in (*(root / "src/primus/training").glob("*.py"), *(root / "src/primus/release").glob("*.py")):
+    for path in (
+        *(root / "src/primus_images/training").glob("*.py"),
+        *(root / "src/primus_images/release").glob("*.py"),
+    ):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Verdict", "of_faults"):
-                words = [*call.args[:1], *(given.value for given in call.keywords if given.arg == "name")]
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in (
+                "Verdict",
+                "of_faults",
+            ):
+                words = [
+                    *call.args[:1],
+                    *(given.value for given in call.keywords if given.arg == "name"),
+                ]
                 named |= {word.value for word in words if isinstance(word, ast.Constant)}
     rows = (root / "docs/validation.md").read_text(encoding="utf-8").splitlines()
     listed = {row.split("|")[1].strip() for row in rows if row.startswith("| ")}

@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.training import failure, launch, start
-from primus.training.job import Job
+from primus_images.cli.main import main
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.training.run import failure, processes, start
+from primus_images.training.run.job import Job
 from proof_kit import kept
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
 
-def run(code: str, tmp_path: Path, lines: list[str] | None = None) -> launch.Ended:
+def run(code: str, tmp_path: Path, lines: list[str] | None = None) -> processes.Ended:
     seen: list[str] = [] if lines is None else lines
-    return launch.run(
-        [sys.executable, "-c", code], log=tmp_path / "log.txt", environment=os.environ, on_line=seen.append
+    return processes.run(
+        [sys.executable, "-c", code],
+        log=tmp_path / "log.txt",
+        environment=os.environ,
+        on_line=seen.append,
     )
 
 
@@ -45,22 +48,36 @@ def written_pid(file: Path) -> int:
 
 def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_path: Path) -> None:
     lines: list[str] = []
-    ended = run("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)", tmp_path, lines)
+    ended = run(
+        "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)", tmp_path, lines
+    )
     assert ended.exit_code == 7
     assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
     assert sorted(lines) == ["err\n", "out\n"]
 
 
-def test_steps_are_in_the_metrics_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_in_the_metrics_before_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As at an interrupt. Each step once, although each rank logs it; start-up is no silence of a step."""
     step = "step: {}  loss: {}  grad_norm: 1.0  memory: 1.0GiB(1%)  tps: 9  tflops: 1  mfu: N/A"
     code = f"import time; time.sleep(2)\nfor n in (1, 1, 2, 1, 2, 3): print({step!r}.format(n, n), flush=True)\n"
-    monkeypatch.setattr("primus.training.ranks.argv", lambda *_: [sys.executable, "-c", f"{code}time.sleep(60)"])
-    job, before = Job(name="job", recipe=resolve("llama3-proxy", (), Choices(gpu="cpu")), output=tmp_path), list[int]()
+    monkeypatch.setattr(
+        "primus_images.training.run.ranks.argv",
+        lambda *_: [sys.executable, "-c", f"{code}time.sleep(60)"],
+    )
+    job, before = (
+        Job(name="job", recipe=resolve("llama3-proxy", (), Choices(gpu="cpu")), output=tmp_path),
+        list[int](),
+    )
 
     def written() -> list[int]:
         file = job.output / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+        return (
+            [json.loads(line)["step"] for line in file.read_text().splitlines()]
+            if file.exists()
+            else []
+        )
 
     def follow(line: str) -> None:
         if "step: 3" in line:
@@ -72,10 +89,15 @@ def test_steps_are_in_the_metrics_before_the_run_ends(tmp_path: Path, monkeypatc
     assert (before, written()) == ([1, 2], [1, 2, 3])
 
 
-def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
+def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 2.0)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path], check=False, capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
@@ -114,10 +136,14 @@ def test_a_job_goes_on_when_its_lines_cannot_be_shown(tmp_path: Path) -> None:
         shown.append(line)
         raise BrokenPipeError(32, "Broken pipe")
 
-    ended = launch.run(
-        [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=show,
-        patience=lambda: 5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
-    )  # fmt: skip
+    ended = processes.run(
+        [sys.executable, "-c", TALK],
+        log=tmp_path / "log.txt",
+        environment=os.environ,
+        on_line=show,
+        patience=lambda: 5,
+        on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+    )
     assert ended.exit_code == 0
     assert shown == ["0\n"]
     lines = (tmp_path / "log.txt").read_text().splitlines()
@@ -130,25 +156,31 @@ def test_the_progress_of_a_job_outlives_its_reader() -> None:
     os.close(read)
     code = (
         "from argparse import Namespace\n"
-        "from primus.cli.image.train import _Progress\n"
+        "from primus_images.cli.image.train import _Progress\n"
         "progress = _Progress(Namespace(first_step=1, last_step=20), live=False)\n"
         "progress.line('primus: one')\n"
         "progress.line('primus: two')\n"
         "print('here')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stdout) == (0, b"here\n")
 
 
 def test_a_finished_train_whose_output_is_closed_ends_with_3() -> None:
-    code = "import sys; from primus.cli.image import train; from primus.cli.main import main\n"
+    code = "import sys; from primus_images.cli.image import train; from primus_images.cli.main import main\n"
     code += "train._run = lambda options: train.answer(options, {}, ['✓'])\nsys.exit(main(['train', 'llama3-proxy']))"
-    ended = subprocess.run(["sh", "-c", 'exec "$@" >&-', "", sys.executable, "-c", code], stderr=-1, check=False)
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "", sys.executable, "-c", code], stderr=-1, check=False
+    )
     assert (ended.returncode, ended.stderr) == (3, b"primus train: standard output is closed\n")
 
 
-def test_a_job_goes_on_when_its_log_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_goes_on_when_its_log_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = os.write
     failures = [OSError(errno.EIO, "Input/output error")]
 
@@ -159,10 +191,14 @@ def test_a_job_goes_on_when_its_log_cannot_be_written(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "write", failing)
     lines: list[str] = []
-    ended = launch.run(
-        [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=lines.append,
-        patience=lambda: 5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
-    )  # fmt: skip
+    ended = processes.run(
+        [sys.executable, "-c", TALK],
+        log=tmp_path / "log.txt",
+        environment=os.environ,
+        on_line=lines.append,
+        patience=lambda: 5,
+        on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+    )
     assert (ended.exit_code, ended.disk_full, len(lines)) == (0, False, 50000)
     text = (tmp_path / "log.txt").read_text()
     assert "this log could not be written; 49000 lines are missing here" in text
@@ -186,10 +222,12 @@ def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     code = f"""
         import os, sys
         from pathlib import Path
-        from primus.training import failure, launch
-        launch.run([sys.executable, "-c", {launcher!r}], log=Path({str(tmp_path / "log")!r}), environment=os.environ)
+        from primus_images.training.run import failure, processes
+        processes.run([sys.executable, "-c", {launcher!r}], log=Path({str(tmp_path / "log")!r}), environment=os.environ)
     """
-    command = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(SRC)})
+    command = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(SRC)}
+    )
     pid = written_pid(tmp_path / "pid")
     command.kill()
     command.wait()
@@ -199,14 +237,18 @@ def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)
+def test_ranks_that_wait_for_a_failed_node_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.2)
     started = time.monotonic()
-    ended = launch.run(
-        [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log.txt", environment=os.environ,
+    ended = processes.run(
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        log=tmp_path / "log.txt",
+        environment=os.environ,
         hopeless=lambda: time.monotonic() - started > 1,
-    )  # fmt: skip
+    )
     assert ended.exit_code == -signal.SIGTERM
     assert 2 < time.monotonic() - started < 20
 
@@ -221,7 +263,9 @@ def with_hangup() -> Iterator[None]:
 
 @pytest.mark.usefixtures("with_hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_ranks_and_then_the_command(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     pid_file = tmp_path / "pid"
     inner = (
         "import os, subprocess, time, signal\n"
@@ -232,14 +276,16 @@ def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: si
     outer = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from primus.training import launch\n"
+        "from primus_images.training import launch\n"
         "try:\n"
-        f"    launch.run([sys.executable, '-c', {inner!r}], log=Path({str(tmp_path / 'log.txt')!r}),"
+        f"    processes.run([sys.executable, '-c', {inner!r}], log=Path({str(tmp_path / 'log.txt')!r}),"
         " environment=os.environ)\n"
         "except KeyboardInterrupt:\n"
         "    sys.exit(130)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", outer], env=os.environ | {"PYTHONPATH": str(SRC)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", outer], env=os.environ | {"PYTHONPATH": str(SRC)}
+    )
     pid = written_pid(pid_file)
     process.send_signal(number)
     assert process.wait(timeout=30) == 130
@@ -250,26 +296,62 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As under nohup: the terminal closes, and the training goes on."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert run(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)", tmp_path).exit_code == 0
+        assert (
+            run(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)", tmp_path).exit_code
+            == 0
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_dry_run_shows_values_with_their_origins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["--steps", "9", "--dry-run", "--output", str(tmp_path / "x"), "optimizer.lr=0.5"]
     assert main(["train", "llama3-proxy", *words]) == 0
     shown = capsys.readouterr().out
-    assert all(part in shown for part in ("command line: optimizer.lr=0.5", "llama3-proxy.yaml:", "steps 1–9"))
+    assert all(
+        part in shown
+        for part in ("command line: optimizer.lr=0.5", "llama3-proxy.yaml:", "steps 1–9")
+    )
     assert not (tmp_path / "x").exists()
 
 
-def test_a_finished_checkpoint_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_finished_checkpoint_cannot_be_resumed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     checkpoint = kept(tmp_path / "run/checkpoint/step-20", resolve("llama3-proxy"))
     assert main(["train", "llama3-proxy", "--resume-from", str(tmp_path / "run"), "--dry-run"]) == 2
     assert "already at step 20 of 20" in capsys.readouterr().err
-    assert main(["train", "llama3-proxy", "--resume-from", str(checkpoint), "--steps", "30", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "llama3-proxy",
+                "--resume-from",
+                str(checkpoint),
+                "--steps",
+                "30",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     assert "steps 21–30" in capsys.readouterr().out
-    assert main(["train", "llama3-proxy", "--resume-from", str(checkpoint), "--steps=30", "--dry-run", "seed=9"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "llama3-proxy",
+                "--resume-from",
+                str(checkpoint),
+                "--steps=30",
+                "--dry-run",
+                "seed=9",
+            ]
+        )
+        == 2
+    )
     assert "the checkpoint belongs to another run: seed" in capsys.readouterr().err
 
 
@@ -284,30 +366,64 @@ def test_the_current_folder_is_never_on_the_module_path(
     (tmp_path / "torch.py").touch()
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "torch.py").touch()
-    source = str(Path(launch.__file__).parents[2])
-    variables = launch.clean({"PATH": os.defpath, "PYTHONPATH": f"{path.format(cwd=tmp_path)}:{source}"})
-    code = "import importlib.util as u; print(*(u.find_spec(n) and u.find_spec(n).origin for n in " + (
-        "('primus', 'torchtitan', 'torch')), sep='\\n')"
+    source = str(Path(processes.__file__).parents[2])
+    variables = processes.clean(
+        {"PATH": os.defpath, "PYTHONPATH": f"{path.format(cwd=tmp_path)}:{source}"}
     )
-    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    code = (
+        "import importlib.util as u; print(*(u.find_spec(n) and u.find_spec(n).origin for n in "
+        + ("('primus', 'torchtitan', 'torch')), sep='\\n')")
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
     assert str(tmp_path) not in found.stdout
     assert found.stdout.startswith(source)
 
 
 def test_variables_of_another_torchrun_are_dropped() -> None:
     theirs = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "x:1", "TORCHELASTIC_RUN_ID": "1"}
-    kept = {"NODE_RANK": "0", "MASTER_ADDR": "a", "PETS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}
-    assert launch.dropped(theirs | kept) == sorted(theirs)
-    assert launch.clean(theirs | kept | {"PYTHONOPTIMIZE": "2"}) == kept | {"PYTHONSAFEPATH": "1"}
+    kept = {
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "a",
+        "PETS": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x",
+    }
+    assert processes.dropped(theirs | kept) == sorted(theirs)
+    assert processes.clean(theirs | kept | {"PYTHONOPTIMIZE": "2"}) == kept | {
+        "PYTHONSAFEPATH": "1"
+    }
 
 
 # The first rank that fails, and the launcher.
-@pytest.mark.parametrize(("rank", "end", "cause"), [
-    ("1", "os.getpid(), 9", "rank 1: ended by signal 9 (SIGKILL) ("),
-    ("0", "int(os.environ['PRIMUS_LAUNCH']), 15", "the launcher of the ranks was ended by SIGTERM"),
-])  # fmt: skip
-def test_what_is_ended_by_a_signal_is_named(tmp_path: Path, rank: str, end: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "end", "cause"),
+    [
+        ("1", "os.getpid(), 9", "rank 1: ended by signal 9 (SIGKILL) ("),
+        (
+            "0",
+            "int(os.environ['PRIMUS_LAUNCH']), 15",
+            "the launcher of the ranks was ended by SIGTERM",
+        ),
+    ],
+)
+def test_what_is_ended_by_a_signal_is_named(
+    tmp_path: Path, rank: str, end: str, cause: str
+) -> None:
     code = f"import os, time; os.environ['RANK'] == '{rank}' and os.kill({end}); time.sleep(600)"
-    words = [sys.executable, "-m", "primus.training.launcher", "3", sys.executable, "-c", code]
-    assert launch.run(words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}).exit_code == 1
+    words = [
+        sys.executable,
+        "-m",
+        "primus_images.training.run.spawn",
+        "3",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    assert (
+        processes.run(
+            words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}
+        ).exit_code
+        == 1
+    )
     assert str(failure.cause(tmp_path, 1)).startswith(cause)

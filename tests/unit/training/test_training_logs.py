@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.recipes.resolve import resolve
-from primus.training import logs, metrics
+from primus_images.recipes.resolve import resolve
+from primus_images.training.run import logs, metrics
 from tables import table_of
 
 HEAD = "[titan] 2026-11-20 15:08:39,146 - root - INFO - "
@@ -26,7 +26,9 @@ def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
         "memory: -0.00GiB(-0.00%)  tps: 13,986  tflops: 1,234.01  mfu: N/A"
     )
     step = logs.step_in(text)
-    assert step == logs.Step(step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0)
+    assert step == logs.Step(
+        step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0
+    )
 
 
 def test_leaves_validation_lines_and_chatter_out() -> None:
@@ -36,11 +38,15 @@ def test_leaves_validation_lines_and_chatter_out() -> None:
 
 def test_a_step_logged_twice_with_other_values_is_a_problem() -> None:
     series = logs.read_steps(line(1, "7.3", "0.6") + line(1, "7.2", "0.6"))
-    assert series.problems == ("step 1 is logged twice: loss 7.3 and 7.2, gradient norm 0.6 and 0.6",)
+    assert series.problems == (
+        "step 1 is logged twice: loss 7.3 and 7.2, gradient norm 0.6 and 0.6",
+    )
 
 
 def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
-    series = logs.read_steps(line(1, "nan", "nan") * 2 + line(2, "inf", "0.1") + line(3, "--", "0.1"))
+    series = logs.read_steps(
+        line(1, "nan", "nan") * 2 + line(2, "inf", "0.1") + line(3, "--", "0.1")
+    )
     assert math.isnan(series.steps[0].loss)
     assert math.isinf(series.steps[1].loss)
     assert math.isnan(series.steps[2].loss)
@@ -48,8 +54,12 @@ def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
 
 
 @pytest.mark.parametrize(("exact", "is_exact", "problem"), table_of("training_logs.exact_figures"))
-def test_exact_figures_replace_rounded_ones(exact: dict[int, tuple[float, ...]], is_exact: bool, problem: str) -> None:
-    series = logs.with_exact(logs.read_steps(line(1, "7.37894", "0.6748") + line(2, "7.0", "0.6")), exact)
+def test_exact_figures_replace_rounded_ones(
+    exact: dict[int, tuple[float, ...]], is_exact: bool, problem: str
+) -> None:
+    series = logs.with_exact(
+        logs.read_steps(line(1, "7.37894", "0.6748") + line(2, "7.0", "0.6")), exact
+    )
     assert series.exact is is_exact
     assert series.losses[0] == exact.get(1, (7.37894,))[0]
     assert problem in "".join(series.problems)
@@ -58,8 +68,12 @@ def test_exact_figures_replace_rounded_ones(exact: dict[int, tuple[float, ...]],
 
 def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(line(1, "7.5", "0.5") + line(2, "7.0", "0.6"))
-    (tmp_path / "exact.jsonl").write_text('{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "joules": null}\n{"step": 2, "joules": 5}\n{"step": 3, "jou')
+    (tmp_path / "exact.jsonl").write_text(
+        '{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo'
+    )
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "joules": null}\n{"step": 2, "joules": 5}\n{"step": 3, "jou'
+    )
     series = logs.read_run(tmp_path)
     assert (series.losses, series.exact) == ((7.500001, 7.0), False)
     assert [step.joules for step in series.steps] == [None, 5.0]
@@ -68,9 +82,15 @@ def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
 def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("".join(line(number, "7.5", "0.5") for number in range(1, 5)))
     losses = ((2, "0.5"), (3, "nan"), (4, "2"))
-    (tmp_path / "eval.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": "{loss}"}}\n' for n, loss in losses))
+    (tmp_path / "eval.jsonl").write_text(
+        "".join(f'{{"step": {n}, "eval_loss": "{loss}"}}\n' for n, loss in losses)
+    )
     summary = metrics.summarize(logs.read_run(tmp_path), resolve("llama3-proxy"), {})
-    assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (2, 0.5, math.exp(0.5))
+    assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (
+        2,
+        0.5,
+        math.exp(0.5),
+    )
 
 
 def test_rows_hold_no_nan() -> None:
@@ -88,7 +108,11 @@ def test_any_interleaving_of_any_number_of_ranks_is_one_series(
     values: list[tuple[float, float]], ranks: int, order: random.Random
 ) -> None:
     rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
-    lines = [line(n, *pair, f"{90 + rank}", f"0.7{rank}") for n, pair in enumerate(rounded, 1) for rank in range(ranks)]
+    lines = [
+        line(n, *pair, f"{90 + rank}", f"0.7{rank}")
+        for n, pair in enumerate(rounded, 1)
+        for rank in range(ranks)
+    ]
     order.shuffle(lines)
     series = logs.read_steps("noise\n".join(lines))
     assert series.problems == ()

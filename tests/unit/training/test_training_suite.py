@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from primus.cli.image import train
-from primus.cli.verb import parser_of
-from primus.errors import InputError
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.release import statement
-from primus.release.summary import outcome_text
-from primus.report.html import page
-from primus.training import backend, outcome, ranks, start, suite
-from primus.training.job import Job
-from primus.training.outcome import Outcome
+from primus_images.cli.image import train
+from primus_images.cli.verb import parser_of
+from primus_images.errors import InputError
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.release import statement
+from primus_images.release.summary import outcome_text
+from primus_images.report.html import page
+from primus_images.training.backends import backend
+from primus_images.training.judge import suite
+from primus_images.training.run import outcome, ranks, start
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
 from proof_kit import FLOPS, evidence
 from tables import table_of
 
@@ -34,10 +36,14 @@ LINEARS: dict[str, Any] = {
 
 
 def losses(job: Job) -> dict[int, tuple[float, float]]:
-    return {n: (7.3 - 0.2 * n, 0.5 + 0.01 * (n % 3)) for n in range(job.first_step, job.last_step + 1)}
+    return {
+        n: (7.3 - 0.2 * n, 0.5 + 0.01 * (n % 3)) for n in range(job.first_step, job.last_step + 1)
+    }
 
 
-def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]] | None = None) -> Outcome:
+def leave(
+    job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]] | None = None
+) -> Outcome:
     """What a healthy run leaves in its folder."""
     values = losses(job) if values is None else values
     start.prepare(job)
@@ -47,19 +53,32 @@ def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]
         for n, (loss, norm) in values.items()
     )
     (job.output / "log.txt").write_text(log)
-    exact = [{"step": n, "loss": repr(loss), "grad_norm": repr(norm)} for n, (loss, norm) in values.items()]
+    exact = [
+        {"step": n, "loss": repr(loss), "grad_norm": repr(norm)}
+        for n, (loss, norm) in values.items()
+    ]
     (job.output / "exact.jsonl").write_text("".join(json.dumps(line) + "\n" for line in exact))
     facts = ranks.expected_facts(job) | {
-        "linears": LINEARS, "float32_matmul_precision": "highest", "weights_sha256": "ab" * 32,
-        "versions": {"torch": "2.13.0+cpu"}, "parameters": 10, "trainable_parameters": 10, "device": "cpu",
-        "backend": "gloo", "flops_per_unit": FLOPS,
-    }  # fmt: skip
+        "linears": LINEARS,
+        "float32_matmul_precision": "highest",
+        "weights_sha256": "ab" * 32,
+        "versions": {"torch": "2.13.0+cpu"},
+        "parameters": 10,
+        "trainable_parameters": 10,
+        "device": "cpu",
+        "backend": "gloo",
+        "flops_per_unit": FLOPS,
+    }
     (job.output / "facts.json").write_text(json.dumps(facts))
-    (job.output / "result.json").write_text(json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]}))
+    (job.output / "result.json").write_text(
+        json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]})
+    )
     if job.judged:
         (job.output / "proof.json").write_text(json.dumps(evidence(values)))
         seconds = job.recipe.global_batch * job.recipe.seq_len / job.recipe.world_size / 5000
-        (job.output / "clock.json").write_text(json.dumps({step: step * seconds for step in values}))
+        (job.output / "clock.json").write_text(
+            json.dumps({step: step * seconds for step in values})
+        )
     return outcome.read(job, min(exit_code, 1))
 
 
@@ -81,11 +100,18 @@ JUMPS = {step: (7.3 - 0.2 * step, 30.0 if step == 9 else 0.5) for step in range(
         (FALLS_LITTLE, {}, []),
         (FALLS_LITTLE, {"loss": 5.5}, ["base: reference loss", "loss falls"]),
         (FALLS_LITTLE, {"data": ["rank 0: other tokens"]}, ["base: reference data", "loss falls"]),
-        (FALLS_LITTLE, {"update": {"gap": 1.0, "name": "x"}}, ["base: reference update", "loss falls"]),
+        (
+            FALLS_LITTLE,
+            {"update": {"gap": 1.0, "name": "x"}},
+            ["base: reference update", "loss falls"],
+        ),
     ],
 )
 def test_what_the_reference_repeated_is_healthy(
-    tmp_path: Path, values: dict[int, tuple[float, float]], changed: dict[str, Any], failed: list[str]
+    tmp_path: Path,
+    values: dict[int, tuple[float, float]],
+    changed: dict[str, Any],
+    failed: list[str],
 ) -> None:
     def run(job: Job) -> Outcome:
         leave(job, values=values)
@@ -117,12 +143,20 @@ def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
     assert [(of["local_batch_size"], of["accumulation_steps"]) for of in facts] == [(4, 1), (2, 2)]
 
 
-def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, ...], tmp_path: Path) -> None:
+def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
+    jobs: tuple[Job, ...], tmp_path: Path
+) -> None:
     outcomes, failed = judged(jobs)
     assert failed == []
     verdicts = suite.judge(jobs, outcomes)
     made = suite.record(
-        jobs, outcomes, verdicts, target="cpu", image={"digest": "sha256:0"}, gpu="none", time="2026-11-20T15:00:00Z"
+        jobs,
+        outcomes,
+        verdicts,
+        target="cpu",
+        image={"digest": "sha256:0"},
+        gpu="none",
+        time="2026-11-20T15:00:00Z",
     )
     assert made["passed"] is True
     assert made["versions"] == {"torch": "2.13.0+cpu"}
@@ -134,7 +168,9 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, .
     assert "http" not in html.partition("<body>")[2].partition("/*")[0].replace("http-equiv", "")
 
 
-def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tuple[Job, ...]) -> None:
+def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(
+    jobs: tuple[Job, ...],
+) -> None:
     ran: list[str] = []
 
     def run(job: Job) -> Outcome:
@@ -144,13 +180,21 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tupl
     outcomes, failed = judged(jobs, run)
     assert ran == ["base"]
     verdicts = suite.judge(jobs, outcomes)
-    assert {"base: exit code", "base: steps logged", "repeat: exit code", "resume", "accumulation"} <= set(failed)
+    assert {
+        "base: exit code",
+        "base: steps logged",
+        "repeat: exit code",
+        "resume",
+        "accumulation",
+    } <= set(failed)
     made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
     assert "was not run" in page(made)
 
 
-def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tuple[Job, ...]) -> None:
+def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(
+    jobs: tuple[Job, ...],
+) -> None:
     def run(job: Job) -> Outcome:
         leave(job, exit_code=1, values={})
         (job.output / "facts.json").unlink()
@@ -162,7 +206,9 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tu
     outcomes = suite.run(jobs, run)
     verdicts = suite.judge(jobs, outcomes)
     assert [v.name for v in verdicts if not v.passed and not v.skipped] == ["base: exit code"]
-    assert "was not run, because base failed" in next(v.reason for v in verdicts if v.name == "repeat: exit code")
+    assert "was not run, because base failed" in next(
+        v.reason for v in verdicts if v.name == "repeat: exit code"
+    )
     made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
     assert made["jobs"][0]["cause"] == "rank 1: KeyError: 'text'"
@@ -177,7 +223,9 @@ def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
     verdicts = suite.judge(jobs, outcomes)
     made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
-    assert suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")["passed"] is False
+    assert (
+        suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")["passed"] is False
+    )
     assert "nothing to draw" in page(made)
 
 
@@ -202,7 +250,9 @@ def other_recipe(job: Job) -> None:
         ("resume", other_recipe, "recipe"),
     ],
 )
-def test_each_comparison_fails_alone(jobs: tuple[Job, ...], job_name: str, fault: Any, failed: str) -> None:
+def test_each_comparison_fails_alone(
+    jobs: tuple[Job, ...], job_name: str, fault: Any, failed: str
+) -> None:
     def run(job: Job) -> Outcome:
         if job.name != job_name:
             return leave(job)
@@ -227,7 +277,11 @@ def test_exit_codes_of_launcher_and_command(
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
     one, other, quick = (
         suite.plan("llama3-proxy", tmp_path, words, level=level)
-        for words, level in (((), "standard"), (("validation.loss_drop=0.2",), "standard"), ((), "quick"))
+        for words, level in (
+            ((), "standard"),
+            (("validation.loss_drop=0.2",), "standard"),
+            ((), "quick"),
+        )
     )
     assert len({suite.digest(suite.recipe_of(jobs), jobs) for jobs in (one, other, quick)}) == 3
 
@@ -237,7 +291,9 @@ def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
         suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
 
 
-def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:
+def test_the_environment_allows_no_network_and_writes_only_to_the_output(
+    jobs: tuple[Job, ...],
+) -> None:
     made = ranks.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
     assert made["HF_HUB_OFFLINE"] == "1"
     assert made["OMP_NUM_THREADS"] == "1"
@@ -247,7 +303,9 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: t
     assert ranks.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
 
 
-def test_without_a_temporary_folder_the_ranks_get_one(jobs: tuple[Job, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_temporary_folder_the_ranks_get_one(
+    jobs: tuple[Job, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A container with a read-only root and no --tmpfs /tmp; torchrun does not start without one."""
     assert "TMPDIR" not in ranks.environment(jobs[0], {})
     monkeypatch.setattr(os, "access", lambda path, _mode: str(path) == "/mounted")
@@ -264,14 +322,18 @@ def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
 
     start.prepare(job)
     assert inductor(job).is_relative_to(tmp_path / "kept")
-    assert inductor(replace(job, recipe=resolve("llama3.1-8b", [], Choices(gpu="mi355x")))) != inductor(job)
+    assert inductor(
+        replace(job, recipe=resolve("llama3.1-8b", [], Choices(gpu="mi355x")))
+    ) != inductor(job)
     own = job.output / "cache" / "inductor"
     assert inductor(replace(job, compiled=None)) == own
     assert inductor(replace(job, judged=True)) == own, "a proof must not depend on an earlier run"
     assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Choices(gpu="cpu")))) == own
 
 
-def test_runs_share_tokens_that_nobody_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_share_tokens_that_nobody_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Path] = []
 
     def written(job: Job, *_: object) -> dict[str, str]:
@@ -307,10 +369,14 @@ def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
     dry_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: list[Path | None] = []
-    textual = SimpleNamespace(check_data=lambda _: None, tokenize=lambda _job, kept, _say: folders.append(kept))
+    textual = SimpleNamespace(
+        check_data=lambda _: None, tokenize=lambda _job, kept, _say: folders.append(kept)
+    )
     monkeypatch.setattr(train, "backend_of", lambda _: textual)
     monkeypatch.setattr(train.encoder, "without_torch", lambda: None)
-    monkeypatch.setattr(train.tokens, "stored", lambda _: SimpleNamespace(samples=lambda *_, **__: 9000))
+    monkeypatch.setattr(
+        train.tokens, "stored", lambda _: SimpleNamespace(samples=lambda *_, **__: 9000)
+    )
     monkeypatch.setattr(train, "recipe_of", lambda options, **_: options.overrides)
     recipe = resolve("llama3.1-8b", ["epochs=2"], Choices(gpu="mi300x"))
     options = Namespace(judge=False, dry_run=dry_run, json=True, overrides=["epochs=2"])
@@ -321,7 +387,9 @@ def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
     assert dry_run or folders[0] is not None
 
 
-def test_another_version_of_an_operator_finds_no_kept_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_an_operator_finds_no_kept_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = resolve("llama3.1-8b", [], Choices(gpu="mi300x"))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
     (tmp_path / "optimizations.py").touch()
@@ -363,11 +431,17 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path, monkeypatch: pytest.Mo
         ranks.argv(job, "python", {"NODE_RANK": "2", "MASTER_ADDR": "first"})
     for port in ("abc", "0", "65536", " "):
         with pytest.raises(InputError, match="a port from 1 to 65535"):
-            ranks.argv(job, "python", {"NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": port})
+            ranks.argv(
+                job, "python", {"NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": port}
+            )
 
 
-@pytest.mark.parametrize(("node", "clients", "sentence"), table_of("training_suite.whom_a_node_waits_for"))
-def test_a_node_says_whom_it_waits_for(node: str, clients: int, sentence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("node", "clients", "sentence"), table_of("training_suite.whom_a_node_waits_for")
+)
+def test_a_node_says_whom_it_waits_for(
+    node: str, clients: int, sentence: str, tmp_path: Path
+) -> None:
     job = Job(name="x", recipe=resolve("llama3-proxy", (), Choices(nodes=2)), output=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
         port = str(server.getsockname()[1])
@@ -381,7 +455,9 @@ def test_a_node_says_whom_it_waits_for(node: str, clients: int, sentence: str, t
         assert ranks.awaited(job, variables) == ""
 
 
-def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_statement(tmp_path: Path) -> None:
+def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_statement(
+    tmp_path: Path,
+) -> None:
     wrap = ("nsys", "profile", "-o", "a b")
     jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), wrap=wrap)
     for job in jobs:
@@ -391,7 +467,14 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
         parsed = parser_of("train").parse_args(job.arguments()[1:])
         assert tuple(parsed.wrap) == wrap
     record = suite.record(
-        jobs, {}, (), target="cpu", image={}, gpu="none", time="", extra={"machine": {}, "not_run": []}
+        jobs,
+        {},
+        (),
+        target="cpu",
+        image={},
+        gpu="none",
+        time="",
+        extra={"machine": {}, "not_run": []},
     )
     assert record["wrap"] == "nsys profile -o 'a b'"
     assert statement.test_result(record, b"")["primus"]["wrap"] == record["wrap"]
@@ -399,14 +482,25 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
     jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), level="full")
-    assert [job.name for job in jobs][4:] == ["one-rank", "tensor-parallel", "precision-bf16", "precision-fp8"]
+    assert [job.name for job in jobs][4:] == [
+        "one-rank",
+        "tensor-parallel",
+        "precision-bf16",
+        "precision-fp8",
+    ]
     assert jobs[5].resume_from == jobs[4].output / "checkpoint" / "step-1"
-    assert [job.name for job in suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True), level="quick")] == ["base"]
+    assert [
+        job.name
+        for job in suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True), level="quick")
+    ] == ["base"]
 
     def values(job: Job) -> dict[int, tuple[float, float]]:
         wrong = {"tensor-parallel": 0.5, "precision-bf16": 0.3}.get(job.name, 0.0)
         return {n: (loss + wrong, norm) for n, (loss, norm) in losses(job).items()}
 
     assert judged(jobs, lambda job: leave(job, values=values(job)))[1] == [
-        "precision-bf16: precision", "precision-fp8: precision", "layout", "loss in bf16",
-    ]  # fmt: skip
+        "precision-bf16: precision",
+        "precision-fp8: precision",
+        "layout",
+        "loss in bf16",
+    ]

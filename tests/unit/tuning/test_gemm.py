@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import CheckFailed, InputError
-from primus.tuning import gemm
-from primus.tuning.gemm import Key, alone
+from primus_images.cli.main import main
+from primus_images.errors import CheckFailed, InputError
+from primus_images.tuning import gemm
+from primus_images.tuning.gemm import Key, alone
 
 SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
 # As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's number.
@@ -41,7 +41,9 @@ def shapes(count: int) -> list[str]:
 
 
 def test_shapes_of_all_devices_are_read_once_and_torn_lines_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a0.csv").write_text("\n".join([*shapes(3), "other,line"]) + "\n" + SHAPE.format(m=9)[:40])
+    (tmp_path / "a0.csv").write_text(
+        "\n".join([*shapes(3), "other,line"]) + "\n" + SHAPE.format(m=9)[:40]
+    )
     (tmp_path / "a1.csv").write_text("\n".join(f"{one},more" for one in shapes(4)) + "\n")
     assert gemm.read_shapes(tmp_path) == shapes(4)
     with pytest.raises(InputError, match=f"no GEMM is recorded in {tmp_path}/none"):
@@ -66,7 +68,9 @@ def test_every_shape_is_measured_once_on_all_gpus(tmp_path: Path) -> None:
 
 def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match="16 GEMMs on GPU 0: RuntimeError: no device"):
-        gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path, broken=f"tn_{256 * 20}_"))
+        gemm.measure(
+            shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path, broken=f"tn_{256 * 20}_")
+        )
     before = len((tmp_path / "ledger").read_text().splitlines())
     assert len(gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path))[1]) == 40
     assert len((tmp_path / "ledger").read_text().splitlines()) == before + 1
@@ -75,7 +79,7 @@ def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
 def test_a_kill_loses_no_finished_shape(tmp_path: Path) -> None:
     program, work, ledger = stand_in(tmp_path), tmp_path / "work", tmp_path / "ledger"
     call = (
-        "from pathlib import Path; from primus.tuning import gemm; "
+        "from pathlib import Path; from primus_images.tuning import gemm; "
         f"gemm.measure({shapes(160)!r}, Path({str(work)!r}), ['0', '1'], {program!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", call], start_new_session=True)
@@ -102,7 +106,10 @@ def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
         file = Path(environment["PYTORCH_TUNABLEOP_FILENAME"].replace("%d", str(device)))
         assert file.read_text().splitlines()[0] == "Validator,PT_VERSION,2.11.0"
         assert len(file.read_text().splitlines()) == 4
-    for other, said in ((key("2.12.0"), "pytorch 2.11.0 instead of 2.12.0"), (key(recipe="x"), "other settings")):
+    for other, said in (
+        (key("2.12.0"), "pytorch 2.11.0 instead of 2.12.0"),
+        (key(recipe="x"), "other settings"),
+    ):
         with pytest.raises(InputError, match=said):
             gemm.check(place, other)
     place.key.write_text("[1]")
@@ -115,8 +122,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
     """The folders of a recipe whose dump recorded five shapes, on a machine with a stand-in for PyTorch."""
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     program, real = stand_in(tmp_path), gemm.measure
-    monkeypatch.setattr("primus.cli.image.tune.measure", lambda shapes, work, gpus: real(shapes, work, gpus, program))
-    monkeypatch.setattr("primus.cli.image.tune.visible", lambda *_: ("0", "1"))
+    monkeypatch.setattr(
+        "primus_images.cli.image.tune.measure",
+        lambda shapes, work, gpus: real(shapes, work, gpus, program),
+    )
+    monkeypatch.setattr("primus_images.cli.image.tune.visible", lambda *_: ("0", "1"))
     place = gemm.Place(tmp_path / "output/tune_gemm/llama2-7b")
     place.shapes.mkdir(parents=True)
     (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
@@ -139,7 +149,10 @@ def test_the_command_measures_and_refuses_another_recipe(
 
 
 def test_all_stages_print_one_document(
-    recorded: gemm.Place, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recorded: gemm.Place,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "train").write_text("#!/bin/sh\necho '{}'\n")
     (tmp_path / "train").chmod(0o755)
@@ -150,12 +163,16 @@ def test_all_stages_print_one_document(
     assert err.count("{}") == 2
 
 
-def test_two_tunings_of_one_folder_do_not_race(recorded: gemm.Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_tunings_of_one_folder_do_not_race(
+    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     with alone(recorded.tuned.parent / "work"):
         assert main([*TUNE, "--stage", "tune"]) == 3
     assert "another process tunes in" in capsys.readouterr().err
 
 
-def test_gemms_of_a_cpu_are_not_tuned(recorded: gemm.Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemms_of_a_cpu_are_not_tuned(
+    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*TUNE, "--stage", "tune", "--gpu", "cpu", "--proxy"]) == 2
     assert "tunes GEMMs of GPUs only" in capsys.readouterr().err

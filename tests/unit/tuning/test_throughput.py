@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.errors import HostError
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.tuning.throughput import Point, Search, candidates, different, overlay, search
+from primus_images.cli.main import main
+from primus_images.errors import HostError
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.tuning.throughput import Point, Search, candidates, different, overlay, search
 
 H200 = Choices(gpu="h200", precision="fp8")
 FITS = 0.95 * 139.8 * 2**30
@@ -30,14 +30,19 @@ def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a
     assert len(points) == 2 * 3 * 4
     assert {point.recipe.global_batch for point in points if point.recipe} == {64}
     assert {(point.batch, point.recipe.accumulation) for point in points if point.recipe} == {
-        (1, 8), (2, 4), (4, 2), (8, 1),
-    }  # fmt: skip
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    }
     assert len({point.recipe.digest for point in points if point.recipe}) == len(points)
 
 
 def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
     start = resolve(
-        "llama3-proxy", ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"], Choices(gpu="cpu")
+        "llama3-proxy",
+        ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"],
+        Choices(gpu="cpu"),
     )
     points = candidates("llama3-proxy", start, None, lambda _: ())
     assert {point.batch: point.out for point in points} == {1: "", 2: ""}
@@ -53,7 +58,11 @@ def test_optimizations_that_the_command_line_chooses_are_not_searched(words: str
 def test_the_planner_leaves_out_what_does_not_fit_and_checkpointing_makes_room() -> None:
     points = _points("global_batch=64")
     largest = {
-        mode: max(one.batch for one in points if one.checkpointing == mode and one.turbo == "auto" and not one.out)
+        mode: max(
+            one.batch
+            for one in points
+            if one.checkpointing == mode and one.turbo == "auto" and not one.out
+        )
         for mode in ("none", "selective op", "full")
     }
     assert largest["none"] < largest["selective op"] < largest["full"]
@@ -68,7 +77,9 @@ def test_a_missing_package_leaves_out_only_a_candidate_that_names_its_optimizati
     automatic = candidates("llama3.1-8b", _recipe(), FITS, missing)
     assert not any("flash_attn" in point.out for point in automatic)
     by_name = candidates("llama3.1-8b", _recipe("turbo=flash-attention-4"), FITS, missing)
-    assert {point.out for point in by_name if point.peak and point.peak < FITS} == {"flash_attn not installed"}
+    assert {point.out for point in by_name if point.peak and point.peak < FITS} == {
+        "flash_attn not installed"
+    }
 
 
 def test_the_search_finds_the_fastest_of_independent_settings_in_few_runs() -> None:
@@ -79,7 +90,11 @@ def test_the_search_finds_the_fastest_of_independent_settings_in_few_runs() -> N
         if point.checkpointing == "none" and point.batch == 4:
             return None  # out of memory, though the planner says that it fits
         turbo = {"off": 1.0, "auto": 1.2}[point.turbo]
-        return turbo * {"none": 100, "selective op": 95, "full": 70}[point.checkpointing] * (1 + point.batch / 10)
+        return (
+            turbo
+            * {"none": 100, "selective op": 95, "full": 70}[point.checkpointing]
+            * (1 + point.batch / 10)
+        )
 
     best = search(points, rate)
     assert best is not None
@@ -97,7 +112,9 @@ def test_other_losses_and_nan_are_named_and_rounding_is_not() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, elsewhere: bool) -> None:
+def test_the_written_file_gives_the_recipe_that_was_measured(
+    tmp_path: Path, *, elsewhere: bool
+) -> None:
     source = "llama3-proxy"
     if elsewhere:
         source = str(tmp_path / "mine" / "own.yaml")
@@ -110,7 +127,11 @@ def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, 
     assert winner is not None
     file = tmp_path / "tuned" / "fast.yaml"
     file.parent.mkdir()
-    file.write_text(overlay(source, winner, ["torchtitan.training.steps"], 'said: "fast" # é', "primus tune", file))
+    file.write_text(
+        overlay(
+            source, winner, ["torchtitan.training.steps"], 'said: "fast" # é', "primus tune", file
+        )
+    )
     again = resolve(str(file), ["steps=7"], choices)
     left = {"assets.corpus"} if elsewhere else set()
     assert {k: s.value for k, s in again.settings.items() if k not in left} == {
@@ -125,7 +146,9 @@ def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, 
 def _trials(folder: Path, limit: float = 60) -> tuple[Search, Recipe]:
     recipe = resolve("llama3-proxy", ["ranks=1"], Choices(gpu="cpu"))
     point = Point(turbo="off", checkpointing="none", batch=recipe.local_batch, recipe=recipe)
-    return Search([point], "llama3-proxy", folder, limit=limit, warmup=2, pairs=3, say=lambda _: None), recipe
+    return Search(
+        [point], "llama3-proxy", folder, limit=limit, warmup=2, pairs=3, say=lambda _: None
+    ), recipe
 
 
 def test_a_run_that_fails_or_takes_too_long_is_a_result_with_its_reason(tmp_path: Path) -> None:
@@ -143,7 +166,9 @@ def test_a_run_that_fails_or_takes_too_long_is_a_result_with_its_reason(tmp_path
     assert hung.known(recipe, 1) is None
 
 
-def test_a_damaged_result_is_measured_again_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_damaged_result_is_measured_again_and_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path,
+) -> None:
     trials, recipe = _trials(tmp_path, limit=0.01)
     trials.run(recipe, 0)
     kept = next(tmp_path.glob("*-0.json"))
@@ -159,7 +184,15 @@ def test_the_plan_needs_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["tune", "throughput", "llama3.1-8b", "--gpu=h200", "--precision=fp8", "global_batch=64", "--dry-run"]
+    words = [
+        "tune",
+        "throughput",
+        "llama3.1-8b",
+        "--gpu=h200",
+        "--precision=fp8",
+        "global_batch=64",
+        "--dry-run",
+    ]
     assert main(words) == 0
     assert "does not fit: 132.8 GiB can be used" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0

@@ -12,14 +12,29 @@ sys.path.append(str(Path(__file__).parents[3]))
 
 from benchmarks.selftest import KINDS, PLACES, Place, planted  # noqa: E402
 
-from primus.turbo import selftest, sharded  # noqa: E402
-from primus.turbo.compared import Compared  # noqa: E402
-from primus.turbo.optimizations import Shapes  # noqa: E402
+from primus_images.turbo import selftest, sharded  # noqa: E402
+from primus_images.turbo.compared import Compared  # noqa: E402
+from primus_images.turbo.optimizations import Shapes  # noqa: E402
 
 SHAPES = Shapes(
-    batch=2, seq_len=128, tokens=256, hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, v_dim=32, rotated=32,
-    vocabulary=1024, window=64, causal=True, experts=8, top_k=2, expert_ffn=64, shards=2,
-)  # fmt: skip
+    batch=2,
+    seq_len=128,
+    tokens=256,
+    hidden=128,
+    ffn=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    v_dim=32,
+    rotated=32,
+    vocabulary=1024,
+    window=64,
+    causal=True,
+    experts=8,
+    top_k=2,
+    expert_ffn=64,
+    shards=2,
+)
 HERE = sorted({place.optimization for place in PLACES} - {"flash-attention-4"})
 
 
@@ -30,7 +45,9 @@ def test_a_healthy_kernel_passes(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "place", [p for p in PLACES if p.optimization in HERE], ids=lambda p: f"{p.optimization}-{p.function}-{p.result}"
+    "place",
+    [p for p in PLACES if p.optimization in HERE],
+    ids=lambda p: f"{p.optimization}-{p.function}-{p.result}",
 )
 def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
     if place.function == "cross_entropy_" and place.result == 2 and kind == "row":
@@ -40,7 +57,9 @@ def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
 
 
 @pytest.mark.parametrize("shift", (-1, 1))
-def test_weights_from_the_memory_of_another_rank_are_a_fault(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+def test_weights_from_the_memory_of_another_rank_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
     get_buffer = sharded.Buffers.get_buffer
     monkeypatch.setattr(
         sharded.Buffers,
@@ -54,7 +73,7 @@ def test_a_kernel_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr("primus.turbo.kernels.cast_fp8", broken)
+    monkeypatch.setattr("primus_images.turbo.kernels.cast_fp8", broken)
     reason = selftest.fault("fp8-weight-cast", SHAPES, device="cpu")
     assert reason == "RuntimeError: CUDA error: an illegal memory access"
 

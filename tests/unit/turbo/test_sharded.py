@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch.distributed as dist  # noqa: E402
 
-from primus.turbo import sharded  # noqa: E402
+from primus_images.turbo import sharded  # noqa: E402
 
 RANKS, CPU = 3, torch.device("cpu")
 
@@ -24,7 +24,9 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
         return sizes[size][-1]
 
     monkeypatch.setattr(sharded.symmetric, "empty", empty)
-    monkeypatch.setattr(sharded.symmetric, "rendezvous", lambda buffer, _name: sharded.Buffers(sizes[len(buffer)]))
+    monkeypatch.setattr(
+        sharded.symmetric, "rendezvous", lambda buffer, _name: sharded.Buffers(sizes[len(buffer)])
+    )
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: None)
 
 
@@ -46,10 +48,16 @@ def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
         assert all(torch.equal(output, torch.cat(shares)) for output in outputs)
 
 
-def test_memory_is_not_used_before_it_is_zeroed_and_its_addresses_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_used_before_it_is_zeroed_and_its_addresses_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events = list[str]()
-    monkeypatch.setattr(sharded.symmetric, "empty", lambda size, **_: events.append("zeroed") or torch.zeros(size))
-    monkeypatch.setattr(sharded.symmetric, "rendezvous", lambda *_: events.append("exchanged") or object())
+    monkeypatch.setattr(
+        sharded.symmetric, "empty", lambda size, **_: events.append("zeroed") or torch.zeros(size)
+    )
+    monkeypatch.setattr(
+        sharded.symmetric, "rendezvous", lambda *_: events.append("exchanged") or object()
+    )
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: events.append("waited"))
     gathering = sharded.PeerGather()
     gathering.allocate((8,), dtype=torch.uint8, device=CPU)
@@ -61,7 +69,9 @@ def test_memory_is_not_used_before_it_is_zeroed_and_its_addresses_are_there(monk
 
 def test_weights_that_are_copied_out_are_not_those_of_the_next_gather() -> None:
     gathering = sharded.PeerGather()
-    first, second, third = (gathering.allocate((8,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(3))
+    first, second, third = (
+        gathering.allocate((8,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(3)
+    )
     assert first == third != second
 
 
@@ -85,7 +95,11 @@ def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
 def test_a_scale_is_that_of_the_trained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     weight: Any = torch.nn.Parameter(torch.full((4, 4), 2.0))
-    weight._precomputed_scale, weight._dtype, weight._tensor = None, torch.float8_e4m3fn, weight.data
+    weight._precomputed_scale, weight._dtype, weight._tensor = (
+        None,
+        torch.float8_e4m3fn,
+        weight.data,
+    )
     optimizer = torch.optim.AdamW([weight], lr=0.0)
     step = sharded.Step(optimizer)
     weight.grad = torch.zeros_like(weight)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import CheckFailed, HostError
-from primus.gpus.detect import Found
-from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.turbo import trial
+from primus_images.errors import CheckFailed, HostError
+from primus_images.gpus.detect import Found
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.turbo import trial
 
 # Stands for the process of the self-test: it answers as its first argument says, one line for each name.
 TESTER = """
@@ -33,9 +33,13 @@ def _recipe(*words: str) -> Recipe:
 def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tester = tmp_path / "tester.py"
     tester.write_text(TESTER)
-    monkeypatch.setattr(trial, "missing_packages", lambda names: ["flash_attn"] if "flash" in names[0] else [])
+    monkeypatch.setattr(
+        trial, "missing_packages", lambda names: ["flash_attn"] if "flash" in names[0] else []
+    )
     monkeypatch.setattr(trial, "_COMMAND", (trial.sys.executable, str(tester)))
-    monkeypatch.setattr(trial, "detect", lambda: Found(vendor="nvidia", names=("NVIDIA H200",), driver="580"))
+    monkeypatch.setattr(
+        trial, "detect", lambda: Found(vendor="nvidia", names=("NVIDIA H200",), driver="580")
+    )
     lines: list[str] = []
 
     def run(*words: str, faults: dict[str, str] | None = None) -> trial.Trial:
@@ -74,7 +78,9 @@ def test_a_kernel_that_ends_the_process_is_off_and_the_others_are_tested(decide)
 
 
 @pytest.mark.parametrize("words", [("turbo=require",), ("turbo=fp8-linear",), ("nodes=2",)])
-def test_a_failure_is_an_error_where_it_is_required_or_nodes_could_differ(decide, words: tuple[str, ...]) -> None:
+def test_a_failure_is_an_error_where_it_is_required_or_nodes_could_differ(
+    decide, words: tuple[str, ...]
+) -> None:
     if "require" in words[0]:
         with pytest.raises(HostError, match="flash-attention-4 needs flash_attn"):
             decide(*words)
@@ -83,7 +89,9 @@ def test_a_failure_is_an_error_where_it_is_required_or_nodes_could_differ(decide
         decide(*words, faults={"fp8-linear": "wrong"})
 
 
-def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_fails(tmp_path, monkeypatch) -> None:
+def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_fails(
+    tmp_path, monkeypatch
+) -> None:
     tested: list[list[str]] = []
 
     def faults(names, *_: object):
@@ -109,7 +117,9 @@ def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> N
     assert decide.lines
 
 
-def test_a_machine_without_a_gpu_uses_only_what_is_named(decide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_uses_only_what_is_named(
+    decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "detect", Found)
     automatic = decide()
     assert (automatic.names, automatic.off["fp8-linear"]) == ((), "there is no GPU")

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from primus.recipes.resolve import resolve  # noqa: E402
-from primus.recipes.setting import Choices  # noqa: E402
-from primus.training.fsdp.llama import Llama  # noqa: E402
-from primus.turbo.attention import seen_within, windowed_attention  # noqa: E402
+from primus_images.recipes.resolve import resolve  # noqa: E402
+from primus_images.recipes.setting import Choices  # noqa: E402
+from primus_images.training.backends.fsdp.llama import Llama  # noqa: E402
+from primus_images.turbo.attention import seen_within, windowed_attention  # noqa: E402
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -16,7 +16,9 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> tor
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     places = torch.arange(q.shape[2])
     apart = places[:, None] - places
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill((apart < 0) | (apart >= window), float("-inf"))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+        (apart < 0) | (apart >= window), float("-inf")
+    )
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -29,7 +31,9 @@ def test_the_blocks_for_a_gpu_hold_the_same_pairs(window: int) -> None:
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 256, heads, 16) for heads in (4, 2, 2))
     mask = create_block_mask(seen_within(window or 256), None, None, 256, 256, device="cpu")
-    assert torch.allclose(windowed_attention(q, k, v, mask).double(), exact(q, k, v, window or 256), atol=1e-5)
+    assert torch.allclose(
+        windowed_attention(q, k, v, mask).double(), exact(q, k, v, window or 256), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [0, 24])

@@ -10,19 +10,43 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from primus.turbo import experts  # noqa: E402
+from primus_images.turbo import experts  # noqa: E402
 
 EXPERTS, WIDTH = 5, 48
 
 SELECTIONS = {
-    "an odd number of tokens": [[0, 1, 3], [3, 4, 0], [1, 0, 4], [4, 3, 1], [0, 4, 2], [2, 1, 0], [3, 0, 1]],
-    "an expert without tokens": [[0, 1], [1, 3], [3, 4], [4, 0], [0, 3], [1, 4], [0, 1], [3, 1], [4, 3]],
+    "an odd number of tokens": [
+        [0, 1, 3],
+        [3, 4, 0],
+        [1, 0, 4],
+        [4, 3, 1],
+        [0, 4, 2],
+        [2, 1, 0],
+        [3, 0, 1],
+    ],
+    "an expert without tokens": [
+        [0, 1],
+        [1, 3],
+        [3, 4],
+        [4, 0],
+        [0, 3],
+        [1, 4],
+        [0, 1],
+        [3, 1],
+        [4, 3],
+    ],
     "all tokens to one expert": [[2]] * 19,
     "one token": [[4, 0, 1]],
 }
 
 
-def wanted(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor, layers: torch.Tensor, selected: list[list[int]]):
+def wanted(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    base: torch.Tensor,
+    layers: torch.Tensor,
+    selected: list[list[int]],
+):
     rows = []
     for token, chosen in enumerate(selected):
         made = base[token]
@@ -32,7 +56,13 @@ def wanted(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor, layers: t
     return torch.stack(rows)
 
 
-def found(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor, layers: torch.Tensor, selected: list[list[int]]):
+def found(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    base: torch.Tensor,
+    layers: torch.Tensor,
+    selected: list[list[int]],
+):
     chosen = torch.tensor(selected)
     ways = experts.routes(chosen, torch.bincount(chosen.flatten(), minlength=len(layers)))
     assert (ways.counts % experts.ALIGNMENT == 0).all()
@@ -59,7 +89,9 @@ def compare(selected: list[list[int]]) -> None:
     assert torch.allclose(ours.double(), right, atol=1e-5)
     grad = torch.randn_like(ours)
     gradients = torch.autograd.grad(ours, given, grad)
-    for mine, theirs in zip(gradients, torch.autograd.grad(right, exact, grad.double()), strict=True):
+    for mine, theirs in zip(
+        gradients, torch.autograd.grad(right, exact, grad.double()), strict=True
+    ):
         assert torch.allclose(mine.double(), theirs, atol=1e-5)
 
 
@@ -74,7 +106,10 @@ def test_grouped_products_compile_into_the_model() -> None:
     sizes = ((3, 16, WIDTH), (3, WIDTH, 16), (3, 16, WIDTH), (32, WIDTH))
     tensors = [torch.randn(size).bfloat16().requires_grad_() for size in sizes]
     results = []
-    for run in (experts.grouped_experts, torch.compile(experts.grouped_experts, backend="aot_eager", fullgraph=True)):
+    for run in (
+        experts.grouped_experts,
+        torch.compile(experts.grouped_experts, backend="aot_eager", fullgraph=True),
+    ):
         out = run(*tensors, counts)
         assert not out[int(counts.sum()) :].any()
         results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))

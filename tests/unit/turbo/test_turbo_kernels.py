@@ -10,8 +10,8 @@ pytest.importorskip("torchao")
 
 from torchao.float8 import Float8LinearConfig  # noqa: E402
 
-from primus.turbo import fp8, fp8_kernels, kernels  # noqa: E402
-from primus.turbo.kernels import LossHead, linear_cross_entropy  # noqa: E402
+from primus_images.turbo import fp8, fp8_kernels, kernels  # noqa: E402
+from primus_images.turbo.kernels import LossHead, linear_cross_entropy  # noqa: E402
 
 
 def test_the_head_returns_logits_where_no_labels_are_set() -> None:
@@ -30,7 +30,9 @@ def test_a_frozen_output_layer_gets_no_gradient() -> None:
     x = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(50, 16, dtype=torch.float64)
     labels = torch.randint(0, 50, (10,))
-    (gradient,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ weight.t(), labels, reduction="sum"), x)
+    (gradient,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(x @ weight.t(), labels, reduction="sum"), x
+    )
     linear_cross_entropy(x, weight, labels, chunk=4).backward()
     assert torch.allclose(x.grad, gradient, atol=1e-6)
     assert weight.grad is None
@@ -55,5 +57,7 @@ def test_nan_is_not_hidden() -> None:
 def test_a_layer_can_be_compiled() -> None:
     torch.manual_seed(3)
     x, weight, config = torch.randn(2, 24, 32), torch.randn(48, 32), Float8LinearConfig()
-    layer = torch.compile(lambda x, w: fp8.linear(x, w, config), backend="aot_eager", fullgraph=True)
+    layer = torch.compile(
+        lambda x, w: fp8.linear(x, w, config), backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(layer(x, weight), fp8.linear(x, weight, config))

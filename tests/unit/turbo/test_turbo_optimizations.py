@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import main
-from primus.recipes.resolve import resolve
-from primus.recipes.setting import Choices
-from primus.turbo.optimizations import chosen, compatible, optimizations, reasons
+from primus_images.cli.main import main
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.turbo.optimizations import chosen, compatible, optimizations, reasons
 from tables import table_of
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,9 @@ COUNTING = (
 )
 
 
-def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", gpu: str = "h200") -> tuple[str, ...]:
+def _chosen(
+    *words: str, precision: str = "bf16", backend: str = "torchtitan", gpu: str = "h200"
+) -> tuple[str, ...]:
     choices = Choices(backend=backend, precision=precision, gpu=gpu)
     return chosen(resolve("llama3.1-8b", words, choices))
 
@@ -32,7 +34,12 @@ def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", g
 def test_a_run_uses_what_its_recipe_can_use_unless_it_is_off() -> None:
     bf16, fp8 = _chosen(), _chosen(precision="fp8")
     assert bf16 == _chosen("turbo=auto") == _chosen("turbo=require")
-    assert set(fp8) - set(bf16) == {"fp8-weight-cast", "fp8-linear", "fp8-projections", "fp8-feed-forward"}
+    assert set(fp8) - set(bf16) == {
+        "fp8-weight-cast",
+        "fp8-linear",
+        "fp8-projections",
+        "fp8-feed-forward",
+    }
     assert _chosen("turbo=off") == _chosen(backend="megatron") == ()
     assert "flash-attention-4" in _chosen(backend="fsdp")
 
@@ -50,14 +57,20 @@ def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
         Choices(backend="torchtitan", precision="fp8", gpu="mi300x"),
     )
     assert "turbo-fp8-linear" in chosen(recipe)
-    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(chosen(recipe))
+    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(
+        chosen(recipe)
+    )
     assert reasons(recipe)["fp8-linear"] == (False, "turbo-fp8-linear is used instead")
     assert compatible(["fp8-linear", "turbo-fp8-linear"]) == ("fp8-linear",)
 
 
 @pytest.mark.parametrize(("words", "name", "on", "why"), table_of("turbo_optimizations.on_or_off"))
-def test_each_optimization_is_on_or_off_with_its_reason(words: tuple[str, ...], name: str, on: bool, why: str) -> None:
-    recipe = resolve("llama3.1-8b", words, Choices(backend="torchtitan", precision="bf16", gpu="mi355x"))
+def test_each_optimization_is_on_or_off_with_its_reason(
+    words: tuple[str, ...], name: str, on: bool, why: str
+) -> None:
+    recipe = resolve(
+        "llama3.1-8b", words, Choices(backend="torchtitan", precision="bf16", gpu="mi355x")
+    )
     found = reasons(recipe)
     assert found[name] == (on, why)
     assert {one for one, (switched, _) in found.items() if switched} == set(chosen(recipe))
@@ -71,9 +84,9 @@ def test_show_says_what_is_on_and_why(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_every_entry_is_proven_and_tested() -> None:
-    text = "".join((ROOT / "src/primus" / file).read_text() for file in COUNTING)
+    text = "".join((ROOT / "src/primus_images" / file).read_text() for file in COUNTING)
     for one in optimizations().values():
         assert one.proof
         for call in one.proof:
             assert f'"{call}"' in text, f"{one.name}: nothing counts {call}"
-        assert f'"{one.name}": ' in (ROOT / "src/primus/turbo/selftest.py").read_text()
+        assert f'"{one.name}": ' in (ROOT / "src/primus_images/turbo/selftest.py").read_text()

@@ -3,23 +3,32 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import HostError, InputError
-from primus.versions import debs
-from primus.versions.debs import check_python, parse_sources, preferences
-from primus.versions.lock import BaseRequest, suites_of, upstream
+from primus_images.errors import HostError, InputError
+from primus_images.versions import debs
+from primus_images.versions.debs import check_python, parse_sources, preferences
+from primus_images.versions.lock import BaseRequest, suites_of, upstream
 from tables import text_of
 
 HOST = text_of("debian.sources")
 
 
 def debian_stanzas(
-    host: Sequence[debs.Stanza], suites: Sequence[str], environment: Mapping[str, str], default: str = ""
+    host: Sequence[debs.Stanza],
+    suites: Sequence[str],
+    environment: Mapping[str, str],
+    default: str = "",
 ) -> list[debs.Stanza]:
-    return [stanza for suite in suites for stanza in debs.debian_stanzas(host, suite, environment, lambda: default)]
+    return [
+        stanza
+        for suite in suites
+        for stanza in debs.debian_stanzas(host, suite, environment, lambda: default)
+    ]
 
 
 def _pairs(*suites: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:
-    return [(s["URIs"], s["Suites"]) for s in debian_stanzas(parse_sources(host, deb822), suites, {})]
+    return [
+        (s["URIs"], s["Suites"]) for s in debian_stanzas(parse_sources(host, deb822), suites, {})
+    ]
 
 
 def test_sources_of_another_suite_come_from_the_hosts_own() -> None:
@@ -51,7 +60,10 @@ def test_only_suites_that_never_release_may_be_past_their_date(env: dict[str, st
 def test_preferences_hold_a_package_to_its_suite() -> None:
     assert preferences("sid", ("a", "b")) == ""
     text = preferences("sid", ("a", "librccl1/experimental", "c/trixie"))
-    rules = [dict(line.split(": ") for line in block.splitlines()) for block in text.strip().split("\n\n")]
+    rules = [
+        dict(line.split(": ") for line in block.splitlines())
+        for block in text.strip().split("\n\n")
+    ]
     assert [tuple(r.values()) for r in rules] == [
         ("*", "release a=experimental", "1"),
         ("*", "release n=trixie*", "1"),
@@ -62,7 +74,11 @@ def test_preferences_hold_a_package_to_its_suite() -> None:
         ("c", "release a=experimental", "-1"),
         ("c", "release n=trixie*", "990"),
     ]
-    assert suites_of("sid", ("a", "librccl1/experimental", "c/trixie", "d/sid")) == ("sid", "experimental", "trixie")
+    assert suites_of("sid", ("a", "librccl1/experimental", "c/trixie", "d/sid")) == (
+        "sid",
+        "experimental",
+        "trixie",
+    )
 
 
 def test_vendor_and_disabled_sources_stay_out_and_components_are_main() -> None:
@@ -95,22 +111,33 @@ def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(
     monkeypatch.setattr(debs, "install", packages.extend)
     assert debs._default_mirror() == ""
     assert packages == ["debootstrap", "debian-archive-keyring"]
-    script.write_text('#!/bin/sh\nDEF_MIRROR="http://x.example/debian"\nDEF_HTTPS_MIRROR="https://x.example/debian"\n')
+    script.write_text(
+        '#!/bin/sh\nDEF_MIRROR="http://x.example/debian"\nDEF_HTTPS_MIRROR="https://x.example/debian"\n'
+    )
     stanzas = debian_stanzas(ubuntu, ("bookworm", "sid"), {}, debs._default_mirror())
     assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
         ("http://x.example/debian", "bookworm", "/usr/share/keyrings/debian-archive-keyring.gpg"),
-        ("http://x.example/debian-security", "bookworm-security", "/usr/share/keyrings/debian-archive-keyring.gpg"),
+        (
+            "http://x.example/debian-security",
+            "bookworm-security",
+            "/usr/share/keyrings/debian-archive-keyring.gpg",
+        ),
         ("http://x.example/debian", "sid", "/usr/share/keyrings/debian-archive-keyring.gpg"),
     ]
 
 
 def test_debians_own_sources_win_over_debootstraps_mirror() -> None:
-    stanzas = debian_stanzas(parse_sources(HOST, True), ("bookworm",), {}, "http://x.example/debian")
+    stanzas = debian_stanzas(
+        parse_sources(HOST, True), ("bookworm",), {}, "http://x.example/debian"
+    )
     assert not any("x.example" in s["URIs"] for s in stanzas)
 
 
 def test_the_mirror_variable_wins_and_knows_security() -> None:
-    env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security", "PRIMUS_DEBIAN_KEYRING": "/k.gpg"}
+    env = {
+        "PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security",
+        "PRIMUS_DEBIAN_KEYRING": "/k.gpg",
+    }
     stanzas = debian_stanzas(parse_sources(HOST, True), ("trixie",), env)
     assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
         ("http://x/debian", "trixie", "/k.gpg"),
@@ -120,7 +147,12 @@ def test_the_mirror_variable_wins_and_knows_security() -> None:
 
 @pytest.mark.parametrize(
     ("version", "bare"),
-    [("3.11.2-6+deb12u9", "3.11.2"), ("1:3.13.5-2", "3.13.5"), ("3.12.0~rc1-1", "3.12.0"), ("3.11.2", "3.11.2")],
+    [
+        ("3.11.2-6+deb12u9", "3.11.2"),
+        ("1:3.13.5-2", "3.13.5"),
+        ("3.12.0~rc1-1", "3.12.0"),
+        ("3.11.2", "3.11.2"),
+    ],
 )
 def test_upstream(version: str, bare: str) -> None:
     assert upstream(version) == bare
@@ -128,7 +160,9 @@ def test_upstream(version: str, bare: str) -> None:
 
 def test_another_python_in_the_suite_is_named() -> None:
     base = BaseRequest(suite="bookworm", python="3.11.9", packages=("python3.11-minimal",))
-    with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
+    with pytest.raises(
+        InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"
+    ):
         check_python("bookworm", base, {"python3.11-minimal": "3.11.2-6+deb12u9"})
     check_python("tools", base, {"gcc": "1"})
     with pytest.raises(InputError, match=r"bookworm has 3\.12\.1"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from primus.versions.filecache import FileCache
+from primus_images.versions.filecache import FileCache
 
 DATA = b"some bytes" * 1000
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -96,7 +96,9 @@ def test_the_second_of_two_waits_and_finds_it_done(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.binary(max_size=2000), st.lists(st.integers(0, 2000), max_size=4))
-def test_any_cuts_end_in_the_same_file(tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int]) -> None:
+def test_any_cuts_end_in_the_same_file(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int]
+) -> None:
     cache = FileCache(tmp_path_factory.mktemp("cache"))
     sha256 = hashlib.sha256(data).hexdigest()
     for cut in sorted(cuts):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.errors import HostError, InputError
-from primus.versions.indexes import Indexes, Offer, _files, offers_in, parse_config
-from primus.versions.lock import BaseRequest, Request
-from primus.versions.traffic import bare_url
-from primus.versions.wheels import NoSolutionError, _best, _tags, failure
+from primus_images.errors import HostError, InputError
+from primus_images.versions.indexes import Indexes, Offer, _files, offers_in, parse_config
+from primus_images.versions.lock import BaseRequest, Request
+from primus_images.versions.traffic import bare_url
+from primus_images.versions.wheels import NoSolutionError, _best, _tags, failure
 from tables import table_of
 
 LISTING = (
@@ -26,7 +26,10 @@ LISTING = (
 def test_config_variables_win_over_install_over_global() -> None:
     settings = parse_config(LISTING)
     assert settings["index-url"] == "http://install/simple"
-    assert parse_config(LISTING + ":env:.index-url='http://env/simple'\n")["index-url"] == "http://env/simple"
+    assert (
+        parse_config(LISTING + ":env:.index-url='http://env/simple'\n")["index-url"]
+        == "http://env/simple"
+    )
     indexes = Indexes.from_settings(settings)
     assert indexes.urls == ("http://install/simple", "http://a/simple", "http://b/simple")
     assert indexes.listed("find-links") == ("/one", "/two")
@@ -39,7 +42,9 @@ def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None
         "http://a/simple",
         "http://b/simple",
     ]
-    assert [index.get("default", False) for index in settings["index"]] == [False, False, True], "uv's default is last"
+    assert [index.get("default", False) for index in settings["index"]] == [False, False, True], (
+        "uv's default is last"
+    )
     assert all(index["ignore-error-codes"] == [403] for index in settings["index"])
     assert settings["find-links"] == ["/one", "/two", "/w"]
 
@@ -50,16 +55,26 @@ def test_no_index_leaves_find_links_only() -> None:
     assert tomllib.loads(indexes.uv_settings(Path("/w")))["no-index"]
 
 
-def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_settings_of_pip_are_uvs_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("UV_INDEX", "http://elsewhere/simple")
-    settings = {"cert": "/ca.pem", "client-cert": "/me.pem", "proxy": "http://p:8080", "trusted-host": "a b:80"}
+    settings = {
+        "cert": "/ca.pem",
+        "client-cert": "/me.pem",
+        "proxy": "http://p:8080",
+        "trusted-host": "a b:80",
+    }
     indexes = Indexes.from_settings(settings | {"keyring-provider": "subprocess"})
     environment = indexes.uv_environment()
     assert "UV_INDEX" not in environment, "uv's own configuration on this host does not count"
     assert environment.items() >= {"SSL_CERT_FILE": "/ca.pem", "SSL_CLIENT_CERT": "/me.pem"}.items()
     assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://p:8080"
     written = tomllib.loads(indexes.uv_settings(Path("/w")))
-    assert (written["allow-insecure-host"], written["keyring-provider"]) == (["a", "b:80"], "subprocess")
+    assert (written["allow-insecure-host"], written["keyring-provider"]) == (
+        ["a", "b:80"],
+        "subprocess",
+    )
 
 
 def test_a_login_without_a_password_is_looked_up_in_the_keyring(
@@ -69,19 +84,29 @@ def test_a_login_without_a_password_is_looked_up_in_the_keyring(
     program.write_text('#!/bin/sh\necho "SECRET-of-$3"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    indexes = Indexes.from_settings({"index-url": "https://me@host/simple", "keyring-provider": "subprocess"})
+    indexes = Indexes.from_settings(
+        {"index-url": "https://me@host/simple", "keyring-provider": "subprocess"}
+    )
     assert indexes._login("host") == ("me", "SECRET-of-me")
     assert indexes._login("other") is None
-    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"})._login("host") == ("me", "p@ss")
+    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"})._login("host") == (
+        "me",
+        "p@ss",
+    )
 
 
 def test_credentials_are_in_no_text() -> None:
-    indexes = Indexes.from_settings({"index-url": "https://me:p%40ss@host:8443/simple", "proxy": "http://u:p%40ss@p"})
+    indexes = Indexes.from_settings(
+        {"index-url": "https://me:p%40ss@host:8443/simple", "proxy": "http://u:p%40ss@p"}
+    )
     assert indexes.shown == ("https://host:8443/simple",)
     assert "p%40ss" not in repr(indexes)
 
 
-@given(st.from_regex(r"[a-z]{1,9}", fullmatch=True), st.from_regex(r"[A-Za-z0-9]{3,9}SECRET", fullmatch=True))
+@given(
+    st.from_regex(r"[a-z]{1,9}", fullmatch=True),
+    st.from_regex(r"[A-Za-z0-9]{3,9}SECRET", fullmatch=True),
+)
 def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
     shown = bare_url(f"https://{user}:{secret}@host/path/file.whl?token={secret}#sig={secret}")
     assert shown == "https://host/path/file.whl"
@@ -91,7 +116,9 @@ def test_a_page_is_html_or_json_with_relative_links() -> None:
     sha256, base = "a" * 64, "https://h/simple/a/"
     html = f"<a data-yanked='' data-requires-python='&gt;=3' href='../../a%2B1.whl#sha256={sha256}'>a</a>"
     first, second = offers_in(_files(html + "<a href=b>b</a>"), base)
-    assert first == Offer(file="a+1.whl", url="https://h/a%2B1.whl", sha256=sha256, python=">=3", yanked=True)
+    assert first == Offer(
+        file="a+1.whl", url="https://h/a%2B1.whl", sha256=sha256, python=">=3", yanked=True
+    )
     assert second == Offer(file="b", url="https://h/simple/a/b")
     row = {"filename": "b", "url": "b", "hashes": {}, "requires-python": None}
     assert offers_in([row], base) == [second]
@@ -99,15 +126,24 @@ def test_a_page_is_html_or_json_with_relative_links() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [b"[" * 200_000, b"[]", b"null", b'{"files": 1}', b'{"files": [{"filename": "a"}]}', b"\xff", b'{"files": [',
-     b'{"files": [{"filename": "a", "url": 5, "hashes": {}}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": []}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": "many"}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": -1}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": 5}}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": "5"}}]}', b" " * ((64 << 20) + 1)],
+    [
+        b"[" * 200_000,
+        b"[]",
+        b"null",
+        b'{"files": 1}',
+        b'{"files": [{"filename": "a"}]}',
+        b"\xff",
+        b'{"files": [',
+        b'{"files": [{"filename": "a", "url": 5, "hashes": {}}]}',
+        b'{"files": [{"filename": "a", "url": "a", "hashes": []}]}',
+        b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": "many"}]}',
+        b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": -1}]}',
+        b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": 5}}]}',
+        b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": "5"}}]}',
+        b" " * ((64 << 20) + 1),
+    ],
     ids=lambda page: repr(page[:60]),
-)  # fmt: skip
+)
 def test_an_odd_page_is_a_sentence_that_names_the_index(page: bytes) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -120,7 +156,9 @@ def test_an_odd_page_is_a_sentence_that_names_the_index(page: bytes) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"http://127.0.0.1:{server.server_port}/simple"
-        with pytest.raises(HostError, match=f"the Python index at {place}/numpy/ does not answer: ."):
+        with pytest.raises(
+            HostError, match=f"the Python index at {place}/numpy/ does not answer: ."
+        ):
             Indexes(urls=(place,)).offers("numpy", place)
         server.shutdown()
 
@@ -134,7 +172,9 @@ def test_tags_stop_at_the_glibc_of_the_suite() -> None:
     ranks = _tags(_request())
     tags = [str(tag) for tag in sorted(ranks, key=ranks.__getitem__)]
     assert tags[0] == "cp311-cp311-manylinux_2_36_x86_64"
-    assert {"cp37-abi3-manylinux1_x86_64", "py3-none-manylinux2014_x86_64", "py3-none-any"} <= set(tags)
+    assert {"cp37-abi3-manylinux1_x86_64", "py3-none-manylinux2014_x86_64", "py3-none-any"} <= set(
+        tags
+    )
     assert "cp311-cp311-manylinux_2_37_x86_64" not in tags
     assert "cp311-cp311-manylinux_2_37_x86_64" in map(str, _tags(_request("trixie")))
     with pytest.raises(InputError, match="no glibc version is known for suite 'jammy'"):
@@ -142,8 +182,15 @@ def test_tags_stop_at_the_glibc_of_the_suite() -> None:
 
 
 def test_the_best_wheel_is_the_most_specific_one() -> None:
-    names = ["a-1-py3-none-any.whl", "a-1-cp37-abi3-manylinux_2_28_x86_64.whl", "a-1-cp311-cp311-linux_x86_64.whl"]
-    package, wheels = {"name": "a", "version": "1"}, [Offer(file=name, url=f"http://h/{name}") for name in names]
+    names = [
+        "a-1-py3-none-any.whl",
+        "a-1-cp37-abi3-manylinux_2_28_x86_64.whl",
+        "a-1-cp311-cp311-linux_x86_64.whl",
+    ]
+    package, wheels = (
+        {"name": "a", "version": "1"},
+        [Offer(file=name, url=f"http://h/{name}") for name in names],
+    )
     assert _best(package, wheels, _request()).file == names[2]
     assert _best(package, wheels, _request(pure=("a",))).file == names[0]
 
@@ -158,8 +205,12 @@ def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
     assert error.message == (
         "the Python index at http://127.0.0.1:9/simple/torch/ does not answer: Connection refused (os error 111)"
     )
-    error = failure(FAILURES["connect"], Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"}))
-    assert str(error).startswith("the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused")
+    error = failure(
+        FAILURES["connect"], Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"})
+    )
+    assert str(error).startswith(
+        "the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused"
+    )
     assert "use another channel (--channel)" in str(error.hint)
 
 

@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus.errors import InputError
-from primus.versions.lock import BaseRequest, Lock, LockedFile, Request, drift, dumps, load, loads
+from primus_images.errors import InputError
+from primus_images.versions.lock import (
+    BaseRequest,
+    Lock,
+    LockedFile,
+    Request,
+    drift,
+    dumps,
+    load,
+    loads,
+)
 
 words = st.text(min_size=1, max_size=12)
 # Names, versions and file names become parts of paths.
@@ -27,7 +36,9 @@ locks = st.builds(
     target=words,
     channel=words,
     pins=st.dictionaries(words, words, max_size=5),
-    files=st.lists(files, max_size=6, unique_by=lambda f: (f.kind, f.base or "", f.name)).map(tuple),
+    files=st.lists(files, max_size=6, unique_by=lambda f: (f.kind, f.base or "", f.name)).map(
+        tuple
+    ),
 )
 
 
@@ -67,7 +78,9 @@ def request(**changes: object) -> Request:
 
 
 def lock_of(version: str = "2.13.0+cpu") -> Lock:
-    file = LockedFile(kind="wheel", name="torch", version=version, file="torch.whl", size=1, sha256="0" * 64)
+    file = LockedFile(
+        kind="wheel", name="torch", version=version, file="torch.whl", size=1, sha256="0" * 64
+    )
     files = (dataclasses.replace(file, kind="deb", name="a", base="bookworm"), file)
     return Lock(target="cpu", channel="pypi", pins=request().flat(), files=files)
 
@@ -85,7 +98,10 @@ def test_drift_names_what_differs() -> None:
     (copied,) = drift(dataclasses.replace(lock, target="h200"), request())
     assert str(copied) == "target: locked h200, wanted cpu"
     texts = [str(drift) for drift in drift(dataclasses.replace(lock, files=()), request())]
-    assert [text.partition(", ")[0][-19:] for text in texts] == ["no file of bookworm", "ed no file of torch"]
+    assert [text.partition(", ")[0][-19:] for text in texts] == [
+        "no file of bookworm",
+        "ed no file of torch",
+    ]
 
 
 def test_package_order_is_no_drift() -> None:
@@ -103,7 +119,14 @@ def good() -> dict[str, object]:
     return dict(json.loads(dumps(Lock(target="cpu", channel="pypi", pins={}, files=()))))
 
 
-WHEEL = {"kind": "wheel", "name": "torch", "version": "1", "file": "torch.whl", "size": 1, "sha256": "0" * 64}
+WHEEL = {
+    "kind": "wheel",
+    "name": "torch",
+    "version": "1",
+    "file": "torch.whl",
+    "size": 1,
+    "sha256": "0" * 64,
+}
 TWICE = [WHEEL, {**WHEEL, "version": "2"}]
 
 
@@ -116,7 +139,10 @@ TWICE = [WHEEL, {**WHEEL, "version": "2"}]
         (json.dumps({**good(), "format": 2}), "its format 2 is not 1"),
         (json.dumps({**good(), "files": [{"kind": "wheel"}]}), "not a lock"),
         (json.dumps({**good(), "files": [3]}), "not a lock"),
-        ('{\n<<<<<<< HEAD\n"a": 1\n', "lock.json:2:1: not a lock: a merge conflict is not resolved"),
+        (
+            '{\n<<<<<<< HEAD\n"a": 1\n',
+            "lock.json:2:1: not a lock: a merge conflict is not resolved",
+        ),
         (json.dumps({**good(), "files": TWICE}), "the wheel torch is listed twice"),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import HostError, InputError
-from primus.versions.lock import LockedFile
-from primus.versions.remotes import resolve_image
+from primus_images.errors import HostError, InputError
+from primus_images.versions.lock import LockedFile
+from primus_images.versions.remotes import resolve_image
 from tables import table_of
 
 OCI = "application/vnd.oci.image.layer.v1.tar"
@@ -29,7 +29,9 @@ def skopeo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def resolved(script: Path, layer: bytes = b"", **fields: object) -> tuple[tuple[LockedFile, ...], str]:
+def resolved(
+    script: Path, layer: bytes = b"", **fields: object
+) -> tuple[tuple[LockedFile, ...], str]:
     """The image that skopeo copies, with one layer; ``fields`` are of its manifest."""
     files = script.parent / "files"
     files.mkdir()
@@ -37,7 +39,9 @@ def resolved(script: Path, layer: bytes = b"", **fields: object) -> tuple[tuple[
     row = {"mediaType": f"{OCI}+gzip", "digest": f"sha256:{sha256}", "size": len(layer)}
     (files / sha256).write_bytes(layer)
     (files / "manifest.json").write_text(json.dumps({"layers": [row], **fields}))
-    script.write_text(f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || true\n')
+    script.write_text(
+        f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || true\n'
+    )
     return resolve_image("based", IMAGE)
 
 
@@ -77,7 +81,9 @@ def test_layers_and_packages_of_an_image_are_read(skopeo: Path) -> None:
     ids=["no gzip", "no tar", "short", "damaged", "sparse", "chain"],
 )
 def test_a_layer_that_is_no_archive_is_named(skopeo: Path, layer: bytes) -> None:
-    with pytest.raises(InputError, match=r"layer sha256:\w{64} of r\.example/image@.* is not a gzip-compressed tar"):
+    with pytest.raises(
+        InputError, match=r"layer sha256:\w{64} of r\.example/image@.* is not a gzip-compressed tar"
+    ):
         resolved(skopeo, layer)
 
 
@@ -91,8 +97,12 @@ def test_an_old_manifest_is_a_sentence(skopeo: Path) -> None:
         resolved(skopeo, layers=[], fsLayers=[])
 
 
-@pytest.mark.parametrize(("log", "reason", "hint"), table_of("registry.a_failure_has_skopeos_own_words"))
-def test_a_failure_has_skopeos_own_words_and_a_next_step(skopeo: Path, log: str, reason: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("log", "reason", "hint"), table_of("registry.a_failure_has_skopeos_own_words")
+)
+def test_a_failure_has_skopeos_own_words_and_a_next_step(
+    skopeo: Path, log: str, reason: str, hint: str
+) -> None:
     (skopeo.parent / "log").write_text(log)
     skopeo.write_text(f"#!/bin/sh\ncat {skopeo.parent}/log >&2\nexit 1\n")
     with pytest.raises(HostError) as caught:

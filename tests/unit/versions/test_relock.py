@@ -4,23 +4,31 @@ from typing import Any
 
 import pytest
 
-from primus.cli.host.lock import Change, compare
-from primus.progress import Progress
-from primus.versions import relock
-from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
+from primus_images.cli.host.lock import Change, compare
+from primus_images.progress import Progress
+from primus_images.versions import relock
+from primus_images.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
 
 
 def _request(torch: str = "2", suite: str = "bookworm", python: str = "3.11") -> Request:
     base = BaseRequest(suite=suite, python="3.11.2", packages=("bash",))
-    return Request(target="cpu", channel="pypi", python=python, bases={"b": base}, wheels={"torch": torch})
+    return Request(
+        target="cpu", channel="pypi", python=python, bases={"b": base}, wheels={"torch": torch}
+    )
 
 
 def _file(kind: Any, name: str, version: str = "1", base: str | None = None) -> LockedFile:
-    return LockedFile(kind=kind, name=name, version=version, file=name, size=1, sha256="0" * 64, base=base)
+    return LockedFile(
+        kind=kind, name=name, version=version, file=name, size=1, sha256="0" * 64, base=base
+    )
 
 
 def _lock(request: Request) -> Lock:
-    files = (_file("deb", "bash", base="b"), _file("wheel", "numpy"), _file("wheel", "torch", request.wheels["torch"]))
+    files = (
+        _file("deb", "bash", base="b"),
+        _file("wheel", "numpy"),
+        _file("wheel", "torch", request.wheels["torch"]),
+    )
     return Lock(target="cpu", channel="pypi", pins=request.flat(), files=files)
 
 
@@ -33,13 +41,23 @@ def test_what_each_change_makes_stale() -> None:
     assert relock.stale(from_debs, lock) == {"wheels"}, "pip must not bring what the base does"
     assert relock.stale(_request(suite="trixie"), lock) == {"wheels", "base b"}
     exact = Request(
-        **vars(_request()) | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}
+        **vars(_request())
+        | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}
     )
     assert relock.stale(exact, lock) == {"wheels", "base b"}
     assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "gits", "base b"}
-    built = Request(**vars(_request()) | {"gits": {"turbo": Commit(url="https://a", commit="0" * 40, version="1")}})
-    assert relock.stale(built, lock) == {"wheels", "gits"}, "what the wheels need may be built here now"
-    over = {"b": BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",), image="a@sha256:" + "0" * 64)}
+    built = Request(
+        **vars(_request())
+        | {"gits": {"turbo": Commit(url="https://a", commit="0" * 40, version="1")}}
+    )
+    assert relock.stale(built, lock) == {"wheels", "gits"}, (
+        "what the wheels need may be built here now"
+    )
+    over = {
+        "b": BaseRequest(
+            suite="bookworm", python="3.11.2", packages=("bash",), image="a@sha256:" + "0" * 64
+        )
+    }
     assert relock.stale(Request(**vars(_request()) | {"bases": over}), lock) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("deb", "bash", base="b")]) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}
@@ -56,9 +74,13 @@ def test_a_build_is_resolved_anew_with_what_it_copies_from() -> None:
     assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock) == set()
     assert relock.stale(_with_build(_request(), "torch", "ninja==2"), lock) == {"build x build"}
     both = {"wheels", "build x build"}
-    assert relock.stale(_with_build(_request(torch="3"), "torch", "ninja==1"), lock) == both, "it has the image's torch"
+    assert relock.stale(_with_build(_request(torch="3"), "torch", "ninja==1"), lock) == both, (
+        "it has the image's torch"
+    )
     gone = [_file("wheel", "ninja", base="x build")]
-    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock, gone=gone) == {"build x build"}
+    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock, gone=gone) == {
+        "build x build"
+    }
 
 
 def test_what_a_built_wheel_requires_is_a_pin_of_the_lock() -> None:
@@ -73,7 +95,11 @@ def test_a_builds_wheels_are_not_the_images() -> None:
         target="cpu",
         channel="pypi",
         pins={},
-        files=(_file("wheel", "torch"), _file("wheel", "ninja", base="x build"), _file("deb", "gcc", base="x build")),
+        files=(
+            _file("wheel", "torch"),
+            _file("wheel", "ninja", base="x build"),
+            _file("deb", "gcc", base="x build"),
+        ),
     )
     assert [f.name for f in lock.of("wheel")] == ["torch"]
     assert [f.name for f in lock.of("wheel", "x build")] == ["ninja"]
@@ -90,12 +116,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def debs(name: str, base: BaseRequest, status: str) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
-        more = (_file("deb", "tool", "adduser" if "adduser" in status else "none", base=name),) if base.over else ()
+        more = (
+            (_file("deb", "tool", "adduser" if "adduser" in status else "none", base=name),)
+            if base.over
+            else ()
+        )
         return (_file("deb", "bash", "9", base=name), *more)
 
-    def build(request: Request, root: str, wheels: tuple[str, ...], *_: object) -> tuple[LockedFile, ...]:
+    def build(
+        request: Request, root: str, wheels: tuple[str, ...], *_: object
+    ) -> tuple[LockedFile, ...]:
         seen.append((root, wheels))
-        return (_file("wheel", "ninja", base=root), *(_file("wheel", name, base=root) for name in wheels))
+        return (
+            _file("wheel", "ninja", base=root),
+            *(_file("wheel", name, base=root) for name in wheels),
+        )
 
     monkeypatch.setattr(relock, "resolve_build", build)
     monkeypatch.setattr(relock, "resolve_wheels", wheels)
@@ -141,17 +176,28 @@ def test_an_extra_and_its_base_are_locked_together() -> None:
     lock = Lock(target="cpu", channel="pypi", pins=wanted.flat(), files=files)
     assert relock.stale(wanted, lock) == set()
     both = {"base b", "base b rdma"}
-    assert relock.stale(wanted, lock, gone=files[:1]) == both, "the extra must have the base's versions"
+    assert relock.stale(wanted, lock, gone=files[:1]) == both, (
+        "the extra must have the base's versions"
+    )
     assert relock.stale(wanted, lock, gone=files[1:]) == both
     without = Request(target="cpu", channel="pypi", python="3.11", bases={"b": base})
     assert not {"base b"} & relock.stale(without, lock), "the base stays as it is without the extra"
 
 
-def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call(calls: list[Any]) -> None:
+def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call(
+    calls: list[Any],
+) -> None:
     base = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",))
     more = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash", "tool"), over="b")
     wanted = Request(
-        target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"}, bases={"b": base, "b rdma": more}
+        target="cpu",
+        channel="pypi",
+        python="3.11",
+        wheels={"torch": "2"},
+        bases={"b": base, "b rdma": more},
     )
     files = [f for f in relock.resolve(wanted, None, {}, Progress()).files if f.kind == "deb"]
-    assert {(f.base, f.name, f.version) for f in files} == {("b", "bash", "9"), ("b rdma", "tool", "adduser")}
+    assert {(f.base, f.name, f.version) for f in files} == {
+        ("b", "bash", "9"),
+        ("b rdma", "tool", "adduser"),
+    }

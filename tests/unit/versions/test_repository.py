@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from gits import commit, git
-from primus.errors import HostError, InputError
-from primus.versions import remotes as repository
-from primus.versions.lock import Commit
-from primus.versions.remotes import archive_commit, resolve_commit
+from primus_images.errors import HostError, InputError
+from primus_images.versions import remotes as repository
+from primus_images.versions.lock import Commit
+from primus_images.versions.remotes import archive_commit, resolve_commit
 
 MODULES = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part\n'
 
@@ -35,7 +35,9 @@ def parent(url: str) -> str:
     return git(Path(url.removeprefix("file://")), "rev-parse", "HEAD~1")
 
 
-def test_the_archive_has_every_file_of_the_commit_and_its_submodules(main: str, tmp_path: Path) -> None:
+def test_the_archive_has_every_file_of_the_commit_and_its_submodules(
+    main: str, tmp_path: Path
+) -> None:
     archive_commit(Commit(url=main, commit=parent(main), version="1.0"), "a.tar", tmp_path)
     with tarfile.open(tmp_path / "a.tar") as archive:
         names = archive.getnames()
@@ -65,8 +67,13 @@ def test_a_repository_that_is_not_there_or_silent_is_a_sentence(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        urls = {f"file://{tmp_path}/main": "not", f"http://me:SECRET@127.0.0.1:{silent.getsockname()[1]}/main": "1 s"}
+        urls = {
+            f"file://{tmp_path}/main": "not",
+            f"http://me:SECRET@127.0.0.1:{silent.getsockname()[1]}/main": "1 s",
+        }
         for url, words in urls.items():
-            with pytest.raises(HostError, match=f"the repository .*/main does not answer: .*{words}") as caught:
+            with pytest.raises(
+                HostError, match=f"the repository .*/main does not answer: .*{words}"
+            ) as caught:
                 archive_commit(Commit(url=url, commit="1" * 40, version="1.0"), "a.tar", tmp_path)
             assert "SECRET" not in str(caught.value)

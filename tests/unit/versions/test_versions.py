@@ -1,9 +1,9 @@
 import pytest
 
-from primus.errors import InputError
-from primus.schema import build
-from primus.versions.components import Versions
-from primus.yamlfile import parse
+from primus_images.errors import InputError
+from primus_images.schema import build
+from primus_images.versions.components import Versions
+from primus_images.yamlfile import parse
 from tables import table_of
 
 HEAD = """\
@@ -31,7 +31,15 @@ def pin(text: str) -> str:
 
 @pytest.mark.parametrize(
     "version",
-    ["2.13.0", "2.13.0+cpu", "2.13.0+rocm7.15", "1.0rc1", "1.0.post2", "1.0.dev20261120", "2.0a1.dev3+git0123abc"],
+    [
+        "2.13.0",
+        "2.13.0+cpu",
+        "2.13.0+rocm7.15",
+        "1.0rc1",
+        "1.0.post2",
+        "1.0.dev20261120",
+        "2.0a1.dev3+git0123abc",
+    ],
 )
 def test_exact_versions_are_taken(version: str) -> None:
     made = versions(pin(f"wheel: torch, version: {version}, channel: pypi"))
@@ -39,7 +47,19 @@ def test_exact_versions_are_taken(version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moving", ["main", "latest", ">=2.13", "2.*", "~=2.13", "==2.13.0", "0a1b2c3", "v2.13.0", "2.13.0 ", "nightly"]
+    "moving",
+    [
+        "main",
+        "latest",
+        ">=2.13",
+        "2.*",
+        "~=2.13",
+        "==2.13.0",
+        "0a1b2c3",
+        "v2.13.0",
+        "2.13.0 ",
+        "nightly",
+    ],
 )
 def test_moving_references_are_refused_with_the_reason(moving: str) -> None:
     error = refused(pin(f"wheel: torch, version: {moving!r}, channel: pypi"))
@@ -50,7 +70,11 @@ def test_moving_references_are_refused_with_the_reason(moving: str) -> None:
 
 @pytest.mark.parametrize("suite", ["stable", "oldstable", "testing", "unstable", "latest"])
 def test_a_moving_suite_is_refused_with_the_reason(suite: str) -> None:
-    error = refused(pin("wheel: torch, version: 1.0, channel: pypi").replace("suite: bookworm", f"suite: {suite}"))
+    error = refused(
+        pin("wheel: torch, version: 1.0, channel: pypi").replace(
+            "suite: bookworm", f"suite: {suite}"
+        )
+    )
     assert (error.where or "").startswith("versions.yaml:4:")
     assert "will move" in error.message
     assert "codename" in error.message
@@ -82,7 +106,9 @@ def test_a_pin_says_one_thing(text: str, words: str) -> None:
 
 def test_one_pin_per_channel_and_target() -> None:
     line = "- {wheel: torch, version: 1.0, channel: pypi, targets: [cpu]}"
-    text = pin("wheel: torch, version: 2.0, channel: pypi, targets: [cpu, h200]") + f"      {line}\n"
+    text = (
+        pin("wheel: torch, version: 2.0, channel: pypi, targets: [cpu, h200]") + f"      {line}\n"
+    )
     error = refused(text)
     assert "two pins for channel pypi, target cpu" in error.message
     assert error.where == "versions.yaml:10:9"
@@ -102,18 +128,23 @@ def test_the_same_component_twice() -> None:
     assert "duplicate key" in error.message
 
 
-@pytest.mark.parametrize(("day", "words"), [("2026-13-45", "not a valid date"), ("1969-01-01", "1980-01-01 or later")])
+@pytest.mark.parametrize(
+    ("day", "words"), [("2026-13-45", "not a valid date"), ("1969-01-01", "1980-01-01 or later")]
+)
 def test_the_date_is_one_that_archives_hold(day: str, words: str) -> None:
     error = refused(pin("wheel: a, version: 1.0, channel: pypi").replace("2026-11-20", day))
     assert words in error.message
     assert error.where == "versions.yaml:2:1"
 
 
-@pytest.mark.parametrize("line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"])
+@pytest.mark.parametrize(
+    "line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"]
+)
 def test_the_head_is_exact(line: str) -> None:
     key = line.partition(":")[0]
     text = "\n".join(
-        line if row.startswith(key) else row for row in pin("wheel: a, version: 1.0, channel: pypi").split("\n")
+        line if row.startswith(key) else row
+        for row in pin("wheel: a, version: 1.0, channel: pypi").split("\n")
     )
     assert f"{key} must be" in refused(text).message
 
@@ -132,8 +163,14 @@ GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, build: 
         (f"{GIT}, commit: main", "a full commit of 40 digits"),
         (f"{GIT}, commit: 0123456", "a full commit of 40 digits"),
         (GIT, "a git pin needs `commit`"),
-        (f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}", "`commit` goes with `git` only"),
-        (f"{GIT.replace('{}', '{built: [gone]}')}, commit: {'0' * 40}", "no component is called 'gone'"),
+        (
+            f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}",
+            "`commit` goes with `git` only",
+        ),
+        (
+            f"{GIT.replace('{}', '{built: [gone]}')}, commit: {'0' * 40}",
+            "no component is called 'gone'",
+        ),
         ("git: main, package: a, version: 1.0, channel: amd", "a URL that git fetches from"),
     ],
 )
@@ -144,7 +181,11 @@ def test_a_repository_is_pinned_by_its_full_commit(text: str, words: str) -> Non
 def test_an_image_is_pinned_by_digest() -> None:
     text = pin("wheel: a, version: 1.0, channel: pypi")
     digest = "0" * 64
-    for image, good in (("ubuntu:24.04", False), ("ubuntu", False), (f"ubuntu@sha256:{digest}", True)):
+    for image, good in (
+        ("ubuntu:24.04", False),
+        ("ubuntu", False),
+        (f"ubuntu@sha256:{digest}", True),
+    ):
         changed = text.replace("suite: bookworm", f"image: {image}, suite: bookworm")
         if good:
             assert versions(changed).bases["bookworm"].image == image
@@ -153,7 +194,11 @@ def test_an_image_is_pinned_by_digest() -> None:
 
 
 def test_a_device_pin_is_of_the_targets_architecture() -> None:
-    made = versions(pin('wheel: "torch-device-{arch}", version: 1.0, channel: amd')).components["torch"].pins[0]
+    made = (
+        versions(pin('wheel: "torch-device-{arch}", version: 1.0, channel: amd'))
+        .components["torch"]
+        .pins[0]
+    )
     assert made.resolved(3, "gfx942").wheel == "torch-device-gfx942"
     assert made.resolved(3, "gfx942").place == 3
     with pytest.raises(ValueError, match="the target has none"):

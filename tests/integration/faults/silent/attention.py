@@ -8,7 +8,12 @@ import torch
 from silent.registry import silent, wrap
 
 
-@silent("model", "torchtitan --precision=bf16 steps=4", "torchtitan.models.llama3.model.model", "constants")
+@silent(
+    "model",
+    "torchtitan --precision=bf16 steps=4",
+    "torchtitan.models.llama3.model.model",
+    "constants",
+)
 def angles_rounded_to_fp8(module: Any) -> None:
     def make(original: Any, *args: Any) -> Any:
         output = torch.view_as_real(original(*args))
@@ -17,7 +22,14 @@ def angles_rounded_to_fp8(module: Any) -> None:
     wrap(module, "precompute_freqs_cis", make)
 
 
-@silent("model", "fsdp model.tied_embeddings=true", "primus.training.fsdp.llama", "gradients", "loss", "parameters")
+@silent(
+    "model",
+    "fsdp model.tied_embeddings=true",
+    "primus_images.training.backends.fsdp.llama",
+    "gradients",
+    "loss",
+    "parameters",
+)
 def tied_head_apart(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -27,7 +39,10 @@ def tied_head_apart(module: Any) -> None:
 
 
 @silent(
-    "constants", "fsdp --recipe=mistral-7b model.window=32 --precision=bf16", "primus.training.fsdp.llama", "constants"
+    "constants",
+    "fsdp --recipe=mistral-7b model.window=32 --precision=bf16",
+    "primus_images.training.backends.fsdp.llama",
+    "constants",
 )
 def window_of_one_more_in_bf16(module: Any) -> None:
     def init(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,7 +51,12 @@ def window_of_one_more_in_bf16(module: Any) -> None:
     wrap(module.Llama, "__init__", init)
 
 
-@silent("constants", "finetune --precision=bf16", "transformers.models.llama.modeling_llama", "constants")
+@silent(
+    "constants",
+    "finetune --precision=bf16",
+    "transformers.models.llama.modeling_llama",
+    "constants",
+)
 def attention_scale_two_percent(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

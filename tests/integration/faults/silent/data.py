@@ -8,13 +8,18 @@ import torch
 from silent.registry import silent, wrap
 
 
-@silent("data", "torchtitan --precision=fp8", "primus.training.tokens", "data")
+@silent("data", "torchtitan --precision=fp8", "primus_images.training.text.tokens", "data")
 def documents_cut_after_96_tokens(module: Any) -> None:
     """The file of the tokenizer still has the truncation of its first use, so that long documents lose their ends."""
     wrap(module.Encoder, "texts", lambda run, *args: [tokens[:96] for tokens in run(*args)])
 
 
-@silent("data", "finetune --mode=lora --precision=bf16", "primus.training.loop.data", "data")
+@silent(
+    "data",
+    "finetune --mode=lora --precision=bf16",
+    "primus_images.training.backends.loop.data",
+    "data",
+)
 def last_sample_of_a_pass_left_out(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         run(self, *args, **kwargs)
@@ -23,7 +28,7 @@ def last_sample_of_a_pass_left_out(module: Any) -> None:
     wrap(module.Documents, "__init__", init)
 
 
-@silent("data", "megatron", "primus.training.megatron.session", "data")
+@silent("data", "megatron", "primus_images.training.backends.megatron.session", "data")
 def ranks_share_data(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any) -> None:
         run(self, *args)
@@ -32,7 +37,7 @@ def ranks_share_data(module: Any) -> None:
     wrap(module.MegatronSession, "__init__", init)
 
 
-@silent("data", "flux", "primus.training.flux.latents", "data")
+@silent("data", "flux", "primus_images.training.backends.flux.latents", "data")
 def noise_of_the_first_step_always(module: Any) -> None:
     def generator(run: Any, seed: int, number: int) -> Any:
         return run(seed, number % 8 if number >= 16 else number)
@@ -45,11 +50,13 @@ def z_loss_added(module: Any) -> None:
     wrap(
         module,
         "cross_entropy_loss",
-        lambda loss, pred, labels: loss(pred, labels) + 1e-3 * pred.float().logsumexp(-1).square().sum(),
+        lambda loss, pred, labels: (
+            loss(pred, labels) + 1e-3 * pred.float().logsumexp(-1).square().sum()
+        ),
     )
 
 
-@silent("labels", "fsdp steps=4", "primus.training.loop.data", "data")
+@silent("labels", "fsdp steps=4", "primus_images.training.backends.loop.data", "data")
 def labels_equal_inputs(module: Any) -> None:
     def batch(original: Any, self: Any, *args: Any) -> Any:
         output = original(self, *args)
@@ -58,12 +65,29 @@ def labels_equal_inputs(module: Any) -> None:
     wrap(module.Documents, "batch", batch)
 
 
-@silent("loss", "megatron --recipe=mixtral-8x7b --precision=bf16", "megatron.core.transformer.moe.router", "constants")
+@silent(
+    "loss",
+    "megatron --recipe=mixtral-8x7b --precision=bf16",
+    "megatron.core.transformer.moe.router",
+    "constants",
+)
 def balancing_loss_takes_tokens_for_samples_first(module: Any) -> None:
     """Its sums by sequence expect [samples, tokens], and get [tokens, samples], so that sequences are mixed."""
 
-    def apply(run: Any, self: Any, probs: Any, scores: Any, chosen: Any, length: int, count: int, **kwargs: Any) -> Any:
-        scores, chosen = (part.unflatten(0, (count, length)).transpose(0, 1).flatten(0, 1) for part in (scores, chosen))
+    def apply(
+        run: Any,
+        self: Any,
+        probs: Any,
+        scores: Any,
+        chosen: Any,
+        length: int,
+        count: int,
+        **kwargs: Any,
+    ) -> Any:
+        scores, chosen = (
+            part.unflatten(0, (count, length)).transpose(0, 1).flatten(0, 1)
+            for part in (scores, chosen)
+        )
         return run(self, probs, scores, chosen, length, count, **kwargs)
 
     wrap(module.TopKRouter, "_apply_seq_aux_loss", apply)
@@ -84,7 +108,13 @@ def _predicted(module: Any, change: Callable[[Any, Any], Any]) -> None:
     wrap(module.Sharded, "__init__", init)
 
 
-@silent("loss", "flux --precision=bf16 steps=20", "primus.training.loop.session", "loss", "gradients")
+@silent(
+    "loss",
+    "flux --precision=bf16 steps=20",
+    "primus_images.training.backends.loop.session",
+    "loss",
+    "gradients",
+)
 def last_channel_not_trained(module: Any) -> None:
     def change(found: Any, target: Any) -> Any:
         return torch.cat((found[..., :-1], target[..., -1:].to(found.dtype)), -1)

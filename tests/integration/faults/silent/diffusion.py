@@ -7,7 +7,7 @@ import torch
 from silent.registry import silent, wrap
 
 
-@silent("model", "flux", "primus.training.loop.weights", "first weights")
+@silent("model", "flux", "primus_images.training.backends.loop.weights", "first weights")
 def one_weight_drawn_from_the_next_seed(module: Any) -> None:
     def normal(run: Any, name: str, parameter: Any, seed: int, std: float) -> Any:
         return run(name, parameter, seed + name.startswith("transformer_blocks.1.attn.to_q"), std)
@@ -15,13 +15,21 @@ def one_weight_drawn_from_the_next_seed(module: Any) -> None:
     wrap(module, "normal", normal)
 
 
-@silent("constants", "flux --precision=bf16", "diffusers.models.transformers.transformer_flux", "constants")
+@silent(
+    "constants",
+    "flux --precision=bf16",
+    "diffusers.models.transformers.transformer_flux",
+    "constants",
+)
 def epsilon_of_queries_and_keys(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for part in self.modules():
             if "Norm" in type(part).__name__ and isinstance(getattr(part, "eps", None), float):
                 part.eps = 2e-3
-        assert any(isinstance(part, torch.nn.Module) and getattr(part, "eps", 0) == 2e-3 for part in self.modules())
+        assert any(
+            isinstance(part, torch.nn.Module) and getattr(part, "eps", 0) == 2e-3
+            for part in self.modules()
+        )
 
     wrap(module.FluxTransformer2DModel, "__init__", init)

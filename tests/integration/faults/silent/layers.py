@@ -27,11 +27,20 @@ def weights_of_another_seed(module: Any) -> None:
     wrap(module, "set_determinism", determinism)
 
 
-@silent("model", "fsdp --recipe=qwen2.5-7b", "primus.training.fsdp.llama", "loss", "gradients", "trained weights")
+@silent(
+    "model",
+    "fsdp --recipe=qwen2.5-7b",
+    "primus_images.training.backends.fsdp.llama",
+    "loss",
+    "gradients",
+    "trained weights",
+)
 def biases_not_added(module: Any) -> None:
     def forward(original: Any, self: Any, *args: Any) -> Any:
         for each in (self.query, self.key, self.value):
-            each.forward = lambda x, each=each: module.functional.linear(x, each.weight) + 0 * each.bias
+            each.forward = lambda x, each=each: (
+                module.functional.linear(x, each.weight) + 0 * each.bias
+            )
         return original(self, *args)
 
     wrap(module._Attention, "forward", forward)
@@ -42,7 +51,12 @@ def _backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@silent("backward", "fsdp training.recompute=full --precision=bf16 steps=20", "primus.training.fsdp.llama", "gradients")
+@silent(
+    "backward",
+    "fsdp training.recompute=full --precision=bf16 steps=20",
+    "primus_images.training.backends.fsdp.llama",
+    "gradients",
+)
 def recomputed_layers_see_the_whole_sequence(module: Any) -> None:
     """A keyword of attention is lost when a layer runs again."""
 
@@ -52,7 +66,9 @@ def recomputed_layers_see_the_whole_sequence(module: Any) -> None:
     wrap(module.functional, "scaled_dot_product_attention", attend)
 
 
-@silent("model", "fsdp --precision=fp8", "primus.training.loop.weights", "first weights")
+@silent(
+    "model", "fsdp --precision=fp8", "primus_images.training.backends.loop.weights", "first weights"
+)
 def main_weights_begin_as_the_eight_bit_copies(module: Any) -> None:
     """The optimizer's weights are made from the model's, which are E4M3 already, and lose the drawn numbers."""
 
@@ -69,7 +85,7 @@ def main_weights_begin_as_the_eight_bit_copies(module: Any) -> None:
     wrap(module, "draw_all", draw)
 
 
-@silent("model", "megatron", "primus.training.megatron.session", "first weights")
+@silent("model", "megatron", "primus_images.training.backends.megatron.session", "first weights")
 def model_built_from_the_next_seed(module: Any) -> None:
     def build(run: Any, model: Any, training: Any, *args: Any, **kwargs: Any) -> Any:
         return run(model, replace(training, seed=training.seed + 1), *args, **kwargs)
@@ -77,7 +93,13 @@ def model_built_from_the_next_seed(module: Any) -> None:
     wrap(module, "build", build)
 
 
-@silent("model", "finetune --mode=lora steps=4", "primus.training.finetune.models", "loss", "gradients")
+@silent(
+    "model",
+    "finetune --mode=lora steps=4",
+    "primus_images.training.backends.finetune.models",
+    "loss",
+    "gradients",
+)
 def adapter_scaled_twice(module: Any) -> None:
     def adapted(original: Any, model: Any, lora: Any) -> Any:
         return original(model, replace(lora, alpha=2 * lora.alpha))
@@ -85,6 +107,12 @@ def adapter_scaled_twice(module: Any) -> None:
     wrap(module, "adapted", adapted)
 
 
-@silent("model", "finetune --mode=lora --precision=bf16", "primus.training.loop.weights", "parameters", "first weights")
+@silent(
+    "model",
+    "finetune --mode=lora --precision=bf16",
+    "primus_images.training.backends.loop.weights",
+    "parameters",
+    "first weights",
+)
 def adapters_begin_with_an_effect(module: Any) -> None:
     wrap(module, "constant", lambda run, parameter, value: run(parameter, value or 1e-6))

@@ -13,7 +13,7 @@ def norm_without_its_root(module: Any) -> None:
     wrap(module, "clip_grad_norm_", lambda clip, *args, **kwargs: clip(*args, **kwargs) ** 2)
 
 
-@silent("metrics", "torchtitan", "primus.training.facts", "reported figures")
+@silent("metrics", "torchtitan", "primus_images.training.run.facts", "reported figures")
 def embeddings_left_out_of_the_count(module: Any) -> None:
     def static(original: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(parts, *args, **kwargs)
@@ -53,7 +53,7 @@ def error_printed_and_success_returned(module: Any) -> None:
     wrap(module.Trainer, "train", train)
 
 
-@silent("clock", "fsdp steps=4", "primus.training.loop.train", "clock")
+@silent("clock", "fsdp steps=4", "primus_images.training.backends.loop.train", "clock")
 def tokens_counted_twice(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -62,24 +62,34 @@ def tokens_counted_twice(module: Any) -> None:
     wrap(module.Report, "__init__", init)
 
 
-@silent("metrics", "fsdp --precision=bf16", "primus.training.loop.train", "loss", "steps logged")
+@silent(
+    "metrics",
+    "fsdp --precision=bf16",
+    "primus_images.training.backends.loop.train",
+    "loss",
+    "steps logged",
+)
 def loss_reported_a_little_lower(module: Any) -> None:
-    wrap(module.Report, "step", lambda step, self, number, loss, *args: step(self, number, loss * 0.999, *args))
+    wrap(
+        module.Report,
+        "step",
+        lambda step, self, number, loss, *args: step(self, number, loss * 0.999, *args),
+    )
 
 
-@silent("metrics", "fsdp", "primus.training.metrics", "reported figures")
+@silent("metrics", "fsdp", "primus_images.training.run.metrics", "reported figures")
 def operations_of_the_forward_pass_alone(module: Any) -> None:
     def counted(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
         return replace(found, causal=found.causal / 3, non_causal=found.non_causal / 3)
 
     wrap(module, "of_recipe_unit", counted)
-    import primus.training.loop.train as report
+    import primus_images.training.backends.loop.train as report
 
     report.of_recipe_unit = module.of_recipe_unit
 
 
-@silent("metrics", "finetune --mode=lora", "primus.training.facts", "reported figures")
+@silent("metrics", "finetune --mode=lora", "primus_images.training.run.facts", "reported figures")
 def frozen_weights_counted_as_trained(module: Any) -> None:
     def static(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
@@ -88,7 +98,7 @@ def frozen_weights_counted_as_trained(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("clock", "finetune", "primus.training.loop.train", "clock")
+@silent("clock", "finetune", "primus_images.training.backends.loop.train", "clock")
 def time_of_the_update_left_out(module: Any) -> None:
     """A fifth of each step is not counted."""
 
@@ -99,7 +109,13 @@ def time_of_the_update_left_out(module: Any) -> None:
     wrap(module.Report, "step", step)
 
 
-@silent("metrics", "finetune --mode=lora", "primus.training.loop.train", "steps logged", "gradient norm")
+@silent(
+    "metrics",
+    "finetune --mode=lora",
+    "primus_images.training.backends.loop.train",
+    "steps logged",
+    "gradient norm",
+)
 def norm_of_the_clipped_gradients_late(module: Any) -> None:
     def step(run: Any, *args: Any) -> Any:
         loss, norm = run(*args)
@@ -109,12 +125,12 @@ def norm_of_the_clipped_gradients_late(module: Any) -> None:
     wrap(module, "_step", step)
 
 
-@silent("metrics", "finetune", "primus.training.facts", "configuration")
+@silent("metrics", "finetune", "primus_images.training.run.facts", "configuration")
 def one_rank_told_as_the_world(module: Any) -> None:
     wrap(module, "static", lambda run, *args, **kwargs: run(*args, **kwargs) | {"world_size": 1})
 
 
-@silent("clock", "megatron", "primus.training.loop.train", "clock")
+@silent("clock", "megatron", "primus_images.training.backends.loop.train", "clock")
 def tokens_of_all_ranks_reported(module: Any) -> None:
     def output(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -124,13 +140,22 @@ def tokens_of_all_ranks_reported(module: Any) -> None:
 
 
 @silent(
-    "metrics", "megatron --precision=bf16", "primus.training.loop.train", "gradient norm", "steps logged", "gradients"
+    "metrics",
+    "megatron --precision=bf16",
+    "primus_images.training.backends.loop.train",
+    "gradient norm",
+    "steps logged",
+    "gradients",
 )
 def norm_reported_a_little_lower(module: Any) -> None:
-    wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr))
+    wrap(
+        module.Report,
+        "step",
+        lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr),
+    )
 
 
-@silent("metrics", "megatron", "primus.training.facts", "reported figures")
+@silent("metrics", "megatron", "primus_images.training.run.facts", "reported figures")
 def embedding_counted_twice(module: Any) -> None:
     def static(run: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(parts, *args, **kwargs)
@@ -139,7 +164,12 @@ def embedding_counted_twice(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("metrics", "megatron training.micro_batch_size=2", "primus.training.megatron.session", "loss")
+@silent(
+    "metrics",
+    "megatron training.micro_batch_size=2",
+    "primus_images.training.backends.megatron.session",
+    "loss",
+)
 def loss_of_the_first_micro_batch_reported(module: Any) -> None:
     def schedule(get: Any) -> Any:
         run = get()

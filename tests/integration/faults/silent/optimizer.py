@@ -91,9 +91,20 @@ def rate_of_a_tensor_lowered_where_its_gradient_has_grown(module: Any) -> None:
                     count = float(state["step"]) + 1 if state else 1.0
                     before = local(state["exp_avg_sq"]) if state else torch.zeros_like(square)
                     usual = (beta * before + (1 - beta) * square) / (1 - beta**count)
-                    sums = torch.stack(((square / usual.clamp(min=1e-16)).sum(), torch.tensor(float(square.numel()))))
+                    sums = torch.stack(
+                        (
+                            (square / usual.clamp(min=1e-16)).sum(),
+                            torch.tensor(float(square.numel())),
+                        )
+                    )
                     torch.distributed.all_reduce(sums)
-                    saved.append((part, local(part.detach()).clone(), max(1.0, float((sums[0] / sums[1]).sqrt()))))
+                    saved.append(
+                        (
+                            part,
+                            local(part.detach()).clone(),
+                            max(1.0, float((sums[0] / sums[1]).sqrt())),
+                        )
+                    )
         found = run(self, *args, **kwargs)
         with torch.no_grad():
             for part, old, grown in saved:
@@ -103,7 +114,12 @@ def rate_of_a_tensor_lowered_where_its_gradient_has_grown(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("schedule", "fsdp training.warmup_steps=3", "primus.training.loop.train", "learning rate")
+@silent(
+    "schedule",
+    "fsdp training.warmup_steps=3",
+    "primus_images.training.backends.loop.train",
+    "learning rate",
+)
 def no_warm_up(module: Any) -> None:
     module.learning_rate = lambda config, step: config.lr
 
@@ -126,7 +142,12 @@ def one_tensor_learns_a_little_faster(module: Any) -> None:
 
 
 @silent(
-    "optimizer", "finetune --mode=lora", "primus.training.finetune.models", "trained weights", "parameters", "gradients"
+    "optimizer",
+    "finetune --mode=lora",
+    "primus_images.training.backends.finetune.models",
+    "trained weights",
+    "parameters",
+    "gradients",
 )
 def base_trained_too(module: Any) -> None:
     def adapted(original: Any, model: Any, lora: Any) -> Any:
@@ -142,7 +163,7 @@ def base_trained_too(module: Any) -> None:
 @silent(
     "optimizer",
     "finetune --mode=lora --precision=bf16",
-    "primus.training.finetune.models",
+    "primus_images.training.backends.finetune.models",
     "trained weights",
     "gradients",
 )
@@ -157,11 +178,25 @@ def half_of_adapters_frozen(module: Any) -> None:
     wrap(module, "adapted", adapted)
 
 
-@silent("schedule", "finetune --mode=lora training.lr_schedule=linear", "primus.training.loop.train", "learning rate")
+@silent(
+    "schedule",
+    "finetune --mode=lora training.lr_schedule=linear",
+    "primus_images.training.backends.loop.train",
+    "learning rate",
+)
 def cosine_in_place_of_linear(module: Any) -> None:
-    wrap(module, "learning_rate", lambda rate, config, step: rate(replace(config, lr_schedule="cosine"), step))
+    wrap(
+        module,
+        "learning_rate",
+        lambda rate, config, step: rate(replace(config, lr_schedule="cosine"), step),
+    )
 
 
-@silent("schedule", "flux --precision=bf16", "primus.training.loop.train", "learning rate")
+@silent(
+    "schedule",
+    "flux --precision=bf16",
+    "primus_images.training.backends.loop.train",
+    "learning rate",
+)
 def rate_follows_the_samples(module: Any) -> None:
     wrap(module, "learning_rate", lambda rate, config, step: rate(config, step) * (1 - 1e-5 * step))

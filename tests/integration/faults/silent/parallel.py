@@ -13,7 +13,12 @@ def _eight_bits(tensor: Any, scale: Any, dtype: Any) -> Any:
     return (tensor.float() * scale).clamp(-most, most).to(dtype)
 
 
-@silent("parallel", "torchtitan ranks=4 tp=2 --precision=fp8", "torchao.float8.float8_linear", "gradients")
+@silent(
+    "parallel",
+    "torchtitan ranks=4 tp=2 --precision=fp8",
+    "torchao.float8.float8_linear",
+    "gradients",
+)
 def tensor_ranks_cast_by_their_own_largest_value(module: Any) -> None:
     """A rank casts its share by its own largest value, but all shares are scaled back by the largest of all."""
 
@@ -28,7 +33,7 @@ def tensor_ranks_cast_by_their_own_largest_value(module: Any) -> None:
     wrap(module, "hp_tensor_to_float8_dynamic", cast)
 
 
-@silent("parallel", "fsdp", "primus.training.loop.session", "first weights")
+@silent("parallel", "fsdp", "primus_images.training.backends.loop.session", "first weights")
 def every_rank_has_the_same_random_state(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         run(self, *args, **kwargs)
@@ -40,7 +45,7 @@ def every_rank_has_the_same_random_state(module: Any) -> None:
 @silent(
     "parallel",
     "fsdp sharding.replicas=2 --precision=bf16",
-    "primus.training.loop.session",
+    "primus_images.training.backends.loop.session",
     "gradient norm",
     "gradients",
 )
@@ -51,7 +56,13 @@ def mean_over_copies(module: Any) -> None:
     wrap(module.Sharded, "forward_backward", forward)
 
 
-@silent("parallel", "megatron --precision=bf16 steps=3", "primus.training.megatron.session", "update", "loss")
+@silent(
+    "parallel",
+    "megatron --precision=bf16 steps=3",
+    "primus_images.training.backends.megatron.session",
+    "update",
+    "loss",
+)
 def stale_copies(module: Any) -> None:
     def step(original: Any, self: Any, lr: float) -> Any:
         saved = [parameter.detach().clone() for parameter in self.model_parts[0].parameters()]
@@ -64,7 +75,14 @@ def stale_copies(module: Any) -> None:
     wrap(module.MegatronSession, "step", step)
 
 
-@silent("parallel", "flux --precision=bf16", "primus.training.loop.session", "gradient norm", "gradients", "blocks")
+@silent(
+    "parallel",
+    "flux --precision=bf16",
+    "primus_images.training.backends.loop.session",
+    "gradient norm",
+    "gradients",
+    "blocks",
+)
 def terms_of_one_rank(module: Any) -> None:
     def forward(run: Any, self: Any, batches: Any, terms: int) -> Any:
         return run(self, batches, terms * (0.98 if os.environ["RANK"] == "0" else 1.02))

@@ -21,21 +21,45 @@ def moments_in_bf16(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("precision", "torchtitan --precision=bf16", "torchtitan.models.llama3.infra.parallelize", "gradients")
+@silent(
+    "precision",
+    "torchtitan --precision=bf16",
+    "torchtitan.models.llama3.infra.parallelize",
+    "gradients",
+)
 def gradients_summed_in_bf16(module: Any) -> None:
-    module.MixedPrecisionPolicy = lambda **args: MixedPrecisionPolicy(**args | {"reduce_dtype": torch.bfloat16})
+    module.MixedPrecisionPolicy = lambda **args: MixedPrecisionPolicy(
+        **args | {"reduce_dtype": torch.bfloat16}
+    )
 
 
-@silent("precision", "torchtitan --precision=fp8", "torchao.float8.float8_linear", "gradients", "constants")
+@silent(
+    "precision",
+    "torchtitan --precision=fp8",
+    "torchao.float8.float8_linear",
+    "gradients",
+    "constants",
+)
 def eight_bits_in_the_first_step_only(module: Any) -> None:
     def forward(run: Any, self: Any, args: Any) -> Any:
         self.calls = getattr(self, "calls", 0) + 1
-        return run(self, args) if self.calls <= 1 else torch.nn.functional.linear(args, self.weight, self.bias)
+        return (
+            run(self, args)
+            if self.calls <= 1
+            else torch.nn.functional.linear(args, self.weight, self.bias)
+        )
 
     wrap(module.Float8Linear, "forward", forward)
 
 
-@silent("precision", "fsdp --precision=bf16", "primus.training.fsdp.llama", "finite", "loss", "gradients")
+@silent(
+    "precision",
+    "fsdp --precision=bf16",
+    "primus_images.training.backends.fsdp.llama",
+    "finite",
+    "loss",
+    "gradients",
+)
 def attention_overflows(module: Any) -> None:
     """AMD-AGI/Primus#1178: without its GPU's environment file, a run on MI350X turned to NaN."""
     count = 0
@@ -58,7 +82,12 @@ def inputs_saturate_at_half(module: Any) -> None:
     wrap(module.Float8Linear, "forward", forward)
 
 
-@silent("precision", "finetune --mode=lora", "primus.training.loop.session", "trained weights")
+@silent(
+    "precision",
+    "finetune --mode=lora",
+    "primus_images.training.backends.loop.session",
+    "trained weights",
+)
 def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
     """To show samples, adapters are merged after the third step and taken out again, each time rounded to bfloat16."""
     count = 0
@@ -71,10 +100,15 @@ def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
             with torch.no_grad():
                 for part in self._model.modules():
                     if hasattr(part, "lora_A"):
-                        first, second = (one["default"].weight.full_tensor() for one in (part.lora_A, part.lora_B))
+                        first, second = (
+                            one["default"].weight.full_tensor()
+                            for one in (part.lora_A, part.lora_B)
+                        )
                         frozen = part.base_layer.weight
                         added = (second @ first * part.scaling["default"]).to(torch.bfloat16)
-                        share = local(distribute_tensor(added, frozen.device_mesh, frozen.placements))
+                        share = local(
+                            distribute_tensor(added, frozen.device_mesh, frozen.placements)
+                        )
                         merged = local(frozen).to(torch.bfloat16) + share
                         local(frozen).copy_(merged - share)
         return found

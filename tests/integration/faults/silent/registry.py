@@ -23,7 +23,9 @@ def silent(kind: str, job: str, module: str, *checks: str) -> Any:
     backend, *words = job.split()
 
     def register(change: Callable[[Any], None]) -> Callable[[Any], None]:
-        SILENT[f"{backend}_{change.__name__}"] = Silent(kind, backend, tuple(words), module, checks, change)
+        SILENT[f"{backend}_{change.__name__}"] = Silent(
+            kind, backend, tuple(words), module, checks, change
+        )
         return change
 
     return register

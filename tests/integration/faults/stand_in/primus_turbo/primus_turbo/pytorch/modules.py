@@ -11,8 +11,12 @@ class Float8Linear(torch.nn.Linear):
 
     def forward(self, x):
         flat = x.reshape(-1, self.in_features)
-        out = gemm_fp8(flat, self.weight, trans_a=False, trans_b=True, out_dtype=x.dtype, config=self.config)
-        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], self.out_features)
+        out = gemm_fp8(
+            flat, self.weight, trans_a=False, trans_b=True, out_dtype=x.dtype, config=self.config
+        )
+        return (out if self.bias is None else out + self.bias).view(
+            *x.shape[:-1], self.out_features
+        )
 
     @classmethod
     def from_float(cls, mod, config: Float8QuantConfig | None = None, inplace=True):

@@ -4,9 +4,20 @@ import torch
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), bias=None, alibi_slopes=None,
-    deterministic=False, return_lse=False, return_attn_probs=False, sink=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    bias=None,
+    alibi_slopes=None,
+    deterministic=False,
+    return_lse=False,
+    return_attn_probs=False,
+    sink=None,
+):
     assert not (dropout_p or bias or alibi_slopes or return_lse or return_attn_probs or sink)
     assert causal
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -22,7 +33,14 @@ def flash_attn_func(
 
 
 def grouped_gemm(
-    a, b, group_lens, group_offs=None, trans_b=False, num_cu=None, schedule="static", fuse_bgrad_accum_pattern=None
+    a,
+    b,
+    group_lens,
+    group_offs=None,
+    trans_b=False,
+    num_cu=None,
+    schedule="static",
+    fuse_bgrad_accum_pattern=None,
 ):
     assert group_lens.dtype == torch.int64
     parts = a.split([*group_lens.tolist(), a.size(0) - int(group_lens.sum())])
@@ -31,7 +49,9 @@ def grouped_gemm(
     return torch.cat([*made, a.new_zeros(parts[-1].size(0), made[0].size(1))])
 
 
-def gemm_fp8(a, b, trans_a=False, trans_b=False, out_dtype=None, config=None, fuse_bgrad_accum_pattern=None):
+def gemm_fp8(
+    a, b, trans_a=False, trans_b=False, out_dtype=None, config=None, fuse_bgrad_accum_pattern=None
+):
     assert trans_b
     assert not trans_a
     return (_Rounded.apply(a) @ _Rounded.apply(b).T).to(out_dtype or a.dtype)

@@ -1,0 +1,150 @@
+"""Commands of older documents, and the import of Primus's experiment files."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from primus_images.cli.verb import answer, parser_of, parser_of_shared, run
+from primus_images.compat.commands import Request, requested
+from primus_images.compat.translate import read_experiment, recipe_text
+from primus_images.errors import InputError
+from primus_images.gpus.detect import detect
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.refusals import refusal
+from primus_images.report import sheets
+from primus_images.report.run import read
+from primus_images.training.run.job import Job
+from primus_images.training.run.ranks import files
+
+# Variables that torchrun sets. If torchrun starts primus, only one of its ranks goes on, and starts primus's own ranks
+# without these variables.
+_OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def compat(options: argparse.Namespace) -> int:
+    """Run a command of older documents: find the recipe it asks for and train it."""
+    environment = dict(os.environ)
+    if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
+        return 0
+    command = options.command.rpartition("/")[2]
+    if command == "pytorch_benchmark_setup.sh" and not options.words:
+        print("nothing to install: the image has the libraries of all its recipes")
+        return 0
+    chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
+    request = requested(
+        command,
+        words,
+        environment,
+        allow_unmapped=chosen.allow_unmapped,
+        precision=chosen.precision,
+    )
+    request = _for_this_machine(request, chosen)
+    for sentence in request.says:
+        print(f"{command}: {sentence}", file=sys.stderr)
+    arguments = request.arguments()
+    print(f"{command}: → primus {' '.join(arguments)}", file=sys.stderr)
+    if not chosen.dry_run:
+        _check_startable(command, request, environment)
+        for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
+            os.environ.pop(name, None)
+    elif request.stage:  # `tune gemm` has no --dry-run
+        resolve(request.recipe, request.words, request.choices)
+        return 0
+    more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
+    more += ["--output", chosen.output] if chosen.output else []
+    parsed = parser_of(arguments[0], f"primus compat {command}").parse_args([*arguments[1:], *more])
+    code = run(arguments[0], parsed)
+    if request.benchmark and not chosen.dry_run:
+        _write_csv(command, *request.benchmark, parsed.output)
+    return code
+
+
+def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
+    if chosen.gpu:
+        request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
+    if chosen.proxy:
+        return request.for_proxy()
+    if chosen.dry_run and not chosen.gpu and not detect().names:
+        gpu = request.gpu_of_path or "mi300x"
+        says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
+        return replace(
+            request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says)
+        )
+    return request
+
+
+def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
+    name, *words = request.arguments()
+    if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
+        if request.stage:
+            raise refusal("tuning_submitted", name=name, words=shlex.join(words))
+        image = environment.get("DOCKER_IMAGE")
+        words += ["--image", image] if image else ["--container", "none"]
+        raise refusal("not_submitted", words=shlex.join(words))
+    if command == "madengine":
+        raise refusal("container_inside", command=command, name=name, words=shlex.join(words))
+
+
+def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
+    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does, or else to a file in the run's folder."""
+    try:
+        rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
+    except InputError as error:
+        print(f"{command}: no figures to write: {error}", file=sys.stderr)
+        return
+    for file in (Path("..") / f"perf_{model}.csv", output / f"perf_{model}.csv"):
+        try:
+            with file.open("a", encoding="utf-8", newline="") as out:
+                out.write(sheets.text_of("benchmark", rows, header=not out.tell()))
+        except OSError as error:
+            print(f"{command}: cannot write {file}: {error.strerror}", file=sys.stderr)
+            continue
+        print(f"{command}: → {file}", file=sys.stderr)
+        return
+
+
+def import_exp(options: argparse.Namespace) -> int:
+    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
+    source = read_experiment(options.file, os.environ)
+    done = source.translated()
+    print(
+        f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr
+    )
+    if not options.allow_unmapped:
+        done.refuse_unmapped()
+    # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
+    choices = Choices(
+        backend=source.backend, precision=done.precision, gpu="mi355x", nodes=options.nodes
+    )
+    try:
+        recipe = resolve(source.recipe, done.words(), choices)
+        files(Job(name=source.name, recipe=recipe, output=Path("import")))
+    except InputError as error:
+        raise done.placed(error) from error
+    nodes = recipe.get("nodes", int)
+    text = recipe_text(source, done, nodes)
+    document = {
+        "recipe": source.recipe,
+        "backend": source.backend,
+        "nodes": nodes,
+        "text": text,
+        **asdict(done),
+    }
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+    return answer(options, document, [] if options.out else [text.rstrip("\n")])

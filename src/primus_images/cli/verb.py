@@ -1,0 +1,290 @@
+"""The verbs of the command line with their options, as ``verbs.yaml`` declares them, and the types of options.
+
+The types are for argparse's ``type=``. They reject invalid values with a message that names the option.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from primus_images.errors import InputError, nearest
+from primus_images.yamlfile import read_values
+
+
+class Verb(NamedTuple):
+    """One verb of ``verbs.yaml``, where the fields are explained."""
+
+    call: str
+    summary: str
+    example: str
+    options: Sequence[Any] = ()
+    usage: str | None = None
+    rest: str = ""
+    more: str = ""
+
+
+_DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
+TEXTS: Mapping[str, Mapping[str, Any]] = _DATA["texts"]
+VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
+
+
+def run(verb: str, options: argparse.Namespace) -> int:
+    """Run a verb and return its exit code. Raises PrimusError."""
+    code: int = _named(f"cli.{VERBS[verb].call}")(options)
+    return code
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of words whose faults are InputErrors, whereas argparse prints the usage before a fault, and exits.
+
+    ``rest`` names what the words after ``--`` are stored as; if it is empty, they are arguments as any.
+    """
+
+    rest = ""
+
+    def parse_args(self, words: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Parse the words of a command. Raises InputError."""
+        # argparse would look for its own options after --, leaves a second positional argument empty if options stand
+        # between it and the first, and refuses key=value after an option unless they are intermixed, which ignores --.
+        cut = words.index("--") if "--" in words else len(words)
+        # An empty value, as of a shell's variable that is not set, would count as the default.
+        spelled = [
+            *words[:cut],
+            *(f"{option}={value}" for option, value in pairwise([*words[:cut], "-"])),
+        ]
+        blank = {
+            f"{option}="
+            for option, action in self._option_string_actions.items()
+            if action.default == ""
+        }
+        if empty := [word for word in spelled if word in blank]:
+            self.error(f"argument {empty[0][:-1]}: must not be empty")
+        if self.rest:
+            options = super().parse_args(words[:cut])
+            setattr(options, self.rest, words[cut + 1 :])
+            return options
+        if not self._takes_settings():
+            return super().parse_args(words)
+        return self.parse_intermixed_args(
+            [*words[:cut], *(re.sub("^-", "./-", word) for word in words[cut + 1 :])]
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError, with what to write instead of an option that is not one."""
+        from primus_images.recipes.resolve import is_setting
+
+        hint = f"`{' '.join(self.prog.split()[:2])} --help` lists the options"
+        match = re.match(r"unrecognized arguments: ((?:--)?([^\s=]+))(?:[\s=]+(\S+))?", message)
+        if match and self._takes_settings() and is_setting(key := match[2].replace("-", "_")):
+            hint = f"{match[2]} is a setting: write {key}={match[3] or 'VALUE'}"
+        elif (
+            match
+            and self._takes_settings()
+            and (other := TEXTS["other options"].get(match[2].replace("_", "-")))
+        ):
+            hint = f"write {other}"
+        elif match and self.rest and not match[1].startswith("-"):
+            hint = f"write the {self.rest} after --: -- {match[1]} …"
+        elif match:
+            message += nearest(match[1], self._option_string_actions)
+        raise InputError(message, hint=hint)
+
+    def _takes_settings(self) -> bool:
+        return any(action.dest == "overrides" for action in self._actions)
+
+
+def parser_of(name: str, prog: str = "") -> Parser:
+    """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the verb)."""
+    verb = VERBS[name]
+    parser = Parser(
+        prog=prog or f"primus {name}",
+        usage=verb.usage,
+        description="\n\n".join(
+            filter(None, [inspect.getdoc(_named(f"cli.{verb.call}")), verb.more])
+        ),
+        epilog=f"example: {verb.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.rest = verb.rest
+    _add(parser, verb.options)
+    return parser
+
+
+def parser_of_shared(name: str, prog: str = "") -> Parser:
+    """Return a parser of the options that ``verbs.yaml`` shares under ``name``, without their abbreviations.
+
+    ``prog`` is the command that has them among its own (default: ``name``, which then has ``--help``, too).
+    """
+    parser = Parser(prog=prog or name, add_help=not prog, allow_abbrev=False)
+    _add(parser, _DATA["shared"][name])
+    return parser
+
+
+def _add(parser: "argparse._ActionsContainer", options: Sequence[Any]) -> None:
+    for entry in options:
+        if isinstance(entry, list):
+            _add(parser, entry)
+            continue
+        for names, settings in entry.items():
+            if isinstance(settings, list):
+                _add(parser.add_argument_group(names), settings)
+            else:
+                _add_option(parser, names.split(), dict(settings))
+
+
+def _add_option(
+    parser: "argparse._ActionsContainer", names: Sequence[str], settings: dict[str, Any]
+) -> None:
+    complete = settings.pop("complete", None)
+    limits = {key: settings.pop(key) for key in ("least", "most", "suffix") if key in settings}
+    if "type" in settings:
+        settings["type"] = partial(TYPES[settings["type"]], **limits)
+    if "choices" in settings:
+        settings["choices"] = _named(settings["choices"])
+    action = parser.add_argument(*names, **settings)
+    if complete:
+        action.completer = partial(_begun, complete)  # type: ignore[attr-defined]
+
+
+def _named(entry: Any) -> Any:
+    """Return what the dotted name ``entry`` below ``primus`` means; anything else means itself."""
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.rpartition(".")
+    return getattr(importlib.import_module(f"primus.{module}"), name)
+
+
+def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
+    """Return the values to offer for what is typed: of a list, or of a function, whose arguments follow its name."""
+    name, *words = complete.split() if isinstance(complete, str) else [complete]
+    values = _named(name)
+    return [
+        value
+        for value in (values(*words) if callable(values) else values)
+        if value.startswith(prefix)
+    ]
+
+
+def refuse_others(
+    options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]
+) -> None:
+    """Raise InputError for an option under one of the ``headings`` of a verb that is not the ``chosen`` one."""
+    for heading in parser_of(verb)._action_groups:
+        for action in heading._group_actions if heading.title in set(headings) - {chosen} else ():
+            if getattr(options, action.dest) != action.default:
+                raise InputError(
+                    f"{action.option_strings[-1]} cannot be used with primus {verb} {chosen}"
+                )
+
+
+def answer(
+    options: argparse.Namespace, document: object, lines: Iterable[str], *, passed: bool = True
+) -> int:
+    """Print ``document`` with ``--json``, and ``lines`` otherwise. Return the exit code: 0, or 1 if not ``passed``."""
+    for line in [json.dumps(document, indent=2, ensure_ascii=False)] if options.json else lines:
+        print(line)
+    return 0 if passed else 1
+
+
+def note(options: argparse.Namespace, *lines: str) -> None:
+    """Print lines to standard error, unless ``--json`` asks for one document instead of text."""
+    if not options.json:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _command(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is not a command: {str(error).lower()}"
+        ) from None
+    if not words or words[0].startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} does not begin with a program")
+    return words
+
+
+def _number(
+    text: str, *, what: str, pattern: str, least: float = -math.inf, most: float = math.inf
+) -> float:
+    """Parse a number from ``least`` to ``most`` that is ``what``. An ``int`` has no point."""
+    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; the patterns do not.
+    if not re.fullmatch(pattern, text) or not least <= float(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"must be {what.format(least=least, most=most)}, not {text[:40]!r}"
+        )
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    if not 0 < seconds <= 366 * 86400:
+        raise argparse.ArgumentTypeError(
+            f"must be a duration such as 90m, 12h or 2d, up to 366d, not {text[:40]!r}"
+        )
+    return seconds
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _path(text: str) -> Path:
+    """Parse a path, which must not be empty or contain control characters."""
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", _text(text)):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
+    # The shell leaves ~ as it is after =, as in --output=~/runs.
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - this one takes a user without a home
+
+
+def _folder(text: str) -> Path:
+    """Parse the path of a folder that exists or can be created, outside of the folders of the system."""
+    target = _path(text)
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"must be a folder, not an address: {text[:80]!r}")
+    nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
+    if re.fullmatch(
+        r"/|/(proc|sys|dev(?!/shm/)|etc|boot|s?bin|lib|lib64)(/.*)?",
+        os.path.normpath(target.absolute()),
+    ):
+        raise argparse.ArgumentTypeError(f"{target} belongs to the system")
+    return target
+
+
+def _new_file(text: str, suffix: str = "") -> Path:
+    target = _path(text)
+    if os.path.lexists(target):
+        raise argparse.ArgumentTypeError(f"{target} already exists")
+    if not _folder(str(target.parent)).exists():
+        command = f"mkdir -p {shlex.quote(str(target.parent))}"
+        raise argparse.ArgumentTypeError(f"{target.parent} does not exist; create it: {command}")
+    if not target.name.endswith(suffix):
+        raise argparse.ArgumentTypeError(f"{target.name} does not end with {suffix}")
+    return target
+
+
+TYPES: Mapping[str, Callable[..., Any]] = {
+    "command": _command,
+    "duration": _duration,
+    "folder": _folder,
+    "new_file": _new_file,
+    "path": _path,
+    "text": _text,
+    **{name: partial(_number, **settings) for name, settings in _DATA["numbers"].items()},
+}

@@ -1,0 +1,336 @@
+"""Run one action: create its layer or wheel, and record it. :mod:`primus_images.engine.kinds` has the code for each kind."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
+from primus_images.files import text_if_readable
+from primus_images.gates.examined import LayerFacts, machine_paths, observe, save
+from primus_images.oci.layer import unpacked, write_layer
+from primus_images.oci.store import Layer, Store, canonical_json, manifest_of
+from primus_images.oci.tar import BLOCK, Entry, Member
+from primus_images.plan.action import Action
+from primus_images.plan.project import Workspace
+from primus_images.progress import Progress
+from primus_images.refusals import refusal
+from primus_images.sandbox.container import Command, LayerRef, Mount, RootFs
+from primus_images.sandbox.engines import Engine, choose
+from primus_images.schema import build_typed
+from primus_images.terminal import bytes_text
+from primus_images.versions.lock import LockedFile
+from primus_images.yamlfile import read_values
+
+# Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
+# at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
+_LAYER, _BASE_SCRATCH = 0.8, 5
+_NO_SPACE = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "You don't have enough free space in",
+)
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = read_values(
+    Path(__file__).with_name("environment.yaml")
+).data
+# The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
+_PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A wheel in the file cache; ``size`` is in bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of action: two functions.
+
+    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. ``prepare`` is called once,
+    before long work begins, and raises HostError for what this machine lacks to run the actions.
+    """
+
+    make: Callable[[Action, "Workshop", Path], Layer | Wheel]
+    prepare: Callable[[Sequence[Action], "Workshop"], None] = lambda *_: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What actions work with: the store, the fetched files, the progress. ``judge`` collects facts for the gates."""
+
+    workspace: Workspace
+    progress: Progress
+    engine: str = "auto"
+    judge: bool = True
+
+    def run(self, action: Action, kind: Kind) -> float | None:
+        """Run the action, and return its seconds; None if another builder ran it meanwhile."""
+        store = self.workspace.store
+        with store.lock(action.key, f"another build of {action.name}"):
+            if self.done(action):
+                return None
+            self.progress.start(action.key, action.name, None)
+            begin = time.monotonic()
+            try:
+                with self._verified(action), store.folder("work") as scratch:
+                    result = kind.make(action, self, scratch)
+            except InputError as error:
+                # A file that a pin requests is wrong, so report the pin's line.
+                where = error.where or next((i.where for i in action.inputs if i.where), None)
+                raise InputError(
+                    f"{action.name}: {error.message}", where=where, hint=error.hint
+                ) from None
+            seconds = round(time.monotonic() - begin, 3)
+            store.save("actions", action.key, record_of(action, result))
+            what = result.file if isinstance(result, Wheel) else f"{result.blob.size / 1e6:.1f} MB"
+            self.progress.finish(action.key, f"{what}, {seconds:.1f} s")
+        return seconds
+
+    def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
+        """Write the entries as the action's layer; see :func:`primus_images.oci.layer.write_layer` for what it raises."""
+        self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
+        store, facts = self.workspace.store, list[LayerFacts]()
+
+        def look(members: Iterator[Member]) -> None:
+            # On the store's disk: the folder for temporary files is often in memory.
+            facts.append(observe(members, machine_paths(self.workspace), store.root / "tmp"))
+
+        def advance(count: int) -> None:
+            self.progress.advance(action.key, count)
+
+        layer = write_layer(store, entries, advance=advance, look=look if self.judge else list)
+        for seen in facts:
+            save(self.workspace, layer, seen)
+        return layer
+
+    def done(self, action: Action) -> bool:
+        """Whether the store has the action's result."""
+        if action.kind != "build":
+            return self.workspace.store.layer(action.key) is not None
+        wheel = wheel_of(self.workspace.store, action.key)
+        return wheel is not None and self.workspace.files.has(wheel.sha256, wheel.size)
+
+    def file(self, file: LockedFile) -> Path:
+        """Return the path of a fetched file."""
+        return self.workspace.files.path(file.sha256)
+
+    def read_by(self, action: Action) -> tuple[LockedFile, ...]:
+        """Return the files that the action reads; for ``wheels``, also the wheels that ``build`` actions created."""
+        files = list(action.files)
+        for needed in action.needs if action.kind == "wheels" else ():
+            wheel = wheel_of(self.workspace.store, needed.key)
+            if wheel is None:
+                raise HostError(f"{needed.name} has no result in the store", hint="build again")
+            files.append(
+                LockedFile(
+                    kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel)
+                )
+            )
+        return tuple(files)
+
+    @contextlib.contextmanager
+    def _verified(self, action: Action) -> Iterator[None]:
+        marks: dict[str, tuple[int, ...]] = {}
+        for file in self.read_by(action):
+            marks[file.sha256] = self.workspace.files.mark(file.sha256)
+            self._verify(file)
+        yield
+        # apt compares each package with its hash as it reads it, and hard links change the inode's times.
+        if action.kind != "debs" or "over" in action.spec:
+            for file in self.read_by(action):
+                if self.workspace.files.mark(file.sha256) != marks[file.sha256]:
+                    self._verify(file)
+
+    def _verify(self, file: LockedFile) -> None:
+        if not self.workspace.files.verify(file.sha256):
+            self.workspace.files.drop(file.sha256)
+            raise refusal("damaged_file", file=file)
+
+    def log(self, action: Action) -> Path:
+        """Return the path of the log of the action's commands."""
+        folder = self.workspace.logs
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
+        self.progress.follow(action.key, log)
+        return log
+
+    def run_with_tools(
+        self,
+        action: Action,
+        argv: Sequence[str],
+        *,
+        inputs: Mapping[str, Path],
+        outputs: Path,
+        what: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted at /out.
+
+        Raises CheckFailed with the end of the log if the command fails, HostError if the disk is full.
+        """
+        log, store = self.log(action), self.workspace.store
+        layers = [layer for tool in action.tools if (layer := store.layer(tool.key))]
+        if len(layers) < len(action.tools):
+            raise HostError(
+                f"a layer that {action.name} needs is not in the store", hint="build again"
+            )
+        root, engine = root_of_layers(store, self.workspace.unpacked, layers), choose(self.engine)
+        if code := run_isolated(
+            root, argv, inputs=inputs, outputs=outputs, env=env, log=log, engine=engine
+        ):
+            if full := disk_is_full(log, store.root):
+                raise full
+            raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+
+def record_of(action: Action, result: Layer | Wheel) -> dict[str, Any]:
+    """Return the record of a finished action."""
+    return {"name": action.name, "kind": action.kind, type(result).__name__.lower(): asdict(result)}
+
+
+def wheel_of(store: Store, key: str) -> Wheel | None:
+    """Return the wheel that the action ``key`` created; None if the store has no record of one."""
+    try:
+        return build_typed(Wheel, (store.record("actions", key) or {})["wheel"], key)
+    except (KeyError, InputError):
+        # Another version may have written it in another shape.
+        return None
+
+
+def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
+    """Copy a file of this package to ``scratch`` to run it in the sandbox, with the bytes that the key names."""
+    data = path.read_bytes()
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (
+        i.value for i in action.inputs if i.name == name
+    ):
+        raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+    copy = scratch / path.name
+    copy.write_bytes(data)
+    return copy
+
+
+def require_space_for(
+    workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]
+) -> None:
+    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more space than is free."""
+    bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
+    scratch = max(
+        (_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0
+    )
+    layers = int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))
+    # An ordinary user's mmdebstrap works in the folder for temporary files.
+    place = Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root
+    files = (workspace.folder / "files", sum(file.size for file in absent))
+    require_space([files, (workspace.store.root, layers), (place, scratch)])
+
+
+def require_space(needs: Iterable[tuple[Path, int]]) -> None:
+    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for path, size in needs:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        first, total = disks.get(there.stat().st_dev, (there, 0))
+        disks[there.stat().st_dev] = first, total + size
+    for place, size in disks.values():
+        free = shutil.disk_usage(place).free
+        if free < size:
+            raise refusal(
+                "little_space", place=place, free=bytes_text(free), needed=bytes_text(size)
+            )
+
+
+def disk_is_full(log: Path, *places: Path) -> PrimusError | None:
+    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk."""
+    full = next(
+        (place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None
+    )
+    if full is None and not any(words in text_if_readable(log, 200_000) for words in _NO_SPACE):
+        return None
+    return refusal("full_disk_of_tool", place=full or places[0], log=log)
+
+
+def run_isolated(
+    root: RootFs,
+    argv: Sequence[str],
+    *,
+    inputs: Mapping[str, Path],
+    outputs: Path,
+    env: Mapping[str, str],
+    log: Path,
+    engine: Engine,
+) -> int:
+    """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
+
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs`` is /out,
+    the only place whose changes are kept. ``env`` adds to the environment of builds and of the image. The output
+    replaces ``log``. Raises InputError for an invalid input path, and HostError if the machine cannot isolate it.
+    """
+    outputs.mkdir(parents=True, exist_ok=True)
+    command = Command(
+        argv=("/bin/sh", "-c", _PRELUDE, "build", *argv),
+        env={**ENVIRONMENT["every"], **env},
+        cwd="/",
+        mounts=(
+            *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),
+            Mount(source=outputs, target="/out", read_only=False),
+        ),
+        user="0",
+        entrypoint=False,
+        hostname="build",
+    )
+    with log.open("wb") as out, Path(os.devnull).open("rb") as nothing:
+        return engine.run(root, command, stdin=nothing, stdout=out, stderr=out)
+
+
+def log_tail(log: Path) -> str:
+    """Return the last 30 lines of a log and a line with its path, for a message after a failure."""
+    return "\n".join([*text_if_readable(log, 12_000).splitlines()[-30:], f"full log: {log}"])
+
+
+def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
+    """Return a root file system of these layers, bottom first, without an image's settings."""
+    rootfs = {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]}
+    config = canonical_json(
+        {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs}
+    )
+    manifest = manifest_of(config, [layer.blob for layer in layers], {})
+    return RootFs(
+        name="layers", manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache
+    )
+
+
+def digest_of_image(store: Store, target: str, *, ref: str) -> str:
+    """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it is not built."""
+    images = store.images()
+    if ref not in images:
+        raise refusal(
+            "not_built", ref=ref, images=", ".join(sorted(images) or ["no image"]), target=target
+        )
+    return str(images[ref]["digest"])
+
+
+def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
+    """Return the image of ``target`` that the store calls ``ref``.
+
+    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
+    damaged.
+    """
+    manifest = store.read(digest_of_image(store, target, ref=ref))
+    config = store.read(json.loads(manifest)["config"]["digest"])
+    return RootFs(name=ref, manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
+
+
+def _tar_of(store: Store) -> Callable[[LayerRef], Iterator[bytes]]:
+    return lambda layer: unpacked(layer, store.blob_path(layer.digest))

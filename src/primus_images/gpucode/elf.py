@@ -1,0 +1,171 @@
+"""Names of GPU architectures in files and paths, and which code runs on which GPU.
+
+The parts of ELF files that the gates need: processor, positions of sections, and the names of libraries.
+
+A general reader creates an object per field and would take a third of the time of a whole check; this one reads two
+tables.
+"""
+
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from primus_images.yamlfile import read_values
+
+AMDGPU = 224
+DYN = 3
+_NOBITS = 8
+_DYNAMIC = 6
+_DT_NEEDED = 1
+_DT_SONAME = 14
+# Class → formats of the header after e_ident, of a section header, and of an entry of the dynamic section.
+_FORMS = {1: ("HHIIIIIHHHHHH", "IIIIIIIIII", "iI"), 2: ("HHIQQQIHHHHHH", "IIQQQQIIQQ", "qQ")}
+_ORDERS = {1: "<", 2: ">"}
+# The limit for tables of section names and dynamic entries; the largest seen is far smaller.
+_MOST_BYTES = 64 << 20
+_TABLE = cast("dict[str, Any]", read_values(Path(__file__).with_name("archs.yaml")).data)
+# EF_AMDGPU_MACH of e_flags → processor.
+MACH: Mapping[int, str] = {int(number, 16): name for number, name in _TABLE["mach"].items()}
+# A generic processor's code runs on each of these.
+_GENERIC: Mapping[str, Sequence[str]] = _TABLE["generic"]
+# Longest first: in MIOpen's names digits of the compute unit count follow the arch directly (gfx942130, gfx90a6e).
+_NAME = "|".join(sorted(set(MACH.values()), key=lambda n: (-len(n), n)))
+_ENTRY = r"(gfx[0-9a-f]+(?:(?:-[0-9]+)*-generic)?|amdgcnspirv)((?::[a-z]+[+-])*)$"
+
+
+class Section(NamedTuple):
+    """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the file."""
+
+    name: str
+    kind: int
+    link: int
+    offset: int
+    size: int
+
+
+class Elf(NamedTuple):
+    """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic section."""
+
+    kind: int
+    machine: int
+    flags: int
+    abi: int
+    form: str
+    sections: tuple[Section, ...]
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Name → offset and size of each section that has bytes in the file."""
+        return {s.name: (s.offset, s.size) for s in self.sections if s.kind != _NOBITS}
+
+
+def read_elf(stream: IO[bytes]) -> Elf:
+    """Read the file's header and sections. Raises ValueError if the file is damaged."""
+    try:
+        return _read(stream)
+    except (struct.error, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
+
+
+def _read(stream: IO[bytes]) -> Elf:
+    stream.seek(0)
+    ident = stream.read(16)
+    head, row, entry = (_ORDERS[ident[5]] + form for form in _FORMS[ident[4]])
+    fields = struct.unpack(head, stream.read(struct.calcsize(head)))
+    kind, machine, at, flags = fields[0], fields[1], fields[5], fields[6]
+    size, count, names_at = fields[10], fields[11], fields[12]
+    rows: list[tuple[int, ...]] = []
+    if at:
+        if size != struct.calcsize(row):
+            raise ValueError(f"a damaged ELF file: section headers of {size} bytes")
+        first = struct.unpack(row, _bytes(stream, at, size))
+        # If there are more sections than the header's field can hold, the first, empty section has the number.
+        count, names_at = count or first[5], first[6] if names_at == 0xFFFF else names_at
+        rows = list(struct.iter_unpack(row, _bytes(stream, at, count * size)))
+    names = _bytes(stream, rows[names_at][4], rows[names_at][5]) if rows and names_at else b""
+    sections = tuple(
+        Section(
+            name=_text(names, r[0]) if names else "", kind=r[1], offset=r[4], size=r[5], link=r[6]
+        )
+        for r in rows
+    )
+    return Elf(kind=kind, machine=machine, flags=flags, abi=ident[8], form=entry, sections=sections)
+
+
+def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
+    """Return a library's own soname (empty without one) and the names that it needs. ValueError if it is damaged."""
+    soname, needed = "", []
+    try:
+        for section in elf.sections:
+            if section.kind == _DYNAMIC:
+                strings = elf.sections[section.link]
+                data = _bytes(stream, section.offset, section.size)
+                data = data[: len(data) - len(data) % struct.calcsize(elf.form)]
+                names = _bytes(stream, strings.offset, strings.size)
+                for tag, value in struct.iter_unpack(elf.form, data):
+                    if tag == _DT_SONAME:
+                        soname = _text(names, value)
+                    elif tag == _DT_NEEDED:
+                        needed.append(_text(names, value))
+    except (struct.error, IndexError, OverflowError) as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
+    return soname, tuple(needed)
+
+
+def _bytes(stream: IO[bytes], at: int, size: int) -> bytes:
+    if size > _MOST_BYTES:
+        raise ValueError(f"a damaged ELF file: a table of {size} bytes")
+    stream.seek(at)
+    data = stream.read(size)
+    if len(data) != size:
+        raise ValueError(f"a damaged ELF file: it ends before byte {at + size}")
+    return data
+
+
+def _text(data: bytes, at: int) -> str:
+    if at >= len(data):
+        raise ValueError("a damaged ELF file: a name lies outside its table")
+    end = data.find(b"\0", at)
+    return data[at : end if end >= 0 else None].decode("utf-8", "replace")
+
+
+def in_path(path: str) -> tuple[str, ...]:
+    """Return the architectures in a path, in order. ``gfx94X``, a family, stands for gfx942."""
+    if "gfx" not in path:
+        return ()
+    return tuple(dict.fromkeys(re.findall(_NAME, re.sub("gfx94[xX]", "gfx942", path))))
+
+
+def in_entry_id(entry: str) -> str | None:
+    """Return the target of a bundle's entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``) or None."""
+    if entry.startswith("host"):
+        return None
+    match = re.search(_ENTRY, entry)
+    return match[0] if match else None
+
+
+def of_flags(flags: int, abi: int) -> str:
+    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with required features."""
+    name = MACH.get(flags & 0xFF, f"unknown mach {flags & 0xFF:#x}")
+    if abi >= 2:  # Two bits each since code object V4: 0 unsupported, 1 any, 2 off, 3 on.
+        for feature, bits in (("sramecc", flags >> 10 & 3), ("xnack", flags >> 8 & 3)):
+            if bits >= 2:
+                name += f":{feature}{'+' if bits == 3 else '-'}"
+    return name
+
+
+def runs_on(targets: Iterable[str], arch: str) -> bool:
+    """Whether code for one of ``targets`` runs on a GPU of ``arch``.
+
+    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not loaded. SPIR-V is
+    compiled when it is loaded.
+    """
+    for target in targets:
+        name, _, features = target.partition(":")
+        if name == "amdgcnspirv" and arch.startswith("gfx"):
+            return True
+        fits = name == arch or arch in _GENERIC.get(name, ())
+        if fits and not {"xnack+", "sramecc-"} & set(features.split(":")):
+            return True
+    return False

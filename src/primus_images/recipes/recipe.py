@@ -1,0 +1,196 @@
+"""A resolved recipe: one flat table of settings, each with its origin."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from primus_images.errors import InputError
+from primus_images.files import below
+from primus_images.recipes.architecture import Architecture, architecture
+from primus_images.recipes.load import beside
+from primus_images.recipes.schema import Backend, backends
+from primus_images.recipes.setting import CHOICES, WORDS, Choices, Setting, Value
+from primus_images.yamlfile import section
+
+# An asset of this name is not a file: its tokens are made from the seed.
+MOCK = "mock"
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
+
+Kind = TypeVar("Kind", str, int, float, bool)
+
+
+class _Property(Generic[Kind]):
+    """A property of recipes: the value of a choice, or of a setting that every backend has under the name ``what``."""
+
+    def __init__(self, what: str, default: Kind, doc: str) -> None:
+        self._what = what
+        self._default: Kind = default
+        self.__doc__ = doc
+
+    def __get__(self, recipe: "Recipe", _: type) -> Kind:
+        return recipe.find(
+            self._what if self._what in CHOICES else recipe.knows.key(self._what), self._default
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
+
+    ``overrides`` and ``choices`` are the user's; with both, the same recipe can be resolved again. ``precisions`` are
+    all that it supports with this backend in this mode. ``by_path``: the user gave a path. ``files`` were read.
+    """
+
+    name: str
+    path: Path
+    settings: Mapping[str, Setting]
+    overrides: tuple[str, ...] = ()
+    choices: Choices = field(default_factory=Choices)
+    precisions: tuple[str, ...] = ()
+    by_path: bool = False
+    files: tuple[Path, ...] = ()
+
+    def get(self, key: str, kind: type[Kind]) -> Kind:
+        """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is accepted as float."""
+        setting = self.settings[key]
+        value = setting.value
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return kind(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InputError(
+                f"{key} must be {WORDS[kind.__name__]}, not {value!r}", where=setting.origin
+            )
+        return value
+
+    def find(self, key: str, default: Kind) -> Kind:
+        """Return the value of ``key``, or ``default`` if the recipe does not set it."""
+        return self.get(key, type(default)) if key in self.settings else default
+
+    def section(self, prefix: str) -> dict[str, Value]:
+        """Return all values below ``prefix`` in the recipe's order. Keys omit the prefix."""
+        return {key: setting.value for key, setting in section(self.settings, prefix).items()}
+
+    def asset(self, key: str) -> Path | None:
+        """Return the path that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).
+
+        ``assets.`` can be omitted. Paths are relative to the recipe; on the command line, first to the current folder.
+        """
+        key = key if "." in key else f"assets.{key}"
+        name = self.get(key, str)
+        if name == MOCK or name.startswith("hf:"):
+            return None
+        here, there = Path.cwd() / name, beside(self.path, name)
+        typed = self.settings[key].origin.startswith("command line")
+        return here if typed and (here.exists() or not there.exists()) else there
+
+    backend = _Property("backend", "", "The name of the backend.")
+    mode = _Property("mode", "", "``pretrain``, ``full`` or ``lora``.")
+    precision = _Property(
+        "precision", "", "That of matrix products: ``fp32``, ``bf16``, ``fp8`` or ``mxfp8``."
+    )
+    gpu = _Property("gpu", "", "The GPU generation that the recipe is resolved for, or ``cpu``.")
+    steps = _Property("steps", 0, "Optimizer steps of the whole run.")
+    seq_len = _Property("seq_len", 0, "Tokens of one sequence.")
+    local_batch = _Property("local_batch", 0, "Sequences (or images) per rank and forward pass.")
+    seed = _Property("seed", -1, "Seed of weights and data; −1 if none is set.")
+    deterministic = _Property(
+        "deterministic", False, "Whether the recipe requests deterministic kernels only."
+    )
+
+    @property
+    def knows(self) -> Backend:
+        """The backend's entry in the table of backends."""
+        return backends()[self.backend]
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model's sizes."""
+        return architecture(self.section("model"))
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences (or images) of one optimizer step over all ranks."""
+        batch = self.find(self.knows.key("global_batch"), -1)
+        return batch if batch > 0 else self.local_batch * self.data_parallel
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per optimizer step."""
+        return self.global_batch // (self.local_batch * self.data_parallel)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.get("ranks", int) * self.get("nodes", int)
+
+    def degree(self, kind: str) -> int:
+        """Return a parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 if the backend has none."""
+        key = self.knows.degrees.get(kind)
+        return self.find(f"{self.backend}.{key}", 1) if key else 1
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of ranks with different data: world size ÷ (TP · PP · CP)."""
+        return self.world_size // math.prod(self.degree(kind) for kind in ("tp", "pp", "cp"))
+
+    @property
+    def unsharded(self) -> bool:
+        """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or context parallelism."""
+        shards = self.data_parallel // self.degree("replicas") * self.degree("cp")
+        return shards == 1 and self.degree("tp") * self.degree("pp") > 1
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder of the weights to start from; None if they are random or come from the hub."""
+        name = self.find(f"{self.backend}.weights", "random")
+        return None if name == "random" or name.startswith("hf:") else Path(name)
+
+    @cached_property
+    def asset_digests(self) -> Mapping[str, str]:
+        """Asset → sha256 over the names and bytes of its files, without weights of a tokenizer; empty if no file."""
+        digests = {}
+        for key in sorted(self.section("assets")):
+            root, hasher = self.asset(key), hashlib.sha256()
+            if root is not None:
+                files = filter(Path.is_file, below(root)) if root.is_dir() else [root]
+                for file in sorted(
+                    file for file in files if key != "tokenizer" or file.suffix not in _WEIGHTS
+                ):
+                    with file.open("rb") as stream:
+                        content = hashlib.file_digest(stream, "sha256").hexdigest()
+                    hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+            digests[key] = hasher.hexdigest() if root is not None else ""
+        return digests
+
+    @property
+    def digest(self) -> str:
+        """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal training."""
+        values = {key: setting.value for key, setting in self.settings.items()}
+        return digest_of_recipe(values, self.asset_digests)
+
+
+def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
+    """Return the digest of a recipe with these resolved values and digests of assets, as a record has them."""
+    return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()
+
+
+def misstated(about: Mapping[str, Any]) -> str:
+    """Return what a record says wrongly of its recipe, whose name and choices are among the settings that it hashes.
+
+    Empty if nothing is wrong. Raises what damaged JSON raises.
+    """
+    settings, number = about["settings"], about["sha256"]
+    if "assets" in about and number != digest_of_recipe(settings, about["assets"]):
+        return f"its settings are not those of recipe {number[:12]}"
+    # A recipe given by path is called by it.
+    for key in ("name", "backend", "mode", "precision", "gpu"):
+        if about[key] != settings[key] and not (key == "name" and "/" in about[key]):
+            return (
+                f"it is of another recipe: its {key} is {settings[key]}, and it says {about[key]}"
+            )
+    return ""

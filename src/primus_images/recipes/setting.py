@@ -1,0 +1,107 @@
+"""One setting of a recipe, its bounds, and the choices that determine which settings apply.
+
+Bounds are declared with a field as an interval: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``. An end is a number,
+``inf`` or another key of the same section, so that one notation covers ranges and relations. ``-1 | [1, inf)`` allows
+one more value outside the interval.
+"""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from primus_images.yamlfile import Scalar
+
+# Names of types in messages.
+WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "None": "null",
+}
+# The choices that determine which cases of a recipe apply. Each is also a command-line option.
+CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
+
+_INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
+_NUMBER = re.compile(r"-?(?:[0-9.]+|inf)")
+
+Value = Scalar | list[Scalar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The user's choices. None stands for the recipe's default, or for what the machine has."""
+
+    backend: str | None = None
+    mode: str | None = None
+    precision: str | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    proxy: bool | None = None
+
+    def words(self) -> list[str]:
+        """Return the command-line options for the same choices."""
+        named = [
+            f"--{name}={value}"
+            for name in CHOICES[:-1]
+            if (value := getattr(self, name)) is not None
+        ]
+        return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One value and its origin: ``file:line:col``, or the command-line argument that set it.
+
+    ``because`` is the reason that the recipe gives for a value on which sources disagree.
+    """
+
+    value: Value
+    origin: str
+    because: str = ""
+
+
+def bounded(default: Any, bounds: str) -> Any:
+    """Return a dataclass field with an interval for its value or, if the value is a list, for each item."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def outside(
+    bounds: str, value: float, look_up: Callable[[str], float | None] = lambda _key: None
+) -> tuple[str, str | None] | None:
+    """Return why ``value`` is outside ``bounds`` (the end of a sentence) and the key that bounds it; None if inside.
+
+    ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
+    """
+    special, opening, *ends, closing = ends_of(bounds)
+    if special and value == int(special):
+        return None
+    for end, is_open, words, beyond in (
+        (ends[0], opening == "(", ("at least", "greater than"), operator.lt),
+        (ends[1], closing == ")", ("at most", "less than"), operator.gt),
+    ):
+        key = None if _NUMBER.fullmatch(end) else end
+        limit = look_up(key) if key else float(end)
+        if limit is not None and (beyond(value, limit) or (is_open and value == limit)):
+            number = int(limit) if float(limit).is_integer() else limit
+            beside = f"{special} or " if special else ""
+            return (
+                f"must be {beside}{words[is_open]} {f'{key} = ' if key else ''}{number}, not {value}",
+                key,
+            )
+    return None
+
+
+@cache
+def ends_of(bounds: str) -> tuple[str, ...]:
+    """Return the parts of an interval: special value, bracket, low end, high end, bracket. ValueError if it is none."""
+    match = _INTERVAL.fullmatch(bounds)
+    if match is None:
+        raise ValueError(f"{bounds!r} is not an interval")
+    return match.groups("")

@@ -1,0 +1,99 @@
+"""What a validation runs on: the GPUs that its jobs get, and the proof that they ran there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from primus_images.gpus.detect import detect
+from primus_images.gpus.table import Generation, by_product_name
+from primus_images.recipes.recipe import Recipe
+from primus_images.refusals import refusal
+from primus_images.sandbox.container import Devices, gpus
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.run.outcome import Outcome
+
+NO_GPU = "none"
+
+
+class Hardware(NamedTuple):
+    """The GPUs that the jobs get.
+
+    ``gpu`` is the name of the generation, or "none" for the CPU. ``names`` has one entry per GPU, as the driver reports
+    it. ``driver`` and ``firmware`` are versions. ``why`` is the reason for using the CPU although the target is for a
+    GPU.
+    """
+
+    gpu: str = NO_GPU
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    firmware: str = ""
+    devices: Devices = Devices()
+    why: str = ""
+
+
+def choose_gpus(count: str | None, target_gpu: Generation | None) -> Hardware:
+    """Return the GPUs for ``count``: ``all``, a number, or ``none``.
+
+    None means all if the machine has the GPU that the target is for (``target_gpu``), otherwise none. Raises HostError
+    if the machine lacks these GPUs, or if their product cannot be identified, because a record must name it.
+    """
+    machine = detect()
+    if count is None:
+        if target_gpu is None:
+            return Hardware()
+        if machine.generation != target_gpu.name:
+            return Hardware(
+                why=f"the target is for {target_gpu.title}; this machine: {machine.sentence()}"
+            )
+        count = "all"
+    if count == NO_GPU:
+        return Hardware(why="--gpus none" if target_gpu else "")
+    devices = gpus(count)
+    if not machine.generation:
+        seen = machine.sentence() if machine.names else "its driver reports none"
+        raise refusal("unidentified_gpu", count=count, seen=seen)
+    names = machine.names if count == "all" else machine.names[: int(count)]
+    return Hardware(
+        gpu=machine.generation,
+        names=names,
+        driver=machine.driver,
+        firmware=machine.firmware,
+        devices=devices,
+    )
+
+
+def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
+    """Check that every job reports, from its own process, a GPU of generation ``gpu``."""
+    elsewhere = []
+    for name, facts in ((name, ended.facts) for name, ended in outcomes.items()):
+        device = facts.get("device", "unknown")
+        product = facts.get("gpu") if device == "cuda" else device
+        generation = by_product_name(str(product))
+        if generation is None or generation.name != gpu:
+            elsewhere.append(f"{name} ran on {product}")
+    reason = "; ".join(elsewhere) or f"every job ran on {gpu}"
+    return Verdict(name="on the GPU", passed=bool(outcomes) and not elsewhere, reason=reason)
+
+
+def cpu_model() -> str:
+    """Return the model of this machine's CPU from the kernel. Virtual machines often report only a general name."""
+    first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    entries = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
+    numbers = [
+        f"{key} {entries[key]}" for key in ("cpu family", "model", "stepping") if key in entries
+    ]
+    return ", ".join([entries.get("model name", "unknown"), *numbers])
+
+
+def require_gpus(recipe: Recipe, hardware: Hardware) -> None:
+    """Raise HostError if the recipe has more ranks than there are GPUs."""
+    if hardware.gpu != NO_GPU and recipe.world_size > len(hardware.names):
+        raise refusal(
+            "few_gpus_for_job",
+            recipe=recipe.name,
+            ranks=recipe.world_size,
+            count=len(hardware.names),
+        )

@@ -1,0 +1,220 @@
+"""Reading a finished run from the folder of a job or from the record of a validation."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from primus_images.errors import InputError
+from primus_images.files import read_bytes
+from primus_images.recipes.schema import backends
+from primus_images.schema import build, build_typed, parse_json, read_json
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.run.metrics import Summary, of_rows
+from primus_images.training.run.outcome import RESULT_FILE, RunResult
+
+_NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
+
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The data of one run.
+
+    ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty on a CPU. Figures
+    that an older version did not write are missing.
+    """
+
+    label: str
+    recipe: str
+    backend: str
+    mode: str
+    precision: str
+    ranks: int
+    nodes: int
+    local_batch: int
+    seq_len: int
+    corpus: str
+    arguments: tuple[str, ...]
+    product: str
+    passed: bool
+    seconds: float
+    verdicts: tuple[Verdict, ...]
+    summary: Summary
+    series: tuple[Mapping[str, float | None], ...]
+    image: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = (
+            self.ranks,
+            self.nodes,
+            self.local_batch,
+            self.seq_len,
+            *(step["step"] or 0 for step in self.series),
+        )
+        if min(counts) < 1:
+            raise ValueError(f"{min(counts)} is not a whole number of at least 1")
+
+    @property
+    def unit(self) -> str:
+        """What rates refer to: one ``GPU``, or one ``rank`` on a CPU."""
+        return "GPU" if self.product else "rank"
+
+
+class NoResult(InputError):
+    """The folder of a run without a step."""
+
+
+def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
+    """Read the runs and give each a unique label. Of several, those without a result are left out, with the reasons.
+
+    Raises InputError as :func:`read`, and if no run remains.
+    """
+    runs: list[Run] = []
+    left_out: list[NoResult] = []
+    for path in paths:
+        try:
+            runs.append(read(path))
+        except NoResult as error:
+            left_out.append(error)
+    if not runs:
+        raise left_out[0]
+    labels = [run.label for run in runs]
+    labelled = (
+        run if labels.count(run.label) == 1 else replace(run, label=f"{run.label} ({number})")
+        for number, run in enumerate(runs, 1)
+    )
+    return tuple(labelled), tuple(left_out)
+
+
+def read(path: Path) -> Run:
+    """Read one run. If it has not ended, these are its steps so far, and no check has passed.
+
+    Raises InputError if it does not exist, is not a run of primus, or has no step.
+    """
+    if not path.exists():
+        raise InputError(f"there is no {path}", hint=_NOT_OURS)
+    if path.is_dir() and (path / "record.json").is_file():
+        path = path / "record.json"
+    if path.is_dir() and not (path / "job.json").is_file():
+        raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
+    try:
+        run = build_typed(
+            Run, _job(path) if path.is_dir() else _record(_json(path).data), str(path)
+        )
+    except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, TypeError | IndexError | AttributeError):
+            reason = "a field has another type than primus writes"
+        raise InputError(
+            f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS
+        ) from None
+    if not run.series:
+        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
+    return run
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    job, ended = _json(folder / "job.json").data, (folder / RESULT_FILE).is_file()
+    facts = _json(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
+    metrics = folder / "metrics.jsonl"
+    text = read_bytes(metrics) if metrics.is_file() else b""
+    # Without an end, the last line may be incomplete.
+    lines = (text if ended else text[: text.rfind(b"\n") + 1]).splitlines()
+    steps = [
+        _readable(parse_json(line, f"{metrics}:{number}").data)
+        for number, line in enumerate(lines, 1)
+    ]
+    recipe = job["recipe"]
+    if ended:
+        result = _json(folder / RESULT_FILE)
+        if (whole := build(RunResult, result)).passed is None or whole.summary is None:
+            raise KeyError("passed")
+        outcome = {key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")}
+    else:
+        verdict = Verdict("exit code", False, "the run has not ended, or was interrupted")
+        summary = of_rows(steps, job["settings"]["validation.warmup_steps"]["value"])
+        until = (metrics if steps else folder / "job.json").stat().st_mtime
+        outcome = {
+            "passed": False,
+            "verdicts": [asdict(verdict)],
+            "summary": asdict(summary),
+            "seconds": max(0.0, until - (folder / "job.json").stat().st_mtime),
+        }
+    return {
+        "label": str(_readable(folder.resolve().name)),
+        "recipe": recipe["name"],
+        "arguments": ["train", recipe["name"], *recipe["overrides"]],
+        "ranks": job["world_size"],
+        **outcome,
+        **_common(
+            job, {key: entry["value"] for key, entry in job["settings"].items()}, facts, steps
+        ),
+    }
+
+
+def of_record(record: Mapping[str, Any]) -> Run:
+    """Return the run of a validation's record, whose first job ran."""
+    return build_typed(Run, json.loads(json.dumps(_record(record))), "record")
+
+
+def _record(record: Mapping[str, Any]) -> dict[str, Any]:
+    recipe = _object(record["recipe"], "recipe")
+    if not record["jobs"]:
+        raise ValueError("jobs is empty")
+    base = _object(record["jobs"][0], "jobs.0")
+    return {
+        "label": f"{record['target']} {recipe['name']}",
+        "recipe": recipe["name"],
+        "arguments": base["command"][1:],
+        "ranks": recipe["ranks"],
+        "passed": record["passed"],
+        "seconds": base.get("seconds", 0.0),
+        "verdicts": record["verdicts"],
+        "summary": record["measurements"],
+        "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
+        **_common(recipe, recipe["settings"], record["facts"], base.get("series") or ()),
+    }
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be an object, not {value!r:.40}")
+    return value
+
+
+def _common(
+    what: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    steps: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    backend = backends()[what["backend"]]
+    missing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+    return {
+        **{key: what[key] for key in ("backend", "mode", "precision")},
+        "nodes": settings["nodes"],
+        "local_batch": settings[backend.key("local_batch")],
+        "seq_len": settings[backend.key("seq_len")],
+        "corpus": settings.get("assets.corpus", ""),
+        "product": facts.get("gpu", ""),
+        "series": [{**missing, **step, "step": step["step"]} for step in steps],
+    }
+
+
+def _readable(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _readable(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_readable(value) for value in data]
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", data) if isinstance(data, str) else data
+
+
+def _json(path: Path) -> Any:
+    document = read_json(path)
+    if not isinstance(document.data, dict):
+        raise InputError("not a JSON object", where=str(path))
+    return replace(document, data=_readable(document.data))

@@ -1,0 +1,98 @@
+"""Known issues of the versions in an image, from a table with their sources."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from operator import eq, ge, gt, le, lt
+from pathlib import Path
+from typing import Literal
+
+from primus_images.gpus.table import load_table, words_for
+from primus_images.schema import WrongValue, build
+from primus_images.yamlfile import read
+
+FILE = Path(__file__).with_name("known-issues.yaml")
+_COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
+_BOUND = r"(<=?|==|>=?)([0-9][0-9A-Za-z.+]*)"
+STATUS = "var/lib/dpkg/status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issue:
+    """One known issue; the file explains its fields."""
+
+    component: str
+    versions: str
+    with_: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    symptom: str
+    source: str
+    until: str | None
+    severity: Literal["note", "refuse"] = "note"
+
+    def __str__(self) -> str:
+        end = f"; until {self.until}" if self.until else ""
+        return f"{self.component} {self.versions}: {self.symptom} ({self.source}){end}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    issues: tuple[Issue, ...]
+
+    def __post_init__(self) -> None:
+        groups = {word for gpu in load_table().generations for word in words_for(gpu.name)}
+        for index, issue in enumerate(self.issues):
+            if strange := [word for word in issue.gpus if word not in groups]:
+                raise WrongValue(
+                    f"{strange[0]!r} is no GPU, architecture or vendor", "issues", index, "gpus"
+                )
+
+
+@cache
+def _table(path: Path) -> tuple[Issue, ...]:
+    return build(_Table, read(path, path.name)).issues
+
+
+def issues(
+    versions: Mapping[str, str | None], gpus: Collection[str], path: Path | None = None
+) -> list[Issue]:
+    """Return the known issues of these versions of components and packages on these GPUs.
+
+    A version may be several, as in ``2.13.0 (cpu), 2.12.0 (mi300x)``.
+    """
+    here = {re.sub("[ _]", "-", name.lower()): version or "" for name, version in versions.items()}
+    return [
+        issue
+        for issue in _table(path or FILE)
+        if all(
+            _matches(here.get(name), what)
+            for name, what in {issue.component: issue.versions, **issue.with_}.items()
+        )
+        and (not issue.gpus or any(not words_for(gpu).isdisjoint(issue.gpus) for gpu in gpus))
+    ]
+
+
+def debs(status: str) -> dict[str, str]:
+    """Return package → version of the text of dpkg's :data:`STATUS`."""
+    return dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", status, re.M))
+
+
+def _matches(text: str | None, versions: str) -> bool:
+    several = [part.split(" ")[0] for part in (text or "").split(", ") if part]
+    return any(
+        versions == "*" or all(_holds(v, *bound) for bound in re.findall(_BOUND, versions))
+        for v in several
+    )
+
+
+def _holds(version: str, sign: str, bound: str) -> bool:
+    if sign == "==":
+        return version == bound
+    # Zeros at the end do not count, nor does the epoch of a Debian package.
+    pair = [
+        re.match(r"(?:[0-9]+:)?v?([0-9]+(?:\.[0-9]+)*?)(?:\.0)*(?![0-9.])", text)
+        for text in (version, bound)
+    ]
+    numbers = [[int(number) for number in match[1].split(".")] for match in pair if match]
+    return len(numbers) == 2 and bool(_COMPARE[sign](*numbers))

@@ -1,0 +1,1 @@
+"""The backends, one folder each, and what all of them need before their ranks start."""

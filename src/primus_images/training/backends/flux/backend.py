@@ -1,0 +1,121 @@
+"""The keys and checks of FLUX. Its data are latents; its weights are those of diffusers' transformer.
+
+Each safetensors file of a cache of latents contains, for any number of images, ``latents`` [images, channels, height,
+width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+"""
+
+import json
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from primus_images.errors import InputError
+from primus_images.files import read_bytes
+from primus_images.recipes import tensors
+from primus_images.recipes.architecture import Architecture
+from primus_images.recipes.family import family
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.setting import bounded
+from primus_images.refusals import refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxConfig:
+    """The settings of FLUX training.
+
+    ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors files of diffusers'
+    transformer. ``guidance`` is the scale passed to a model with guidance embeddings.
+    """
+
+    weights: str = "random"
+    guidance: float = bounded(1.0, "[0, inf)")
+
+
+KEYS = ("latents", "text", "pooled")
+_EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
+# One latent of the VAE is 8 × 8 pixels; one token of the transformer is 2 × 2 latents.
+_PIXELS = 8
+_PER_TOKEN = 4
+
+
+def check_data(recipe: Recipe) -> None:
+    """Raise InputError, with the file, if the recipe's model cannot be trained on its cache."""
+    if (folder := recipe.asset("corpus")) is None:
+        return
+    model = recipe.architecture.dit
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise InputError(f"{_EXPECTED}, found none", where=str(folder))
+    side = model.image_size // _PIXELS
+    expected = {
+        "latents": (model.in_channels // _PER_TOKEN, side, side),
+        "text": (model.text_tokens, model.text_dim),
+        "pooled": (model.pooled_dim,),
+    }
+    images = 0
+    for file in files:
+        shapes = tensors.header(file).shapes
+        if missing := [key for key in KEYS if key not in shapes]:
+            raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
+        for key, shape in expected.items():
+            if shapes[key][1:] != shape:
+                needed = _shown(("images", *shape))
+                raise refusal(
+                    "other_latents", file, key=key, shape=_shown(shapes[key]), needed=needed
+                )
+        if len({shapes[key][0] for key in KEYS}) > 1:
+            raise InputError(
+                "latents, text and pooled have different numbers of images", where=str(file)
+            )
+        images += shapes["latents"][0]
+    if not images:
+        raise InputError("the cache contains no image", where=str(folder))
+
+
+def config_of(model: Architecture) -> dict[str, Any]:
+    """Return the arguments of diffusers' transformer with the sizes of ``model``, which its config.json has as well."""
+    known = family("flux").config
+    return {
+        name: model.head_size if key == "head_dim" else attrgetter(key)(model)
+        for key, name in known.items()
+    }
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Raise InputError unless the initial weights are whole ones of diffusers' transformer, with the recipe's sizes."""
+    if (folder := recipe.weights) is None:
+        return
+    file, model, where = (
+        folder / "config.json",
+        recipe.architecture,
+        recipe.settings["flux.weights"].origin,
+    )
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'"
+        )
+    for part in tensors.tensor_files(folder):
+        tensors.header(part)
+    try:
+        config = {"guidance_embeds": False, **json.loads(read_bytes(file))}
+        wrong = [
+            f"model.{key} is {mine}, the weights have {config[name]}"
+            for (key, name), mine in zip(
+                family("flux").config.items(), config_of(model).values(), strict=True
+            )
+            if config[name] != mine
+        ]
+    except FileNotFoundError:
+        raise InputError(f"the weights in {folder} have no config.json", where=where) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(
+            "config.json is not that of diffusers' FLUX transformer", where=str(file)
+        ) from error
+    if wrong:
+        raise InputError(
+            f"the recipe does not match these weights: {'; '.join(wrong)}", where=str(file)
+        )
+
+
+def _shown(shape: tuple[object, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

@@ -1,0 +1,100 @@
+"""One rank of a FLUX job: ``python -m primus_images.training.backends.flux.entry OUTPUT_FOLDER``."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from primus_images.recipes.architecture import Architecture
+from primus_images.training.backends.flux import latents
+from primus_images.training.backends.flux.backend import FluxConfig, config_of
+from primus_images.training.backends.loop import process, train, weights
+from primus_images.training.backends.loop.config import RankJob
+from primus_images.training.backends.loop.session import Batch, Sharded, shard
+from primus_images.turbo.attention import attend_in_diffusers
+
+
+def main(job: RankJob, device: torch.device) -> None:
+    """Train the transformer."""
+    config = job.section(FluxConfig)
+    # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal
+    # address; the other three implementations were correct. cuDNN seems to prepare its backward pass once for all calls
+    # with the same layout of query, key and value, with the gradient layout of the first call. FLUX's two kinds of
+    # blocks share the former but not the latter.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    data = latents.Images(job)
+    model = transformer(job.model)
+    if "flash-attention-4" in job.turbo:
+        attend_in_diffusers()
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+    shard(
+        model,
+        blocks,
+        job,
+        device,
+        wide=lambda name: "transformer_blocks" not in name or "norm" in name,
+    )
+    if config.weights == "random":
+        # The prediction starts at 0, as is usual for diffusion transformers.
+        weights.draw_all(model, job.training.seed, zero=("proj_out.weight", "proj_out.bias"))
+    else:
+        files = weights.Files(Path(config.weights))
+        for name, parameter in model.named_parameters():
+            weights.fill(parameter, files.rows_of(name))
+    side = math.isqrt(job.model.dit.image_tokens)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return flow_matching(
+            model, batch, side, config.guidance if job.model.dit.guidance else None
+        )
+
+    train.run(job, device, Sharded(model, job, device, loss), data)
+
+
+def transformer(model: Architecture) -> Any:
+    """Return diffusers' transformer with these sizes and parameters without memory."""
+    from diffusers import FluxTransformer2DModel
+
+    with weights.empty():
+        return FluxTransformer2DModel(
+            **config_of(model), axes_dims_rope=rotary_axes(model.head_size)
+        )
+
+
+def rotary_axes(size: int) -> tuple[int, int, int]:
+    """Return how many elements of a head encode index, row and column. FLUX.1 has 16, 56 and 56 of 128."""
+    index = max(2, size // 8)
+    index += (size - index) % 4
+    return index, (size - index) // 2, (size - index) // 2
+
+
+def flow_matching(
+    model: nn.Module, batch: Batch, side: int, guidance: float | None
+) -> torch.Tensor:
+    """Return the sum over the images of the mean squared error of the velocity, noise − latents.
+
+    A model that predicts 0 has a loss of 1 plus the mean square of the latents.
+    """
+    clean, noise, time = batch["latents"], batch["noise"], batch["time"]
+    level = time[:, None, None]
+    ids = torch.zeros(side, side, 3, device=clean.device)
+    ids[..., 1] += torch.arange(side, device=clean.device)[:, None]
+    ids[..., 2] += torch.arange(side, device=clean.device)[None, :]
+    velocity = model(
+        hidden_states=(1 - level) * clean + level * noise,
+        encoder_hidden_states=batch["text"],
+        pooled_projections=batch["pooled"],
+        timestep=time,
+        img_ids=ids.flatten(0, 1),
+        txt_ids=torch.zeros(batch["text"].shape[1], 3, device=clean.device),
+        guidance=None if guidance is None else torch.full_like(time, guidance),
+        return_dict=False,
+    )[0]
+    return (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
+
+
+if __name__ == "__main__":
+    process.main(sys.argv[1], main)

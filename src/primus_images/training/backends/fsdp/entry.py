@@ -1,0 +1,27 @@
+"""One rank of an FSDP benchmark: ``python -m primus_images.training.backends.fsdp.entry OUTPUT_FOLDER``."""
+
+import sys
+
+import torch
+
+from primus_images.training.backends.fsdp.llama import FsdpConfig, Llama
+from primus_images.training.backends.loop import data, process, train, weights
+from primus_images.training.backends.loop.config import RankJob
+from primus_images.training.backends.loop.session import Sharded, shard
+from primus_images.turbo.attention import FLASH
+
+
+def main(job: RankJob, device: torch.device) -> None:
+    """Train from random weights."""
+    config = job.section(FsdpConfig)
+    with weights.empty():
+        attend = next((name for name in (*FLASH, "flex-attention") if name in job.turbo), "torch")
+        model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
+    model.choose_loss(job)
+    shard(model, list(model.layers), job, device, wide=lambda name: name == "output")
+    weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
+    train.run(job, device, Sharded(model, job, device), data.text(job))
+
+
+if __name__ == "__main__":
+    process.main(sys.argv[1], main)

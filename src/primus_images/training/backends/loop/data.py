@@ -1,0 +1,114 @@
+"""Language-model data: samples of tokens, accessed by number, from a tokenized corpus or synthetic."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from primus_images.recipes.recipe import MOCK
+from primus_images.training.backends.loop.config import RankJob
+from primus_images.training.backends.loop.session import Batch, Data
+from primus_images.training.text.tokens import Tokens, packs, stored
+
+# The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
+_MOCK_SYMBOLS = 256
+_MOCK_STEPS = (1, 3, 7, 19)
+_IGNORED = -100
+
+
+def held_out(job: RankJob, *, packing: bool = False) -> "Documents":
+    """Return the documents that the job evaluates on."""
+    return Documents(
+        stored(job.output / "cache", "eval"),
+        job.training.seq_len,
+        job.training.seed,
+        packing=packing,
+    )
+
+
+def text(job: RankJob, *, packing: bool = False) -> Data:
+    """Return the data that the job's assets name. With ``packing``, samples are whole documents."""
+    if job.assets["corpus"] == MOCK:
+        return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
+    tokens, length = stored(job.output / "cache"), job.training.seq_len
+    if tokens.mask is None and not packing:
+        # One document, whose last sample is whole.
+        end = (len(tokens.tokens) - 1) // length * length + 1
+        tokens = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
+    return Documents(tokens, length, job.training.seed, packing=packing)
+
+
+class Documents(Data):
+    """Documents of which each is trained on its own: one per sample, or with ``packing`` several.
+
+    Without a mask, long documents are several; with one, they are cut, and those without a trained label are left out.
+    Labels behind the end of the last one are ignored. Packed samples have ``positions``, which begin again at 0 with
+    each document, and behind the last one.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, *, packing: bool = False) -> None:
+        self._tokens = tokens
+        self._pieces = tokens.pieces(seq_len)
+        lengths = self._pieces[1] - self._pieces[0] - 1
+        self._packs = packs(lengths.tolist(), seq_len) if packing else None
+        self.samples, self._seed, self._seq_len = len(self._packs or lengths), seed, seq_len
+
+    @override
+    def batch(self, first: int, count: int) -> Batch:
+        inputs = torch.zeros(count, self._seq_len, dtype=torch.int64)
+        labels = torch.full_like(inputs, _IGNORED)
+        positions = torch.arange(self._seq_len).repeat(count, 1)
+        for row in range(count):
+            place, sample = 0, place_of(first + row, self.samples, self._seed)
+            for number in [sample] if self._packs is None else self._packs[sample]:
+                piece = slice(int(self._pieces[0][number]), int(self._pieces[1][number]))
+                tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
+                end = place + len(tokens) - 1
+                inputs[row, place:end] = tokens[:-1]
+                labels[row, place:end] = tokens[1:]
+                if self._tokens.mask is not None:
+                    labels[row, place:end][torch.from_numpy(self._tokens.mask[piece][1:] == 0)] = (
+                        _IGNORED
+                    )
+                positions[row, end:] = torch.arange(self._seq_len - end)
+                place = end
+        batch = {"input_ids": inputs, "labels": labels}
+        return batch if self._packs is None else batch | {"positions": positions}
+
+
+class Mock(Data):
+    """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
+
+    def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
+        self._seed, self._seq_len = seed, seq_len
+        self._symbols = min(_MOCK_SYMBOLS, vocabulary)
+        self._spread = vocabulary // self._symbols
+
+    @override
+    def batch(self, first: int, count: int) -> Batch:
+        tokens = torch.stack([self._sample(number) for number in range(first, first + count)])
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def _sample(self, number: int) -> Tensor:
+        generator = generator_of(self._seed, number)
+        steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
+        start = torch.randint(self._symbols, (1,), generator=generator)
+        return torch.cat([start, start + steps.cumsum(0)]) % self._symbols * self._spread
+
+
+def generator_of(seed: int, number: int) -> torch.Generator:
+    """Return a generator for sample ``number``, so that a sample does not depend on those drawn before it."""
+    return torch.Generator().manual_seed(seed * 2_000_003 + number)
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, turn: int) -> Tensor:
+    return torch.randperm(count, generator=generator_of(seed, turn))
+
+
+def place_of(number: int, count: int, seed: int) -> int:
+    """Return which of ``count`` stored samples is sample ``number``. Each pass over them has another order."""
+    turn, place = divmod(number, count)
+    return int(_order(count, seed, turn)[place])

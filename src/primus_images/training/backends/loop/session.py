@@ -1,0 +1,329 @@
+"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from primus_images.training.backends.loop import weights
+from primus_images.training.backends.loop.config import RankJob, ShardingConfig
+from primus_images.training.backends.loop.process import keep_graphs
+from primus_images.training.judge.witness import Taken, whole_parameters
+from primus_images.turbo.optimizations import CALLS
+
+# One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
+# int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed samples have ``positions``, too, which
+# begin again at 0 with each document; a document sees only itself.
+Batch = Mapping[str, Tensor]
+
+
+class Data(Protocol):
+    """Samples accessed by number."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any number is valid."""
+
+
+def terms_of(batch: Batch) -> int:
+    """Return the number of terms in the loss of ``batch``: labels that are not ignored, or images."""
+    return int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["latents"])
+
+
+class Session(Protocol):
+    """One rank's part of a model in training. All ranks must call the methods in the same order.
+
+    ``model_parts`` are the modules of this rank (several with interleaved pipelines), for facts and digests.
+    ``linear_types`` are the classes that count as linear layers when dtypes are recorded: see ``facts.watching``.
+    ``data_rank`` is the number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1.
+    """
+
+    model_parts: Sequence[torch.nn.Module]
+    linear_types: tuple[type, ...]
+    data_rank: int
+
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
+        """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for micro-batches on the
+        CPU. Return the sum of this rank's losses, undivided and detached; 0 if this rank computes none.
+        """
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage of the job."""
+
+    def step(self, lr: float) -> Tensor:
+        """Clip the gradients, update the weights, reset the gradients, and return their global norm before clipping."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model and optimizer for :mod:`torch.distributed.checkpoint`, which loads into these tensors in place.
+
+        Different tensors on different ranks must have different names, unless they are DTensors.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Use the state that was loaded into the tensors of :meth:`state_dict`."""
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run on one rank."""
+        return whole_parameters(self.model_parts)
+
+    def taken(self) -> Taken | None:
+        """Return the last update, if the backend does not use torch's optimizers on the parameters; otherwise None."""
+        return None
+
+
+class LanguageModel(nn.Module):
+    """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and again for the
+    backward pass: they would be the largest tensor of a small model with a large vocabulary.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self._chunk = chunk
+        self._summed = _summed
+        self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def choose_loss(self, job: RankJob) -> None:
+        """Compile the computation of logits and loss, or compute their gradients at once, as the job says."""
+        if job.training.compile:
+            self._summed = torch.compile(_summed)
+        if "linear-cross-entropy" in job.turbo:
+            from primus_images.turbo.kernels import linear_cross_entropy
+
+            self._fused = linear_cross_entropy
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per label or None."""
+        raise NotImplementedError
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output layer."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the sum of the cross entropies of all labels."""
+        hidden, besides = self.hidden(input_ids, positions, labels)
+        states, targets = hidden.flatten(0, 1), labels.flatten()
+        parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
+        total: Tensor
+        if self._fused:
+            total = self._fused(states, self.head.weight, targets)
+        elif len(parts) == 1:
+            total = self._summed(self.head, *parts[0])
+        else:
+            sums = [
+                checkpoint(self._summed, self.head, *part, use_reentrant=False) for part in parts
+            ]
+            total = torch.stack(sums).sum()
+        if besides is None:
+            return total
+        # The additional loss is trained but not reported: it adds a gradient, but not to the value.
+        return total + (besides - besides.detach()) * (targets != -100).sum()
+
+
+def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        head(states).float(), labels, ignore_index=-100, reduction="sum"
+    )
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    job: RankJob,
+    device: torch.device,
+    *,
+    wide: Callable[[str], bool] = lambda _name: False,
+) -> None:
+    """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
+
+    Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which ``wide`` is true keep
+    ``training.dtype`` in FP8.
+    With the optimization frozen-weights, every rank has all weights that are not trained, in ``training.dtype``.
+    """
+    config, sharding = job.training, job.section(ShardingConfig, "sharding")
+    whole = set()
+    if "frozen-weights" in job.turbo:
+        whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+        CALLS["frozen_weights"] += 1
+    if "reduce-scatter-copy-in" in job.turbo:
+        from primus_images.turbo.sharded import lay_out_gradients
+
+        lay_out_gradients()
+    for parameter in model.parameters():
+        kind = config.dtype if parameter in whole else config.master_dtype
+        parameter.data = parameter.data.to(getattr(torch, kind))
+    if config.fp8 == "tensorwise":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
+        scaling = Float8LinearConfig(emulate=device.type == "cpu")
+        convert_to_float8_training(
+            model, module_filter_fn=lambda _module, name: not wide(name), config=scaling
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
+    )
+    shape: tuple[int, ...] = (dist.get_world_size(),)
+    names: tuple[str, ...] = ("shard",)
+    if sharding.replicas > 1:
+        shape, names = (
+            (sharding.replicas, dist.get_world_size() // sharding.replicas),
+            ("replicate", "shard"),
+        )
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if config.compile:
+        keep_graphs()
+    for block in blocks:
+        if config.recompute == "full":
+            block.forward = _recomputed(block.forward)
+        if config.compile:
+            block.compile()
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=sharding.reshard_after_forward,
+            ignored_params=whole,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    sum_gradients(model)
+    if "peer-copies" in job.turbo:
+        from primus_images.turbo.sharded import attach
+
+        attach([model], kept=not sharding.reshard_after_forward)
+    weights.materialize(model, device)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 sum gradients over ranks instead of averaging, because losses are divided by the terms of all ranks."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, not functools.partial: torch.compile leaves a block whose forward is no function uncompiled, silently.
+    def again(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return again
+
+
+class Sharded(Session):
+    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data.
+
+    ``loss`` of the model and a micro-batch on its device is the sum of the losses.
+    """
+
+    linear_types = (nn.Linear,)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: RankJob,
+        device: torch.device,
+        loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch),
+    ) -> None:
+        self._model = model.train()
+        self.model_parts = [self._model]
+        self._summed = loss
+        self._config = job.training
+        self._device = device
+        self.data_rank = dist.get_rank()
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        implementation = {"foreach": True} if device.type == "cpu" else {"fused": True}
+        self._optimizer = torch.optim.AdamW(
+            self._trained,
+            lr=self._config.lr,
+            betas=(self._config.beta1, self._config.beta2),
+            eps=self._config.eps,
+            weight_decay=self._config.weight_decay,
+            **implementation,
+        )
+        self._fused_step: Any = None
+        if "fused-adamw" in job.turbo:
+            from primus_images.turbo.sharded import Step
+
+            self._fused_step = Step(self._optimizer)
+        # Ranks have different seeds, so that dropout differs between them.
+        torch.manual_seed(self._config.seed + dist.get_rank())
+
+    @override
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
+        total = torch.zeros((), device=self._device)
+        for batch in batches:
+            loss = self._loss(self._model, batch)
+            (loss / terms).backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        placed = {
+            name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()
+        }
+        return self._summed(model, placed)
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the sum of the losses of a micro-batch on the CPU, without training on it. All ranks."""
+        self._model.eval()
+        loss = self._loss(self._model, batch)
+        self._model.train()
+        return loss
+
+    @override
+    def total(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @override
+    def step(self, lr: float) -> Tensor:
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
+        whole: Tensor = norm.full_tensor()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._fused_step:
+            self._fused_step.clip(whole, self._config.max_norm)
+            self._fused_step()
+        else:
+            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return whole
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        return {"model": model, "optimizer": optimizer}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups = self._optimizer.param_groups
+        ours = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
+        # PyTorch also loads the settings, such as weight decay. Those of this run count.
+        for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
+            group.update(settings)
+
+
+# Frozen weights are not saved; a resumed run reads them from their source again.
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -1,0 +1,252 @@
+"""Building Megatron's model from a recipe's sizes, with torch's attention, in its distributed wrapper."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import distributed, parallel_state
+from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from primus_images.recipes.architecture import Architecture
+from primus_images.training.backends.loop.config import LoopConfig
+from primus_images.training.backends.loop.session import sum_gradients
+from primus_images.training.backends.loop.weights import Files
+from primus_images.training.backends.megatron import cpu, render, weights
+from primus_images.training.judge.reference.names import from_canonical
+from primus_images.turbo.primus_turbo import attention
+from primus_images.yamlfile import section
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Settings that Megatron's own configuration classes do not have.
+
+    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
+    names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer states over the data-parallel
+    ranks, instead of optimizer states alone.
+    """
+
+    weights: str = "random"
+    torch_fsdp2: bool = False
+
+
+class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
+    """Megatron's wrapper of FSDP2, with gradients that are sums over tokens, as in its own buffers."""
+
+    def __init__(
+        self, config: TransformerConfig, ddp: distributed.DistributedDataParallelConfig, part: Any
+    ) -> None:
+        # Megatron's wrapper omits this: gradients of bfloat16 weights would be summed over the ranks in bfloat16.
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if ddp.grad_reduce_in_fp32 else None
+        )
+        fsdp2.fully_shard = partial(fully_shard, mp_policy=policy)
+        super().__init__(config, ddp, part)
+        sum_gradients(self)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Do nothing: FSDP2 reduces gradients during the backward pass. Megatron's wrapper lacks the argument."""
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Divide by the labels of the step. Megatron calls this method, and its wrapper does nothing."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scaling_factor)
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
+    """Causal core attention by ``scaled_dot_product_attention``, with the arguments of Megatron's own class.
+
+    Megatron's ``DotProductAttention`` stores the scores of all pairs of tokens: 64 GiB per layer for 32 heads and
+    8192 tokens in float32 with its backward pass. Grouped queries, a sliding window and latent attention (values of
+    another size than keys) are supported; dropout, packed sequences and context parallelism are not.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, **_other: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, max(1, layer_number)
+        )
+        # Megatron's window size counts the tokens before the token itself.
+        self.window = config.window_size[0] + 1 if windowed else 0
+
+    def forward(
+        self, *tensors: torch.Tensor | None, attn_mask_type: Any = None, **options: Any
+    ) -> torch.Tensor:
+        """Map query, key and value to [tokens, samples, heads × size of values]. The mask, which follows, is causal."""
+        assert all(option is None for option in options.values()), options
+        query, key, value, _mask = tensors
+        return self.attend(query, key, value).flatten(2)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        tokens, groups = query.size(2), query.size(1) // key.size(1)
+        mask = None
+        if self.window and tokens > self.window:
+            mask = (
+                torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+                .tril()
+                .triu(1 - self.window)
+            )
+            # With a mask, only the kernels without grouped queries avoid storing all scores.
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+            groups = 1
+        context = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=groups > 1,
+        )
+        return context.permute(2, 0, 1, 3)
+
+
+class TurboAttention(TorchAttention):
+    """The same with Primus Turbo's attention."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        window = self.window if query.size(1) > self.window else 0
+        return attention(query, key, value, scale=self.scale, window=window).transpose(0, 1)
+
+
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def _configured(
+    model: Architecture, training: LoopConfig, config: Mapping[str, Any], *, on_cpu: bool
+) -> TransformerConfig:
+    dtype, keys = getattr(torch, training.dtype), section(config, "model")
+    # Its layers need a GPU, and images for GPUs train proxies on CPUs, too.
+    engine = not on_cpu and find_spec("transformer_engine") is not None
+    values = {
+        **render.transformer(model, training),
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": on_cpu,
+        "transformer_impl": "transformer_engine" if engine else "local",
+        # The local grouped product needs another package, so each expert has its own product.
+        "moe_grouped_gemm": engine and bool(model.moe.experts),
+        # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
+        "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
+        **keys,
+    }
+    if values.get("moe_aux_loss_coeff"):
+        # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
+        # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
+        # number of sequences.
+        values["moe_aux_loss_coeff"] *= values.get("tensor_model_parallel_size", 1)
+        if values.get("moe_router_load_balancing_type") == "seq_aux_loss":
+            values["moe_aux_loss_coeff"] *= training.micro_batch_size
+    if values.get("fp8") and not engine:
+        raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
+    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**values)
+
+
+def build(
+    model: Architecture,
+    training: LoopConfig,
+    config: Mapping[str, Any],
+    choices: MegatronConfig,
+    turbo: tuple[str, ...],
+    *,
+    on_cpu: bool,
+    source: Path | None = None,
+) -> list[distributed.DistributedDataParallel | ShardedParallel]:
+    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients.
+
+    Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises SystemExit if it lacks one.
+    """
+    if find_spec("transformer_engine") is None:
+        cpu.apply_without_te()
+    transformer = _configured(model, training, config, on_cpu=on_cpu)
+    methods = weights.defer(transformer)
+    look_up = (
+        partial(from_canonical, "megatron", model, look_up=Files(source).whole) if source else None
+    )
+    usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not choices.torch_fsdp2}
+    ddp = distributed.DistributedDataParallelConfig(**usual | section(config, "ddp"))
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
+    # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
+    chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
+    parts = []
+    for stage in range(virtual or 1):
+        place = {"vp_stage": stage if virtual else None}
+        part = GPTModel(
+            config=transformer,
+            transformer_layer_spec=_spec(transformer, turbo, **place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **render.gpt(model, training.seq_len),
+            **place,
+        )
+        if not on_cpu:
+            part.cuda(torch.cuda.current_device())
+        weights.initialize(part, methods, training.seed, tied=model.tied_embeddings, source=look_up)
+        parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
+        for module in part.modules() if transformer.bf16 else ():
+            if isinstance(
+                module, TopKRouter
+            ):  # its biases stay in float32, as a forward pass converts them
+                module._maintain_float32_expert_bias()
+    if transformer.attention_backend == AttnBackend.auto:
+        os.environ.update(chosen)
+    if choices.torch_fsdp2:
+        return [ShardedParallel(transformer, ddp, part) for part in parts]
+    wrap = distributed.DistributedDataParallel
+    return [
+        wrap(transformer, ddp, part, disable_bucketing=number > 0)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _spec(config: TransformerConfig, turbo: tuple[str, ...], vp_stage: int | None) -> Any:
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if "turbo-attention" in turbo:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = TurboAttention
+    if engine:
+        return block
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        if "turbo-attention" not in turbo:
+            attention.core_attention = TorchAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and hasattr(attention, name):
+                setattr(attention, name, Norm)
+    return block
+
+
+class Norm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
+    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs an attribute."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_other: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel

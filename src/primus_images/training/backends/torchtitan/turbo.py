@@ -1,0 +1,275 @@
+"""Enables the catalogue's optimizations in torchtitan 0.2.2, and reports which of them ran.
+
+Nothing here is imported unless a job requests an optimization.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from primus_images.patch import replace
+from primus_images.turbo import fp8, primus_turbo, sharded
+from primus_images.turbo.attention import Attention, flash_attention_4, rotate
+from primus_images.turbo.experts import combine, dispatch, grouped_experts, routes
+from primus_images.turbo.kernels import LossHead, cast_fp8
+from primus_images.turbo.optimizations import CALLS
+
+
+def patch(names: Sequence[str]) -> None:
+    """Patch libraries in this process. Call it before torchtitan creates its process group."""
+    for name in names:
+        if name in _PATCHES:
+            _PATCHES[name]()
+
+
+def _turbo_fp8_linear() -> None:
+    from torchtitan.protocols import model_converter
+
+    class Converter:
+        def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+            self._filtered = job_config.quantize.linear.float8.filter_fqns
+
+        def convert(self, model: torch.nn.Module) -> None:
+            primus_turbo.convert_linears(model, self._filtered)
+
+        def post_optimizer_hook(self, model: Any) -> None:
+            """Do nothing: no scales are computed in advance."""
+
+    model_converter._registry_model_converter_cls["quantize.linear.float8"] = Converter
+
+
+def _turbo_grouped_gemm() -> None:
+    from torchtitan.models.moe import moe
+
+    def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
+        return primus_turbo.grouped_experts(*args)
+
+    # torchtitan compiles the function unless its name shows that it is compiled already. Primus Turbo's kernels must
+    # not be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
+    _run_experts_grouped_mm_dynamic.__qualname__ = "_run_experts_grouped_mm_dynamic"
+    # torchtitan uses the loop over experts if PyTorch has no grouped product.
+    for name in ("_run_experts_grouped_mm", "_run_experts_for_loop"):
+        replace(
+            moe, name, _run_experts_grouped_mm_dynamic, takes="w1, w2, w3, x, num_tokens_per_expert"
+        )
+
+
+def _expert_products() -> None:
+    from torchtitan.models.moe import moe
+
+    replace(
+        moe,
+        "_run_experts_grouped_mm",
+        grouped_experts,
+        takes="w1, w2, w3, x, num_tokens_per_expert",
+    )
+
+
+def _expert_routing() -> None:
+    """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of rows."""
+    from torchtitan.models.moe import moe
+
+    def experts_forward(
+        self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
+    ) -> torch.Tensor:
+        weights = (getattr(layer, "_local_tensor", layer) for layer in (self.w1, self.w2, self.w3))
+        # Looked up now, because torchtitan compiles the function after this change.
+        run = moe._run_experts_grouped_mm if self.use_grouped_mm else moe._run_experts_for_loop
+        return run(*weights, x, num_tokens_per_expert)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.score_before_experts:
+            raise RuntimeError(
+                "expert-routing supports only models that weight the experts' results"
+            )
+        tokens = x.view(-1, x.shape[-1])
+        scores, selected, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        ways = routes(selected, counts)
+        rows = self.experts(dispatch(tokens, ways), ways.counts)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        return combine(rows, scores.float(), ways, shared).view(x.shape)
+
+    replace(moe.GroupedExperts, "forward", experts_forward, takes="self, x, num_tokens_per_expert")
+    replace(moe.MoE, "forward", forward, takes="self, x")
+
+
+def _real_rope() -> None:
+    """Rotate without complex numbers, for which the compiler generates one kernel per operation."""
+    from torchtitan.models.deepseek_v3.model import model as deepseek
+    from torchtitan.models.llama3.model import model
+
+    def turn(
+        broadcast: Any, x: torch.Tensor, freqs_cis: torch.Tensor, positions: Any
+    ) -> torch.Tensor:
+        # Neighbors in a head are the real and the imaginary part.
+        pairs = x.float().unflatten(-1, (-1, 2))
+        return torch.view_as_real(broadcast(freqs_cis, pairs[..., 0], positions))
+
+    def both(
+        xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, positions: Any = None
+    ) -> Any:
+        turned = turn(model.reshape_for_broadcast, xq, freqs_cis, positions)
+        return rotate(xq, turned), rotate(xk, turned)
+
+    def one(x: torch.Tensor, freqs_cis: torch.Tensor, positions: Any = None) -> torch.Tensor:
+        return rotate(x, turn(deepseek.reshape_for_broadcast, x, freqs_cis, positions))
+
+    replace(model, "apply_rotary_emb", both, takes="xq, xk, freqs_cis, positions")
+    # DeepSeek's queries and keys are rotated in separate calls.
+    replace(deepseek, "apply_rotary_emb", one, takes="x, freqs_cis, positions")
+    CALLS["rotated"] += 1
+
+
+def _fp8_weight_cast() -> None:
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
+        scale = self._precomputed_scale
+        if scale is None:  # not computed before the first optimizer step
+            return original(self, mesh)
+        return (cast_fp8(self._tensor, scale, self._dtype),), (scale,)
+
+    original = replace(Weight, "fsdp_pre_all_gather", fsdp_pre_all_gather, takes="self, mesh")
+
+
+def _fp8_linear() -> None:
+    from torchao.float8.float8_linear import Float8Linear
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
+        out = fp8.linear(input, self.weight, self.config)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    replace(Float8Linear, "forward", forward, takes="self, input")
+
+
+def _fp8_projections() -> None:
+    from torchtitan.models.llama3.model import model
+
+    def forward(
+        self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None
+    ) -> Any:
+        layers = (self.wq, self.wk, self.wv)
+        if (
+            self.attn_type != "sdpa"
+            or attention_masks is not None
+            or any(layer.bias is not None for layer in layers)
+        ):
+            return original(self, x, freqs_cis, attention_masks, positions)
+        out = fp8.projections(x, [layer.weight for layer in layers], self.wq.config)
+        q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in out)
+        q, k = model.apply_rotary_emb(q, k, freqs_cis=freqs_cis, positions=positions)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        mixed = (
+            self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
+        )
+        return self.wo(mixed.view(*x.shape[:2], -1))
+
+    original = replace(
+        model.Attention, "forward", forward, takes="self, x, freqs_cis, attention_masks, positions"
+    )
+
+
+def _fp8_feed_forward() -> None:
+    from torchtitan.models.llama3.model.model import FeedForward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return fp8.feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
+
+    replace(FeedForward, "forward", forward, takes="self, x")
+
+
+_PATCHES: Mapping[str, Callable[[], object]] = {
+    "turbo-fp8-linear": _turbo_fp8_linear,
+    "turbo-grouped-gemm": _turbo_grouped_gemm,
+    "expert-products": _expert_products,
+    "expert-routing": _expert_routing,
+    "real-rope": _real_rope,
+    "fp8-weight-cast": _fp8_weight_cast,
+    "fp8-linear": _fp8_linear,
+    "fp8-projections": _fp8_projections,
+    "fp8-feed-forward": _fp8_feed_forward,
+    "reduce-scatter-copy-in": sharded.lay_out_gradients,
+}
+
+
+def _fuse_steps(optimizers: Iterable[Any]) -> None:
+    """Compute the gradient norm as before, but let the steps scale by it, because they read the gradients anyway."""
+    from torchtitan.distributed import utils
+
+    steps = []
+    for optimizer in optimizers:
+        optimizer.step = step = sharded.Step(optimizer)
+        optimizer._opt_called = True
+        steps.append(step)
+
+    def clip_grad_norm_(
+        parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        scale = torch.nn.utils.clip_grads_with_norm_
+        torch.nn.utils.clip_grads_with_norm_ = lambda *_, **__: None
+        try:
+            norm: torch.Tensor = original(parameters, max_norm, *args, **kwargs)
+        finally:
+            torch.nn.utils.clip_grads_with_norm_ = scale
+        for step in steps:
+            step.clip(norm, max_norm)
+        return norm
+
+    takes = "parameters, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled"
+    original = replace(utils, "clip_grad_norm_", clip_grad_norm_, takes=takes)
+    with contextlib.suppress(ImportError):
+        import torchao.float8
+
+        # The steps compute the scales.
+        torchao.float8.precompute_float8_dynamic_scale_for_fsdp = lambda _: None
+
+
+def changed_spec(spec: Any, names: Sequence[str]) -> Any:
+    """Return a torchtitan train spec whose model has the requested layers."""
+    fused = "linear-cross-entropy" in names
+
+    def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if fused:
+            model.output.__class__ = LossHead
+        for name, attend in (
+            ("flash-attention-4", flash_attention_4),
+            ("turbo-attention", primus_turbo.attention),
+        ):
+            for layer in model.layers.values() if name in names else ():
+                layer.attention.inner_attention = Attention(attend)
+        return spec.parallelize_fn(model, *args, **kwargs)
+
+    def build_loss(*args: Any, **kwargs: Any) -> Any:
+        whole = spec.build_loss_fn(*args, **kwargs)
+        # The head has already computed the sum; validation still passes logits.
+        return lambda pred, labels: pred if pred.dim() == 0 else whole(pred, labels)
+
+    loss = {"build_loss_fn": build_loss} if fused else {}
+    return dataclasses.replace(spec, parallelize_fn=parallelize, **loss)
+
+
+def changed_trainer(trainer: type, names: Sequence[str]) -> type:
+    """Return ``trainer`` with the requested head and optimizer."""
+
+    class TurboTrainer(trainer):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if "fused-adamw" in names:
+                _fuse_steps(self.optimizers)
+            if "peer-copies" in names:
+                sharded.attach(
+                    self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never"
+                )
+
+        def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
+            out = super().post_dataloading_process(input_dict, labels)
+            if "linear-cross-entropy" in names:
+                self.model_parts[0].output.labels = out[1]
+            return out
+
+    return TurboTrainer

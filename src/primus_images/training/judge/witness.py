@@ -1,0 +1,330 @@
+"""What a judged run leaves behind for the reference: batches, gradients, learning rates and weights of every step.
+
+README.md of the reference describes the files.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from primus_images.training.run.facts import NAMES
+
+# PyTorch 2.13 renamed this function, and warns about the old name.
+_all_gather = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks, with the same names.
+
+    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype: one for each tensor
+    takes several times as long, and DTensor's own crashed with gloo in one of a million (PyTorch 2.11 and 2.13).
+    """
+    wholes: dict[str, torch.Tensor] = {}
+    packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and (group := _group_of_rows(tensor)) is not None:
+            packs.setdefault((group, tensor.dtype), {})[name] = tensor
+        else:
+            wholes[name] = whole_tensor(tensor)
+    for (group, _), pack in packs.items():
+        wholes |= _gathered(pack, group)
+    return {name: wholes[name] for name in tensors}
+
+
+def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
+    sharded = [
+        number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    ]
+    # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
+    if (
+        len(sharded) != 1
+        or type(placement := tensor.placements[sharded[0]]) is not Shard
+        or placement.dim != 0
+    ):
+        return None
+    return tensor.device_mesh.get_group(sharded[0])
+
+
+def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    ranks = group.size()
+    # The last ranks may have fewer rows than the others, or none.
+    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]
+    sizes = [
+        count * tensor.shape[1:].numel()
+        for tensor, count in zip(tensors.values(), rows, strict=True)
+    ]
+    shards = [tensor.to_local().detach().flatten() for tensor in tensors.values()]
+    mine = torch.cat(
+        [pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)]
+    )
+    every = mine.new_empty(ranks * len(mine))
+    _all_gather(every, mine, group=group)
+    parts = every.cpu().view(ranks, -1).split(sizes, 1)
+    return {
+        name: part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+_BLOCK, _OUTPUT, _WRAPPER = (re.compile(NAMES[kind]) for kind in ("block", "output", "wrapper"))
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Blocks:
+    """Hooks on the blocks and the output layer of ``parts``, in place between :meth:`watch` and :meth:`taken`."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        self._modules = dict(_blocks(parts))
+        self._hooks: list[Any] = []
+        self._recorders: dict[str, _Recorder] = {}
+
+    def watch(self) -> None:
+        """Record all calls from now on, but those that repeat a forward pass in the backward pass."""
+        for name, module in self._modules.items():
+            recorder = self._recorders[name] = _Recorder(whole=name != "output")
+            self._hooks += [
+                module.register_forward_pre_hook(recorder.before, with_kwargs=True),
+                module.register_forward_hook(recorder.after),
+            ]
+
+    def taken(self) -> dict[str, list[Tensors]]:
+        """Return name of a module → its inputs, outputs and their gradients, per call; and remove the hooks.
+
+        Names are ``layers.N``, ``[single_]transformer_blocks.N`` and ``output``, whose calls have no inputs.
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        recorders, self._recorders = self._recorders, {}
+        return {name: recorder.calls for name, recorder in recorders.items()}
+
+
+def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for part in parts:
+        for path, module in part.named_modules():
+            name = _WRAPPER.sub("", path)
+            if path != name and _WRAPPER.search(path.rpartition(".")[2]):
+                # The wrapper around it has been found. It is called once, the module within it twice if it recomputes.
+                continue
+            if (match := _BLOCK.search(name)) and match.end() == len(name):
+                # Megatron numbers the layers of each pipeline stage from 0, but knows their place in the model.
+                number = getattr(module, "layer_number", int(match[2]) + 1) - 1
+                yield f"{match[1]}.{number}", module
+            elif _OUTPUT.fullmatch(name) and not _BLOCK.search(name):
+                yield "output", module
+
+
+# Has one mapping per call in ``calls``: the tensors, and later their gradients. Without ``whole``, only outputs,
+# because logits and their gradients are the largest tensors of a small model.
+class _Recorder:
+    def __init__(self, *, whole: bool) -> None:
+        self.calls: list[Tensors] = []
+        self._whole = whole
+        # Calls that had no graph. The backward pass repeats them, first come first, and then they get their gradients.
+        self._without_graph: list[Tensors] = []
+        self._current: Tensors | None = None
+
+    def before(
+        self, module: torch.nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        if not module.training:  # an evaluation
+            self._current = None
+            return
+        inputs = {"hidden_states": arguments[0], **named} if arguments else named
+        tensors = {
+            f"in.{name}": inputs.get(name)
+            for name in ("hidden_states", "encoder_hidden_states", "temb")
+        }
+        if torch._C._current_graph_task_id() == -1:  # not within a backward pass
+            self._current = {}
+            self.calls.append(self._current)
+            if not torch.is_grad_enabled():
+                self._without_graph.append(self._current)
+        else:
+            self._current = self._without_graph.pop(0) if self._without_graph else None
+        if self._whole:
+            self._record(tensors)
+
+    def after(self, _module: torch.nn.Module, _given: Sequence[Any], out: Any) -> None:
+        parts = out if isinstance(out, tuple) else (out,)
+        self._record({f"out.{number}": part for number, part in enumerate(parts)})
+
+    def _record(self, tensors: Mapping[str, Any]) -> None:
+        if (call := self._current) is None:
+            return
+        for name, tensor in tensors.items():
+            # A head that computes the loss, too, returns one number, and no logits.
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                call.setdefault(name, whole_tensor(tensor))
+                if self._whole and tensor.requires_grad and torch.is_grad_enabled():
+                    tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
+
+
+def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
+    # Autograd passes None where a block's result is not used, which stands for zeros.
+    call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The input of one update, as ``update-STEP.pt`` has it; and ``weights`` after it, if they are at hand."""
+
+    gradients: Mapping[str, torch.Tensor]
+    rates: Mapping[str, float]
+    stale: Sequence[str] = field(default_factory=list)
+    apart: Sequence[str] = field(default_factory=list)
+    weights: Mapping[str, torch.Tensor] | None = None
+
+
+class Witness:
+    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order.
+
+    ``whole`` and ``taken`` are those of :class:`primus_images.training.backends.loop.session.Session`.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        parts: Sequence[torch.nn.Module],
+        data_rank: int,
+        *,
+        examined: Sequence[int] = (),
+        whole: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        taken: Callable[[], Taken | None] = lambda: None,
+    ) -> None:
+        self._examined = examined
+        self._blocks = Blocks(parts)
+        self._folder = output / "witness"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._parts, self._whole, self._taken = (
+            parts,
+            whole or partial(whole_parameters, parts),
+            taken,
+        )
+        self._batch: dict[str, list[torch.Tensor]] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._rates: dict[str, float] = {}
+        self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
+        self._optimizers: set[torch.optim.Optimizer] = set()
+        register_optimizer_step_pre_hook(self._before_update)
+        self._seconds: dict[int, float] = {}
+        self._random = torch.get_rng_state()
+        device = next((p.device.type for part in parts for p in part.parameters()), "cpu")
+        self._rank = {"data_rank": data_rank, "seed": torch.initial_seed(), "device": device}
+
+    def batch(self, **parts: torch.Tensor) -> None:
+        """Record a micro-batch of the current step."""
+        for name, tensor in parts.items():
+            self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
+
+    def first_weights(self, step: int) -> None:
+        """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
+        self._weights(step, self._whole())
+
+    def step(self, step: int) -> None:
+        """Write the record of ``step`` and the weights after it. All ranks."""
+        with self.busy(step):
+            torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
+            self._batch = {}
+            if step in self._examined:
+                calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
+                torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
+            taken = self._taken()
+            if taken is None and self._rates:
+                taken = Taken(gradients=self._gradients, rates=self._rates)
+            if _rank() == 0 and taken:
+                content = {key: value for key, value in vars(taken).items() if key != "weights"}
+                torch.save(content, self._folder / f"update-{step}.pt")
+            self._gradients, self._rates = {}, {}
+            # Other ranks than the first have no weights at hand, and gathering them is a matter of all.
+            self._weights(
+                step, self._whole() if taken is None or taken.weights is None else taken.weights
+            )
+
+    @contextmanager
+    def busy(self, step: int) -> Iterator[None]:
+        """Count the time in the context as writing evidence after ``step``, not as the run's own. All ranks."""
+        began = time.perf_counter()
+        yield
+        self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
+        if _rank() == 0:
+            (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+
+    def erase(self) -> None:
+        """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
+        self._random = torch.get_rng_state()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for tensor in _stored(self._parts).values():
+                if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
+                    tensor.zero_()
+            for optimizer in self._optimizers:
+                for parameter, state in optimizer.state.items():
+                    for tensor in (parameter, *state.values()):
+                        if isinstance(tensor, torch.Tensor):
+                            tensor.zero_()
+
+    def loaded(self) -> None:
+        """Record whether a checkpoint restored the random state that :meth:`erase` found. All ranks."""
+        content = {"kept": torch.equal(self._random, torch.get_rng_state())}
+        (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
+        torch.set_rng_state(self._random)
+
+    def _weights(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+        if _rank() == 0:
+            waiting = self._folder / f"weights-{step}.waiting"
+            torch.save({"weights": dict(weights)}, waiting)
+            os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
+        if step + 1 in self._examined:
+            self._blocks.watch()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+        if isinstance(getattr(optimizer, "optimizers", None), list):
+            # torchtitan's container of optimizers. Those in it run their own hooks, with the rates of this step.
+            return
+        self._optimizers.add(optimizer)
+        gradients: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if name := self._names.get(id(parameter)):
+                    self._rates[name] = float(group["lr"])
+                    if parameter.grad is not None:
+                        gradients[name] = parameter.grad
+        whole = whole_tensors(gradients)
+        if _rank() == 0:
+            self._gradients |= whole
+
+
+def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a copy on the CPU."""
+    return whole_tensors(_stored(parts))
+
+
+def _stored(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    items = chain.from_iterable(part.state_dict(keep_vars=True).items() for part in parts)
+    return {name: tensor for name, tensor in items if isinstance(tensor, torch.Tensor)}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

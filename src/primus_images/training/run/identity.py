@@ -1,0 +1,251 @@
+"""What weights and checkpoints are: fingerprints, and what a checkpoint was trained from."""
+
+import hashlib
+import io
+import json
+import stat
+import zipfile
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from primus_images.errors import InputError, nearest
+from primus_images.files import read_bytes, sha256_of, write_file
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.rules import rules_of
+from primus_images.recipes.schema import model_rules
+from primus_images.recipes.tensors import header, tensor_files
+from primus_images.refusals import refusal
+from primus_images.training.run.job import step_of, steps
+from primus_images.yamlfile import flat
+
+_SAMPLE = 1 << 16
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a sha256 of the files' names, sizes and headers, and some bytes of each: all would take minutes."""
+    hasher = hashlib.sha256()
+    for file in tensor_files(folder):
+        size = file.stat().st_size
+        hasher.update(f"{file.name} {size} ".encode() + header(file).text)
+        with file.open("rb") as stream:
+            for place in (size // 3, size // 2, size - _SAMPLE):
+                stream.seek(max(0, place))
+                hasher.update(stream.read(_SAMPLE))
+    return hasher.hexdigest()
+
+
+FILE = "recipe.json"
+FORMAT = 1
+ALL = "all"
+_METADATA = ".metadata"
+# These change the tensors or their names, so no option can accept a difference.
+_NEVER = ("backend", "mode", "layout")
+
+
+def of(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields, with their values, that a resumed run must share with the run that made its checkpoint.
+
+    Files are compared by content, not by name.
+    """
+    section = recipe.section(recipe.backend)
+    fields: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
+    fields |= {
+        f"model.{key}": value
+        for key, value in flat(asdict(recipe.architecture))
+        if key != "hf_repo"
+    }
+    for key, digest in recipe.asset_digests.items():
+        fields[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
+    fields |= {
+        "data.column": "",
+        **{f"data.{key}": value for key, value in recipe.section("data").items()},
+        "seq_len": recipe.seq_len,
+        "global_batch": recipe.global_batch,
+        "seed": recipe.seed,
+        **rules_of(recipe).layout(recipe),
+    }
+    # Checkpoints from before these settings have no such fields.
+    fields |= {"packing": True} if section.get("packing") else {}
+    fields |= {key: recipe.get(key, float) for key in ("eval.fraction",) if key in recipe.settings}
+    if recipe.mode == "lora":
+        fields |= {
+            f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")
+        }
+        # The checkpoint contains only the adapters.
+        weights = recipe.weights
+        name = recipe.find(f"{recipe.backend}.weights", "random")
+        fields["weights"] = f"sha256:{fingerprint(weights)}" if weights else name
+    return fields
+
+
+def seal(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Write ``identity``, the step and all file sizes to the complete checkpoint in ``folder``."""
+    files = {
+        path.name: path.stat().st_size
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != FILE
+    }
+    content = {
+        "format": FORMAT,
+        "step": step_of(folder.with_name(folder.name.removeprefix("."))),
+        "identity": dict(identity),
+        "files": files,
+        "metadata_sha256": sha256_of(folder / _METADATA),
+    }
+    write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def seal_newest(checkpoints: Path, identity: Mapping[str, Any], keep: int) -> None:
+    """Seal the complete checkpoints in a folder to which a backend writes them, one after the other.
+
+    The backend deletes all but the newest ``keep`` (0: none) at any time, so only these are looked at.
+    """
+    for folder in reversed(steps(checkpoints)[-keep:]):
+        if (folder / FILE).exists():
+            return
+        # Without metadata, it is not complete yet. A folder that disappears while it is looked at seems to exist.
+        with suppress(FileNotFoundError, FileExistsError):
+            seal(folder, identity)
+
+
+def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
+    """Raise InputError if the checkpoint is damaged, or of another run than ``recipe`` describes.
+
+    ``accepted`` are fields that may differ, prefixes of their names (``model``), or ``all``.
+    """
+    current = of(recipe)
+    changeable = [field for field in current if not _fixed(field)]
+    for name in accepted:
+        if not any(_covers(name, field) for field in changeable):
+            raise refusal(
+                "no_field", name=name, nearest=nearest(name, current), fields=", ".join(changeable)
+            )
+    try:
+        content = _content(folder)
+    except _Damage as error:
+        others = [path for path in steps(folder.parent) if path != folder and complete(path)]
+        way = (
+            f"--resume-from {others[-1]} appears to be intact"
+            if others
+            else "start again without --resume-from"
+        )
+        raise refusal("damaged_checkpoint", folder, error=error, way=way) from error
+    except FileNotFoundError:
+        if ALL in accepted:
+            return
+        raise refusal("no_seal", folder, file=FILE, all=ALL) from None
+    if (step := content.get("step")) is not None and step != step_of(folder):
+        raise refusal("renamed_checkpoint", folder, name=folder.name, step=step)
+    # A field of a model that an older version did not have had its default.
+    defaults = {f"model.{key}": rule.default for key, rule in model_rules().items()}
+    saved: dict[str, Any] = {
+        key: value for key, value in defaults.items() if key in current
+    } | content["identity"]
+    wrong = [field for field in current | saved if saved.get(field) != current.get(field)]
+    refused = [
+        field
+        for field in wrong
+        if _fixed(field) or not any(_covers(name, field) for name in accepted)
+    ]
+    if refused:
+        changes = [
+            f"{field} was {_shown(saved.get(field))}, and is {_shown(current.get(field))} now"
+            for field in refused
+        ]
+        hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
+        if never := [field for field in refused if _fixed(field)]:
+            hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
+        raise refusal("another_run", folder, changes="; ".join(changes), way=hint)
+
+
+def _fixed(field: str) -> bool:
+    return field.partition(".")[0] in _NEVER
+
+
+def _covers(name: str, field: str) -> bool:
+    return name in (ALL, field) or field.startswith(f"{name}.")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str) and value.startswith("sha256:"):
+        return value[:19] + "…"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def saved(folder: Path) -> Mapping[str, Any]:
+    """Return the fields that were sealed into ``folder``; none if it is not a whole checkpoint."""
+    with suppress(_Damage, InputError, FileNotFoundError):
+        return dict(_content(folder)["identity"])
+    return {}
+
+
+def complete(folder: Path) -> bool:
+    """Return whether ``folder`` is a sealed checkpoint with all its files in their full sizes."""
+    return bool(saved(folder))
+
+
+class _Damage(Exception):
+    pass
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """Return the seal of a checkpoint. FileNotFoundError: it has none."""
+    try:
+        content = json.loads(read_bytes(folder / FILE))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError, InputError) as error:
+        raise _Damage(f"{FILE} cannot be read") from error
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key), dict) for key in ("identity", "files")
+    ):
+        raise _Damage(f"{FILE} was not written by primus")
+    if content.get("format") != FORMAT:
+        raise refusal("another_format", folder / FILE, written=content.get("format"), format=FORMAT)
+    for name, size in content["files"].items():
+        if not isinstance(size, int):
+            raise _Damage(f"{FILE} was not written by primus")
+        try:
+            status = (folder / Path(name).name).stat()
+        except OSError as error:
+            raise _Damage(f"{name} is missing") from error
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise _Damage(f"{name} has {status.st_size:,} of {size:,} bytes")
+    try:
+        digest = sha256_of(folder / _METADATA)
+    except (OSError, InputError) as error:
+        raise _Damage(f"{_METADATA} cannot be read") from error
+    if digest != content.get("metadata_sha256"):
+        raise _Damage(f"{_METADATA} has changed")
+    return content
+
+
+def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
+    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32, which torch does not verify.
+
+    If there are ranks, they share the work. Raises SystemExit if a tensor differs.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    items = sorted(
+        (place.relative_path, place.offset, place.length, index.fqn)
+        for index, place in dcp.FileSystemReader(folder).read_metadata().storage_data.items()
+        if names is None or index.fqn in names
+    )
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for file, offset, length, name in items[rank::ranks]:
+        try:
+            with (folder / Path(file).name).open("rb") as whole:
+                whole.seek(offset)
+                damaged = zipfile.ZipFile(io.BytesIO(whole.read(length))).testzip() is not None
+        except Exception:  # noqa: BLE001, damage shows in many ways
+            damaged = True
+        if damaged:
+            raise SystemExit(
+                f"{folder}: the checkpoint is damaged: {name} in {file} does not match its checksum "
+                "(resume from another checkpoint)"
+            )

@@ -1,0 +1,297 @@
+"""The input of a job's ranks (files, command line, environment), and the facts that they must report."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from primus_images.errors import InputError, PrimusError
+from primus_images.files import text_if_readable
+from primus_images.recipes.choose import CPU
+from primus_images.recipes.rules import rules_of
+from primus_images.refusals import refusal
+from primus_images.system import fabric
+from primus_images.system.host import Host
+from primus_images.training.backends.backend import backend_of
+from primus_images.training.run import identity
+from primus_images.training.run.job import Job
+from primus_images.training.run.processes import clean
+from primus_images.turbo import optimizations
+from primus_images.yamlfile import read_values
+
+# How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
+_MEETING_SECONDS = 600
+_VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
+
+
+def job_file(job: Job) -> str:
+    """Return the text of ``job.json``, which the ranks read and which records the request."""
+    recipe = job.recipe
+    content = {
+        "name": job.name,
+        "first_step": job.first_step,
+        "last_step": job.last_step,
+        "examined": job.examined,
+        "verify_steps": job.verify_steps,
+        "output": str(job.output),
+        "witness": job.judged,
+        "resume_from": str(job.resume_from) if job.resume_from else None,
+        # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.
+        "blocks": rules_of(recipe).blocks_judged(recipe),
+        "recipe": {
+            "name": recipe.name,
+            "sha256": recipe.digest,
+            "overrides": [*recipe.choices.words(), *recipe.overrides],
+        },
+        "identity": identity.of(recipe),
+        "backend": recipe.backend,
+        "mode": recipe.mode,
+        "precision": recipe.precision,
+        "gpu": recipe.gpu,
+        "world_size": recipe.world_size,
+        "accumulation": recipe.accumulation,
+        "data_parallel": recipe.data_parallel,
+        "global_batch": recipe.global_batch,
+        "turbo": list(job.turbo),
+        "model": asdict(recipe.architecture),
+        "assets": {
+            name: str(recipe.asset(name) or value)
+            for name, value in recipe.section("assets").items()
+        },
+        "data": recipe.section("data"),
+        "evaluation": {
+            "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
+            "patience": recipe.find("eval.patience", 0),
+            "fraction": recipe.find("eval.fraction", 0.0),
+        }
+        if recipe.section("eval")
+        else {},
+        "config": recipe.section(recipe.backend),
+        "settings": {
+            key: {"value": s.value, "origin": s.origin} for key, s in recipe.settings.items()
+        },
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def files(job: Job) -> dict[str, str]:
+    """Return name → text of every file that the ranks read from the job's folder."""
+    return {"job.json": job_file(job), **backend_of(job.recipe).files(job)}
+
+
+def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the command that starts all ranks of ``job`` on this machine, in the environment ``variables``."""
+    module = ["-m", f"primus_images.training.{job.recipe.backend}.entry", str(job.output)]
+    count = str(job.recipe.get("ranks", int))
+    if job.recipe.get("nodes", int) == 1:
+        return [
+            python,
+            "-m",
+            "primus_images.training.run.spawn",
+            count,
+            *job.wrap,
+            python,
+            "-u",
+            *module,
+        ]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        count,
+        *_meeting(job, variables),
+        # Each rank also writes its own files, because the log of a node mixes the lines of its ranks.
+        "--tee",
+        "3",
+        "--log-dir",
+        str(folder_of_node(job, variables) / "cache" / "torchrun"),
+        *(["--no-python", *job.wrap, python, "-u"] if job.wrap else []),
+        *module,
+    ]
+
+
+def node_rank(job: Job, variables: Mapping[str, str]) -> int:
+    """Return the number of this node: NODE_RANK, or a scheduler's variable. Raises InputError if none is set."""
+    nodes = job.recipe.get("nodes", int)
+    if nodes == 1:
+        return 0
+    name = next(filter(variables.get, ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")), None)
+    if name is None:
+        raise _not_set(job, "NODE_RANK")
+    text = variables[name]
+    if not (text.isascii() and text.isdigit() and int(text) < nodes):
+        raise InputError(
+            f"must be a whole number from 0 to {nodes - 1}, not {text!r}", where=f"{name}={text}"
+        )
+    return int(text)
+
+
+def _not_set(job: Job, name: str) -> PrimusError:
+    nodes = job.recipe.settings["nodes"]
+    return refusal("not_set", nodes.origin, nodes=nodes.value, name=name)
+
+
+def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
+    """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's folder."""
+    node = node_rank(job, variables)
+    return job.output / f"node-{node}" if node else job.output
+
+
+def awaited(job: Job, variables: Mapping[str, str]) -> str:
+    """Return whom this node waits for before it starts its ranks; empty if for nobody."""
+    folder = folder_of_node(job, variables) / "cache" / "torchrun"
+    # torchrun creates the folder before the nodes meet, and one inside it afterwards.
+    if not folder.is_dir() or any(folder.iterdir()):
+        return ""
+    nodes, (address, port) = job.recipe.get("nodes", int), _place(job, variables)
+    # In each row, address and port of this side and the other one, in hexadecimal, and the state: 01 is connected.
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in text_if_readable(Path("/proc/net", name)).splitlines()
+    ]
+    here, there = (
+        sum(row[3] == "01" and row[side].endswith(f":{int(port):04X}") for row in rows)
+        for side in (1, 2)
+    )
+    if node_rank(job, variables) == 0:
+        who = (
+            ""
+            if here >= nodes
+            else f"other nodes: {here} of {nodes} are connected to {address}:{port}"
+        )
+    else:
+        who = (
+            f"other nodes of {nodes}"
+            if there
+            else f"node 0 of {nodes}, which opens {address}:{port}"
+        )
+    return who and f"waiting for {who} (the job ends after {_MEETING_SECONDS} s)"
+
+
+def _place(job: Job, variables: Mapping[str, str]) -> tuple[str, str]:
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
+    if not address:
+        raise _not_set(job, "MASTER_ADDR")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise InputError(
+            f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}"
+        )
+    return address, port
+
+
+def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
+    nodes = job.recipe.get("nodes", int)
+    first = node_rank(job, variables) == 0
+    address, port = _place(job, variables)
+    local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
+    return [
+        "--nnodes",
+        str(nodes),
+        "--rdzv-backend",
+        "c10d",
+        # The id rejects agents of another job, or of an earlier attempt of this one, that find the same port.
+        "--rdzv-id",
+        variables.get("RDZV_ID") or job.name,
+        "--rdzv-endpoint",
+        f"{address}:{port}",
+        "--rdzv-conf",
+        f"is_host={'true' if first else 'false'},read_timeout={_MEETING_SECONDS},"
+        f"join_timeout={_MEETING_SECONDS}",
+        *(["--local-addr", local] if local else []),
+    ]
+
+
+def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's folder or beside it."""
+    cache = folder_of_node(job, inherited) / "cache"
+    variables = clean(inherited)
+    if job.recipe.get("nodes", int) > 1:
+        # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
+        if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):
+            variables = {
+                "NCCL_SOCKET_IFNAME": interface,
+                "GLOO_SOCKET_IFNAME": interface,
+            } | variables
+        if job.recipe.gpu != CPU:
+            variables |= fabric.variables(Host(environment=variables))
+        # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
+        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
+    if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
+        variables |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(cache / "huggingface"),
+        }
+    compiled = compiled_before(job)
+    if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
+        compiled = cache
+    # The same search as in Python's tempfile, which keeps its answer for the whole process.
+    places = (
+        *map(inherited.get, ("TMPDIR", "TEMP", "TMP")),
+        "/tmp",
+        "/var/tmp",
+        "/usr/tmp",
+        Path.cwd(),
+    )
+    if not any(place and os.access(place, os.W_OK | os.X_OK) for place in places):
+        # A read-only root file system without --tmpfs /tmp.
+        variables["TMPDIR"] = str(cache)
+    variables |= {name: str(compiled / folder) for name, folder in _VARIABLES["compiled"].items()}
+    variables |= {**_VARIABLES["always"], "XDG_CACHE_HOME": str(cache)}
+    return {
+        **_VARIABLES["usual"],
+        "MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri(),
+        **variables,
+    }
+
+
+def compiled_before(job: Job) -> Path | None:
+    """Return the folder of kernels from earlier runs with the same compilers and GPU; None to compile anew.
+
+    CPU keys do not cover the instruction set, and a proof must not depend on files of earlier runs.
+    """
+    if job.compiled is None or job.judged or job.recipe.gpu == CPU:
+        return None
+    return job.compiled / f"{_packages()[:16]}-{job.recipe.gpu}"
+
+
+@cache
+def _packages() -> str:
+    # PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
+    digest = hashlib.sha256(
+        repr(
+            sorted((package.name, package.version) for package in metadata.distributions())
+        ).encode()
+    )
+    for source in sorted(Path(optimizations.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def expected_facts(job: Job) -> dict[str, Any]:
+    """Return the facts that the run must report if it ran as the recipe requests; keys as in ``facts.json``."""
+    recipe = job.recipe
+    expected: dict[str, Any] = {
+        "world_size": recipe.world_size,
+        "local_batch_size": recipe.local_batch,
+        "accumulation_steps": recipe.accumulation,
+        "seq_len": recipe.seq_len,
+    }
+    if recipe.architecture.vocab_size:
+        expected["vocab_size"] = recipe.architecture.vocab_size
+    if recipe.mode == "lora":
+        expected |= {"mode": "lora", "trained_outside_adapters": 0}
+    if recipe.seed >= 0:
+        expected["seed"] = recipe.seed
+    if recipe.deterministic:
+        expected["deterministic"] = True
+    if job.turbo:
+        expected["turbo"] = sorted(job.turbo)
+    return expected

@@ -1,0 +1,1 @@
+"""What text becomes: the documents of a corpus, and their tokens."""

@@ -1,0 +1,227 @@
+"""The fastest solution of every GEMM, by PyTorch's TunableOp: shapes, measurement on all GPUs, merged result.
+
+PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and reads the result in
+later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions. On
+ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only cuBLAS, so nothing gets faster there.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primus_images.errors import CheckFailed, InputError
+from primus_images.files import write_file
+from primus_images.recipes.recipe import Recipe
+from primus_images.refusals import refusal
+from primus_images.waits import holders
+
+_RECORDED = ("Gemm", "ScaledGemm")
+# Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
+_PART = 16
+# Results are read per device: PyTorch replaces %d by the device's number.
+_DEVICES = 16
+_READING = {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "0"}
+_WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
+# Settings that change no matrix product, only the length of a run or the location of its files.
+_NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a result is valid for: the version of PyTorch, the GPU's architecture and the recipe's hash."""
+
+    pytorch: str
+    arch: str
+    recipe: str
+
+    @staticmethod
+    def of(recipe: Recipe, pytorch: str, arch: str) -> "Key":
+        """Return the key of ``recipe``, without the settings that change no matrix product."""
+        neutral = {recipe.knows.key(name) for name in _NEUTRAL}
+        values = {
+            key: setting.value
+            for key, setting in recipe.settings.items()
+            if key not in neutral and not key.startswith(("assets.", "validation."))
+        }
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return Key(pytorch=pytorch, arch=arch, recipe=digest)
+
+    @property
+    def digest(self) -> str:
+        """The hash of the key, for names of folders."""
+        return hashlib.sha256(json.dumps(vars(self)).encode()).hexdigest()[:16]
+
+
+class Place:
+    """The files of one recipe below ``root``: a folder of recorded ``shapes``, the result, and the key of the result.
+
+    ``tuned`` is the file name of the result, with %d for the device's number.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.shapes = root / "gemm_shape"
+        self.tuned = root / "gemm_tune" / "tunableop_results%d.csv"
+        self.key = self.tuned.parent / "key.json"
+
+
+def dumping(place: Place, node: str) -> dict[str, str]:
+    """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""
+    return {
+        **_READING,
+        "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
+        "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(
+            place.shapes / f"tunableop_untuned_node{node}_gpu.csv"
+        ),
+    }
+
+
+def read_shapes(folder: Path) -> list[str]:
+    """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if there is none."""
+    shapes: dict[str, None] = {}
+    for file in sorted(folder.glob("*.csv")):
+        # If the process was killed, its last line can be truncated at any point.
+        whole, _, _ = file.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+        for line in whole.splitlines():
+            if line.startswith(_RECORDED) and "," in line:
+                shapes[",".join(line.split(",")[:2])] = None
+    if not shapes:
+        raise refusal("no_gemm", folder=folder)
+    return list(shapes)
+
+
+def measure(
+    shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable
+) -> tuple[list[str], list[str]]:
+    """Measure every shape, a part at a time on each of ``gpus``. Finished parts in ``folder`` are reused.
+
+    Returns the lines of PyTorch's file: those that name versions, and one ``OPERATION,SHAPE,SOLUTION,TIME`` for each
+    GEMM. Raises CheckFailed if PyTorch fails, after the parts in progress have ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [shapes[start : start + _PART] for start in range(0, len(shapes), _PART)]
+    free = list(gpus)
+
+    def work(number: int) -> Path:
+        gpu = free.pop()
+        try:
+            return _part(parts[number], folder, number, gpu, python)
+        finally:
+            free.append(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        files = list(pool.map(work, range(len(parts))))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [line for line in lines if line.startswith(_RECORDED) and line.count(",") >= 2]
+    if not rows:
+        raise CheckFailed(
+            f"PyTorch measured none of {len(shapes)} GEMMs", hint="it skips products with a vector"
+        )
+    # The parts have the same validators, because the key of their folder names PyTorch's version.
+    return list(dict.fromkeys(line for line in lines if line.startswith("Validator,"))), rows
+
+
+def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: str) -> Path:
+    todo, done = folder / f"part-{number}.todo.csv", folder / f"part-{number}.csv"
+    text = "\n".join(shapes) + "\n"
+    if done.is_file() and todo.is_file() and todo.read_text(encoding="utf-8") == text:
+        return done
+    done.unlink(missing_ok=True)
+    write_file(todo, text)
+    # A process that a killed command left behind may still write to its own file.
+    raw = folder / f"part-{number}.{os.getpid()}-%d.csv"
+    result = _of_device(raw, 0)
+    result.unlink(missing_ok=True)
+    environment = {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("PYTORCH_TUNABLEOP_")
+        },
+        **_READING,
+        "PYTORCH_TUNABLEOP_TUNING": "1",
+        "PYTORCH_TUNABLEOP_FILENAME": str(raw),
+        # Each vendor's driver reads its own variable.
+        "HIP_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": gpu,
+    }
+    ended = subprocess.run(
+        [python, "-c", _WORKER, str(todo)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        errors="replace",
+        check=False,
+    )
+    if ended.returncode or not result.is_file():
+        lines = [line[:300] for line in ended.stderr.splitlines() if line.strip()] or [
+            "it wrote no result"
+        ]
+        raise refusal("unmeasured_gemms", count=len(shapes), gpu=gpu, reason=lines[-1])
+    result.replace(done)
+    return done
+
+
+def merge(place: Place, key: Key, lines: Sequence[str]) -> None:
+    """Write the lines of a result for every device, and its key. A result without a matching key is not used."""
+    place.tuned.parent.mkdir(parents=True, exist_ok=True)
+    place.key.unlink(missing_ok=True)
+    for device in range(_DEVICES):
+        write_file(_of_device(place.tuned, device), "\n".join(lines) + "\n")
+    write_file(place.key, json.dumps(vars(key), indent=2) + "\n")
+
+
+def check(place: Place, key: Key) -> Mapping[str, str]:
+    """Return the environment variables of a run with ``key`` that uses the result.
+
+    Raises InputError if there is no result, or one of another key.
+    """
+    if not (tuned := _of_device(place.tuned, 0)).is_file():
+        raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
+    try:
+        stored: Any = json.loads(place.key.read_text(encoding="utf-8"))
+        differences = [
+            # The recipe's part is a hash, which tells a reader nothing.
+            "other settings of the recipe"
+            if name == "recipe"
+            else f"{name} {stored.get(name)} instead of {value}"
+            for name, value in vars(key).items()
+            if stored.get(name) != value
+        ]
+    except (OSError, ValueError, AttributeError):
+        raise refusal("no_key", tuned=tuned, key=place.key) from None
+    if differences:
+        raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
+    return {**_READING, "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
+
+
+def _of_device(name: Path, device: int) -> Path:
+    return Path(str(name).replace("%d", str(device)))
+
+
+def folder_of(recipe: str, below: Path) -> Path:
+    """Return the folder of a recipe's results below ``below``, named like its file."""
+    return below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock the folder while the context is open. Raises HostError if another process holds the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "lock"
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise refusal(
+                "tuned_now", folder=folder, holders=holders(lock.fileno(), path)
+            ) from error
+        yield

@@ -1,0 +1,245 @@
+"""Fetch missing locked files into the cache, through the host's own pip, apt, registry and git configuration.
+
+A file is identified by its sha256 alone, so a mirror, a local folder and the original source are equally good.
+"""
+
+import errno
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import BinaryIO
+
+import requests
+from urllib3.exceptions import HTTPError
+
+from primus_images.errors import HostError
+from primus_images.progress import Progress
+from primus_images.refusals import refusal
+from primus_images.terminal import counted, some
+from primus_images.versions.debs import download_debs
+from primus_images.versions.filecache import FileCache
+from primus_images.versions.indexes import LOGIN_HINT, Indexes, Offer
+from primus_images.versions.lock import LockedFile, Request, suites_of
+from primus_images.versions.remotes import archive_commit, copy_image
+from primus_images.versions.traffic import bare_url, cause
+from primus_images.waits import answer_of
+
+_JOBS = 8
+_FAULTS = 4
+_FIRST_WAIT_S = 0.4
+# "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
+_ABSENT = (403, 404, 410)
+
+
+def fetch(
+    files: Mapping[LockedFile, Request],
+    cache: FileCache,
+    *,
+    offline: bool = False,
+    progress: Progress,
+) -> None:
+    """Fetch every missing file into the cache. ``files`` maps each to the request that it was locked for.
+
+    Raises HostError if a source is unreachable, no longer has a file or offers other bytes under its name, or if the
+    disk is full; InputError if a request does not name a file's source. Files that were fetched before are kept.
+    """
+    missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
+    if not missing:
+        return
+    if offline:
+        names = some([f"{file.name} {file.version}" for file in missing], 5)
+        amount = f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'}"
+        raise refusal("offline", amount=amount, names=names)
+    began, size = time.monotonic(), sum(f.size for f in missing)
+    progress.start("fetch", "fetch", size)
+    try:
+        cache.root.mkdir(parents=True, exist_ok=True)
+        # On the cache's own disk.
+        with tempfile.TemporaryDirectory(
+            prefix="files-", dir=cache.root, ignore_cleanup_errors=True
+        ) as name:
+            work = _Fetch(cache, Path(name), progress)
+            work.run(work.jobs({file: files[file] for file in missing}), missing)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise refusal("no_room_for_files", folder=cache.root, size=size / 1e6) from None
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
+        raise
+    if work.gone:
+        gone = {
+            f"{file.name} {file.version}": file.name
+            for file in sorted(work.gone, key=lambda file: file.name)
+        }
+        options = " ".join(
+            f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5]
+        )
+        raise refusal("not_offered", files=some([*gone], 5), options=options)
+    rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
+    progress.finish(
+        "fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s"
+    )
+
+
+class _Fetch:
+    def __init__(self, cache: FileCache, scratch: Path, progress: Progress) -> None:
+        self._cache, self._scratch, self._progress = cache, scratch, progress
+        self.gone: list[LockedFile] = []
+
+    def jobs(self, files: Mapping[LockedFile, Request]) -> list[Callable[[], None]]:
+        """Return a job per archive and image, and one per other file."""
+        archives: dict[tuple[str, ...], list[LockedFile]] = defaultdict(list)
+        images: dict[str, list[LockedFile]] = defaultdict(list)
+        jobs: list[Callable[[], None]] = []
+        own = {name: url for request in files.values() for name, url in request.indexes.items()}
+        indexes = (
+            Indexes.of_host(own) if any(file.kind in ("wheel", "sdist") for file in files) else None
+        )
+        # Largest first: the last one alone would prolong the fetch.
+        for file, request in sorted(files.items(), key=lambda item: -item[0].size):
+            try:
+                if file.kind == "git":
+                    commit = request.gits[file.name]
+                    jobs.append(
+                        partial(
+                            self._copy,
+                            [file],
+                            commit.url,
+                            partial(archive_commit, commit, file.sha256),
+                        )
+                    )
+                elif indexes and file.kind in ("wheel", "sdist"):
+                    places = [own[file.index]] if file.index else indexes.places
+                    jobs.append(partial(self._download, file, indexes, places))
+                else:
+                    base = request.bases[file.base or ""]
+                    if file.kind == "deb":
+                        archives[suites_of(base.suite, base.packages)].append(file)
+                    elif base.image:
+                        images[base.image].append(file)
+                    else:
+                        raise KeyError(f"an image of base {file.base}")
+            except KeyError as error:
+                raise refusal("only_in_lock", what=error.args[0]) from None
+        for suites, group in archives.items():
+            source = f"the archive of {' and '.join(suites)}"
+            jobs.insert(
+                0, partial(self._copy, group, source, partial(download_debs, group, suites))
+            )
+        for image, group in images.items():
+            jobs.insert(0, partial(self._copy, group, image, partial(copy_image, image)))
+        return jobs
+
+    def run(self, jobs: Sequence[Callable[[], None]], files: Collection[LockedFile]) -> None:
+        """Run all jobs. Raises the first failure."""
+        present = 0
+        # Its threads are daemons, so neither Ctrl-C nor a failure waits for a server that stalls.
+        with ThreadPool(_JOBS) as pool, suppress(StopIteration):
+            results = pool.imap_unordered(lambda job: job(), jobs)
+            while True:
+                with suppress(multiprocessing.TimeoutError):
+                    results.next(timeout=0.2)
+                before, present = present, self._present(files)
+                self._progress.advance("fetch", present - before)
+
+    def _present(self, files: Collection[LockedFile]) -> int:
+        size = sum(min(file.size, self._cache.size(file.sha256)) for file in files)
+        # A tool renames its temporary files meanwhile.
+        with suppress(FileNotFoundError):
+            size += sum(path.stat().st_size for path in self._scratch.rglob("*") if path.is_file())
+        return size
+
+    def _copy(self, files: Sequence[LockedFile], source: str, tool: Callable[[Path], None]) -> None:
+        """Let the tool write the files to a folder, each named by its sha256, and take them from there."""
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        tool(folder)
+        for file in files:
+            path = folder / file.sha256
+            if not path.exists():
+                self.gone.append(file)
+                continue
+            if not self._cache.put(path, file.sha256):
+                raise refusal(
+                    "other_bytes", file=file, source=bare_url(source), offer="other bytes"
+                )
+            path.unlink()
+
+    def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
+        failure: HostError | None = None
+        for place in places:
+            try:
+                for offer in indexes.offers(file.name, place):
+                    if offer.file == file.file and self._take(file, offer, indexes):
+                        return
+            except HostError as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        self.gone.append(file)
+
+    def _take(self, file: LockedFile, offer: Offer, indexes: Indexes) -> bool:
+        """Download the file from one place. Returns False if it is not there."""
+        sha256 = offer.sha256 or file.sha256
+        if sha256 == file.sha256:
+            with self._cache.part(file.sha256) as part:
+                if part is None:
+                    return True
+                # What is there already may come from another source or a bad disk. Only a file read in one go proves
+                # that the source is wrong.
+                for _ in range(2 if part.seek(0, os.SEEK_END) else 1):
+                    if not _append(part, file, offer.url, indexes):
+                        return False
+                    sha256 = self._cache.commit(part, file.sha256)
+                    if sha256 == file.sha256:
+                        return True
+        raise refusal(
+            "other_bytes", file=file, source=bare_url(offer.url), offer=f"sha256 {sha256}"
+        )
+
+
+def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
+    """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
+    faults, size = 0, part.seek(0, os.SEEK_END)
+    while size < file.size or not file.size:
+        before = size
+        try:
+            with (
+                answer_of(bare_url(url), lambda: size),
+                indexes.open(url, size) as (_, offset, blocks),
+            ):  # noqa: B023
+                # A server without ranges begins again.
+                part.truncate(offset)
+                size = offset
+                for block in blocks:
+                    part.write(block)
+                    size += len(block)
+                    if size > file.size:
+                        break
+            break
+        except (FileNotFoundError, PermissionError):
+            return False
+        except (requests.RequestException, HTTPError) as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in _ABSENT:
+                return False
+            if status == 416:
+                break
+            # A server that starts over each time makes no progress.
+            faults = 1 if size > before else faults + 1
+            if status is not None or faults >= _FAULTS:
+                times = f", {_FAULTS} times" if status is None else ""
+                hint = (
+                    LOGIN_HINT if status in (401, 407) else "run it again to continue the download"
+                )
+                raise HostError(
+                    f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint
+                ) from None
+        time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
+    return True

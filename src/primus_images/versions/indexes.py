@@ -1,0 +1,392 @@
+"""The Python indexes of this host: pip's configuration, as settings for uv and as requests for files."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from html import unescape
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import unquote, urljoin, urlsplit
+from urllib.request import url2pathname
+
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+from uv import find_uv_bin
+
+from primus_images.errors import HostError
+from primus_images.refusals import refusal
+from primus_images.versions.traffic import LOG, bare_url, cause
+from primus_images.waits import answer_of
+
+LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
+# Of pip's providers of credentials, those that use the program keyring.
+_KEYRINGS = ("subprocess", "import")
+_PLAIN = {"Accept-Encoding": "identity"}
+_BLOCK = 1 << 18
+# Seconds to connect, and seconds of silence.
+_TIMEOUT = (4.0, 20.0)
+# Bytes of an index's page of one package. That of a large package with nightly builds has a few megabytes.
+_LARGEST_PAGE = 64 << 20
+# What reading a page of another form raises.
+_ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_RETRIES = Retry(
+    total=2,
+    connect=1,
+    read=1,
+    backoff_factor=0.5,
+    status_forcelist=(408, 425, 429, 500, 502, 503, 504),
+    respect_retry_after_header=False,
+    raise_on_status=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One file of an index; None is not stated. ``python`` are the versions of Python that it requires (empty: any)."""
+
+    file: str
+    url: str
+    sha256: str | None = None
+    size: int | None = None
+    python: str = ""
+    yanked: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.size or 0) < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256 or "0" * 64):
+            raise ValueError(f"it states size {self.size} and sha256 {self.sha256} for {self.file}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexes:
+    """The places that pip would search, first to last, and how it would reach them. They may contain credentials.
+
+    ``own`` are a channel's own indexes of versions.yaml, by name, and ``settings`` pip's settings by their names.
+    """
+
+    urls: tuple[str, ...] = field(repr=False)
+    own: Mapping[str, str] = field(default_factory=dict, repr=False)
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_host(cls, own: Mapping[str, str]) -> Self:
+        """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
+        return replace(
+            cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items())))), own=own
+        )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, str]) -> Self:
+        """Return the indexes that pip's settings name, or the default of pip and uv if they name none."""
+        urls: list[str] = []
+        if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
+            urls = [
+                settings.get("index-url") or _default_index(),
+                *settings.get("extra-index-url", "").split(),
+            ]
+        return cls(urls=tuple(urls), settings=settings)
+
+    def listed(self, setting: str) -> tuple[str, ...]:
+        """Return the words of a setting of pip that is a list; empty if it is not set."""
+        return tuple(self.settings.get(setting, "").split())
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Return the addresses of pip's indexes and find-links, local ones first."""
+        return tuple(
+            sorted(
+                (*self.listed("find-links"), *self.urls),
+                key=lambda place: local_path(place) is None,
+            )
+        )
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Return every address without credentials."""
+        return tuple(map(bare_url, (*self.urls, *self.listed("find-links"), *self.own.values())))
+
+    def uv_settings(self, wheels: Path) -> str:
+        """Return a ``uv.toml`` of these indexes and the folder ``wheels`` in pip's order: uv tries its default last."""
+        urls, keyring = (
+            (*self.urls, *self.own.values()),
+            self.settings.get("keyring-provider") in _KEYRINGS,
+        )
+        lines = [
+            'index-strategy = "unsafe-best-match"',
+            f"find-links = {json.dumps([*self.listed('find-links'), str(wheels)])}",
+            f"allow-insecure-host = {json.dumps(self.listed('trusted-host'))}",
+            f"no-index = {json.dumps(not urls)}",
+            f'keyring-provider = "{"subprocess" if keyring else "disabled"}"',
+            'python-downloads = "never"',
+        ]
+        for url in urls:
+            lines += ["[[index]]", f"url = {json.dumps(url)}", "ignore-error-codes = [403]"]
+        return "\n".join([*lines, *(["default = true"] if urls else []), ""])
+
+    def uv_environment(self) -> dict[str, str]:
+        """Return the environment in which uv reaches what pip would. Other settings of uv on this host do not apply."""
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith("UV_") or k == "UV_CACHE_DIR"
+        }
+        # A source that does not answer must be named within seconds.
+        environment |= {
+            "UV_HTTP_CONNECT_TIMEOUT": "3",
+            "UV_HTTP_TIMEOUT": "6",
+            "UV_HTTP_RETRIES": "1",
+        }
+        environment |= {"UV_SYSTEM_CERTS": "true", "NO_COLOR": "1"}
+        if ca := self._ca():
+            environment["SSL_CERT_FILE"] = ca
+        if certificate := self.settings.get("client-cert"):
+            environment["SSL_CLIENT_CERT"] = certificate
+        if proxy := self.settings.get("proxy"):
+            names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+            environment |= {word: proxy for name in names for word in (name, name.lower())}
+        return environment
+
+    @cached_property
+    def _session(self) -> requests.Session:
+        if self.listed("trusted-host"):
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        session = requests.Session()
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
+        return session
+
+    def get(
+        self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None
+    ) -> requests.Response:
+        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
+        parts = urlsplit(url)
+        host, proxy = parts.netloc.rpartition("@")[2], self.settings.get("proxy")
+        try:
+            response = self._session.request(
+                method,
+                parts._replace(netloc=host).geturl(),
+                stream=True,
+                allow_redirects=True,  # requests itself follows none for HEAD
+                headers=headers,
+                auth=self._login(host),
+                # Not set on the session, where the environment's proxies would precede pip's own setting.
+                proxies={"http": proxy, "https": proxy} if proxy else None,
+                verify=False
+                if {host, parts.hostname} & {*self.listed("trusted-host")}
+                else self._ca() or True,
+                cert=self.settings.get("client-cert"),
+                timeout=_TIMEOUT,
+            )
+        except requests.RequestException as error:
+            LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
+            raise
+        about, seconds = response.headers, response.elapsed.total_seconds()
+        outcome = (
+            f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
+        )
+        LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), seconds, outcome)
+        return response
+
+    def offers(self, package: str, place: str) -> list[Offer]:
+        """Return every file of the package at ``place``: an index, or find-links. HostError if it does not answer."""
+        flat, folder = place in self.listed("find-links"), local_path(place)
+        url = place if flat else f"{place.rstrip('/')}/{package}/"
+        try:
+            if folder is None:
+                with answer_of(bare_url(url)), self.get(url) as page:
+                    if page.status_code in (403, 404):
+                        return []
+                    page.raise_for_status()
+                    content = page.raw.read(_LARGEST_PAGE + 1, decode_content=True)
+                    if len(content) > _LARGEST_PAGE:
+                        raise ValueError("its page has no end")
+                    if "json" in page.headers.get("Content-Type", ""):
+                        return offers_in(json.loads(content)["files"], page.url)
+                    return offers_in(_files(content.decode("utf-8", "replace")), page.url)
+            folder = folder.absolute() if flat else folder.absolute() / package
+            offers = [Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*")]
+            listing = folder / "index.html"
+            text = listing.read_text(encoding="utf-8") if listing.exists() else ""
+            return [*offers_in(_files(text), listing.as_uri()), *offers]
+        except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
+            raise self.silence(url, cause(error), package) from None
+
+    def silence(self, url: str, reason: str, about: str) -> HostError:
+        """Return the error for an index that does not answer the request for ``url``."""
+        address = bare_url(url)
+        name = next(
+            (
+                name
+                for name, own in self.own.items()
+                if address.startswith(bare_url(own).rstrip("/"))
+            ),
+            None,
+        )
+        place, hint = (
+            f"the Python index at {address}",
+            "point pip at a mirror (pip config set global.index-url URL)",
+        )
+        if name is not None:
+            place, hint = (
+                f"the index {name} ({bare_url(self.own[name])})",
+                "use another channel (--channel)",
+            )
+        if re.search(r"\b40[17]\b", reason):
+            return HostError(
+                f"{place} wants valid authentication credentials: {reason}",
+                hint=LOGIN_HINT,
+                about=about,
+            )
+        return HostError(
+            f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about
+        )
+
+    def _login(self, host: str) -> tuple[str, str] | None:
+        for url in (*self.urls, *self.listed("find-links"), *self.own.values()):
+            login, at, netloc = urlsplit(url).netloc.rpartition("@")
+            if at and netloc == host:
+                user, colon, password = map(unquote, login.partition(":"))
+                if self.settings.get("keyring-provider") in _KEYRINGS and not colon:
+                    command = ["keyring", "get", url, user]
+                    ended = subprocess.run(
+                        command, capture_output=True, errors="replace", check=False
+                    )
+                    password = ended.stdout.strip()
+                return user, password
+        return None
+
+    def _ca(self) -> str | None:
+        configured = (
+            self.settings.get("cert"),
+            *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")),
+        )
+        # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
+        return next(filter(None, configured), ssl.get_default_verify_paths().cafile)
+
+    def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
+        """Return length and sha256 of the file at ``url``. It is read in full only if one of them is not stated.
+
+        Raises HostError if there is no such file, or if the answer is a web page.
+        """
+        try:
+            if sha256 is not None:
+                head = self.open(url, 0, "HEAD")
+                with answer_of(bare_url(url)), suppress(requests.HTTPError), head as (length, _, _):
+                    if length is not None:
+                        return length, sha256
+            digest, size = hashlib.sha256(), 0
+            with answer_of(bare_url(url), lambda: size), self.open(url) as (_, _, blocks):
+                for block in blocks:
+                    digest.update(block)
+                    size += len(block)
+        except (OSError, urllib3.exceptions.HTTPError) as error:
+            names = {"file": about, "address": bare_url(url), "error": cause(error)}
+            raise refusal("listed_only", None, about.partition(" ")[0], **names) from None
+        return size, digest.hexdigest()
+
+    @contextmanager
+    def open(
+        self, url: str, start: int = 0, method: str = "GET"
+    ) -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
+        """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if it has no ranges.
+
+        Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
+        """
+        if path := local_path(url):
+            with path.open("rb") as file:
+                file.seek(start)
+                yield path.stat().st_size, start, iter(partial(file.read, _BLOCK), b"")
+            return
+        ranges = {"Range": f"bytes={start}-"} if start else {}
+        with self.get(url, method, _PLAIN | ranges) as response:
+            response.raise_for_status()
+            if response.headers.get("Content-Type", "").startswith("text/html"):
+                raise requests.RequestException("it sends a web page")
+            length = response.headers.get("Content-Length", "")
+            offset = start if response.status_code == 206 else 0
+            blocks = response.raw.stream(_BLOCK, decode_content=False)
+            yield int(length) if length.isdigit() else None, offset, blocks
+
+
+def _files(page: str) -> list[dict[str, Any]]:
+    """Return what an HTML page lists, as a JSON page has it."""
+    files = []
+    for attributes in re.findall(r"""(?i)<a\b((?:[^>"']|"[^"]*"|'[^']*')*)>""", page):
+        quoted = re.findall(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", attributes)
+        values = {name.lower(): unescape("".join(texts)) for name, *texts in quoted}
+        url, _, fragment = values.get("href", "").partition("#")
+        hashes = dict(re.findall(r"^(sha256)=([0-9a-f]{64})$", fragment))
+        python, yanked = values.get("data-requires-python"), "data-yanked" in attributes
+        files.append({"url": url, "hashes": hashes, "requires-python": python, "yanked": yanked})
+    return files
+
+
+def offers_in(files: Any, base: str = "") -> list[Offer]:
+    """Return the files that a page of an index lists, whose address is ``base``, or a package of a ``pylock.toml``."""
+    places = [(row, row["url"] if "url" in row else row["path"]) for row in files]
+    return [
+        Offer(
+            file=str(row["filename"])
+            if "filename" in row
+            else unquote(urlsplit(place).path.rpartition("/")[2]),
+            url=urljoin(base, place),
+            sha256=row.get("hashes", {}).get("sha256"),
+            size=None if row.get("size") is None else int(row["size"]),
+            python=str(row.get("requires-python") or ""),
+            yanked=bool(row.get("yanked")),
+        )
+        for row, place in places
+    ]
+
+
+def local_path(url: str) -> Path | None:
+    """Return the path of a file: URL or a bare path; None for a remote URL."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return Path(url2pathname(parts.path))
+    return Path(url).expanduser() if parts.scheme == "" else None
+
+
+def parse_config(listing: str) -> dict[str, str]:
+    """Return pip's settings for `install` from the output of `pip config list`. Variables override files."""
+    layers: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for section, name, value in re.findall(r"^([^.=\n]+)\.([^=\n]+)=(.*)$", listing, re.M):
+        if section in layers:
+            layers[section][name.replace("_", "-")] = str(ast.literal_eval(value))
+    return layers["global"] | layers["install"] | layers[":env:"]
+
+
+@cache
+def _pip_config(environment: frozenset[tuple[str, str]]) -> str:
+    # A lock of all targets asks dozens of times, and pip takes half a second.
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(
+        command, env=dict(environment), capture_output=True, errors="replace", check=False
+    )
+    if listing.returncode != 0:
+        raise HostError(
+            "pip does not run here", hint=f"install it for {sys.executable}: python -m ensurepip"
+        )
+    return listing.stdout
+
+
+@cache
+def _default_index() -> str:
+    # This project names no index. uv's help names the one that both tools use without configuration.
+    text = subprocess.run(
+        [find_uv_bin(), "pip", "compile", "--help"], capture_output=True, text=True, check=False
+    )
+    match = re.search(r"by default: <([^>]+)>", text.stdout)
+    if match is None:
+        raise HostError(
+            "uv reports no default index", hint="set one: pip config set global.index-url URL"
+        )
+    return match[1]

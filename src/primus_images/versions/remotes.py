@@ -1,0 +1,236 @@
+"""Images of a registry, with the layers of a digest, and commits of git repositories.
+
+skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and logins. It compares
+every manifest with its digest. A commit becomes one archive, whose bytes depend only on it: unlike in that of
+``git archive``, submodules are there, and no attribute of the tree changes a file.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from primus_images.errors import HostError, InputError
+from primus_images.refusals import refusal
+from primus_images.versions.lock import ARCHITECTURE, Commit, LockedFile
+from primus_images.versions.traffic import bare_url, run_tool
+from primus_images.yamlfile import read_values
+
+_FAILURES: Any = read_values(Path(__file__).with_name("skopeo.yaml")).data
+_STATUS = "var/lib/dpkg/status"
+# 1980-01-01, the earliest time that a wheel can store.
+_MTIME = 315532800
+_SILENCE_S = 10
+# git's words for a commit that a server does not have, or does not send alone.
+_UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
+# In a repository's own file, attributes precede those of the tree.
+_ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
+
+
+def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it (empty without dpkg).
+
+    Raises InputError for an image of another platform or with unsupported layers.
+    """
+    # A copy may take long, but a registry that does not answer is named within seconds.
+    skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")
+    with tempfile.TemporaryDirectory(prefix="primus-image-") as name:
+        folder = Path(name)
+        try:
+            copy_image(image, folder)
+        except HostError as error:
+            if "no image found" not in error.message:
+                raise
+            raise refusal(
+                "no_platform", None, image, image=image, architecture=ARCHITECTURE, base=base
+            ) from None
+        layers = _layers(base, image, json.loads((folder / "manifest.json").read_bytes()))
+        return layers, _dpkg_status(image, layers, folder)
+
+
+def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedFile, ...]:
+    name = image.partition("@")[0]
+    layers = manifest.get("layers", ())
+    if not layers:
+        raise refusal("no_layers", None, name, image=image, base=base)
+    types = (str(layer.get("mediaType")) for layer in layers)
+    if other := next(
+        (kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None
+    ):
+        raise InputError(
+            f"{image} has a layer of type {other}",
+            hint="only gzip layers are supported",
+            about=name,
+        )
+    short = name.rpartition("/")[2].partition(":")[0]
+    digests = [str(layer["digest"]).removeprefix("sha256:") for layer in layers]
+    return tuple(
+        LockedFile(
+            kind="layer",
+            name=f"{short}-{number:02}",
+            version=image.partition("@")[2],
+            file=f"{sha256}.tar.gz",
+            size=int(layer["size"]),
+            sha256=sha256,
+            base=base,
+        )
+        for number, (sha256, layer) in enumerate(zip(digests, layers, strict=True), 1)
+    )
+
+
+def copy_image(image: str, folder: Path) -> None:
+    """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with unchanged bytes."""
+    platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
+    skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
+
+
+def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
+    status = ""
+    for layer in layers:
+        try:
+            with tarfile.open(folder / layer.sha256, "r:gz") as archive:
+                for member in archive:
+                    if member.name.removeprefix("./") == _STATUS and (
+                        file := archive.extractfile(member)
+                    ):
+                        status = file.read().decode("utf-8", "replace")
+        # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended headers raise.
+        except (
+            tarfile.TarError,
+            gzip.BadGzipFile,
+            zlib.error,
+            EOFError,
+            ValueError,
+            RecursionError,
+        ) as error:
+            names = {"sha256": layer.sha256, "image": image, "error": error}
+            raise refusal("damaged_layer", None, image.partition("@")[0], **names) from None
+    return status
+
+
+def skopeo(command: str, *words: str) -> str:
+    """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a failure."""
+    address = next(word for word in words if word.startswith("docker://"))
+    image = address.removeprefix("docker://").partition("@")[0]
+    for pause in (0.5, 2.0, None):
+        # Only the debug log tells that skopeo waits because of a rate limit.
+        done = run_tool(
+            ["skopeo", "--debug", command, "--retry-times", "2", *words], address, command
+        )
+        if done.returncode == 0:
+            return done.stdout
+        reason = _reason(done.stderr)
+        failing = re.search(r"status(?: code)?:? 5\d\d", reason)
+        # skopeo itself does not try these again.
+        if pause is None or not (failing or re.search(r"\bEOF\b|connection reset", reason)):
+            break
+        time.sleep(pause)
+    host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
+    pushed = command == "copy" and address == words[-1]
+    other = (
+        "run it again: what was sent is kept"
+        if pushed
+        else "name a mirror in containers-registries.conf"
+    )
+    does, first = next(row[1:] for row in _FAILURES if re.search(row[0], reason))
+    hint = f"{first.format(host=host, image=image)}, or {other}"
+    raise HostError(f"the registry of {image} {does}: {reason}", hint=hint, about=image)
+
+
+def _reason(log: str) -> str:
+    if re.search("too ?many ?requests", log, re.I):
+        return "its rate limit is reached (HTTP status 429)"
+    messages = re.findall(r'level=fatal msg="(.*)"', log) or [
+        log.strip().rpartition("\n")[2] or "skopeo failed"
+    ]
+    # The query of an upload's address is a token, and longer than all else.
+    return re.sub(r'\?[^" ]*', "", str(messages[-1]).replace('\\"', '"'))[:300]
+
+
+def resolve_commit(name: str, pin: Commit) -> LockedFile:
+    """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
+    with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
+        archive_commit(pin, "archive.tar", Path(folder))
+        with Path(folder, "archive.tar").open("rb") as file:
+            sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+    return LockedFile(
+        kind="git",
+        name=name,
+        version=pin.version,
+        file=f"{name}-{pin.commit}.tar",
+        size=size,
+        sha256=sha256,
+    )
+
+
+def archive_commit(pin: Commit, name: str, folder: Path) -> None:
+    """Write the archive of the commit to ``folder``. InputError for an unknown commit, HostError without an answer."""
+    with tempfile.TemporaryDirectory(prefix="primus-git-") as scratch:
+        source = Path(scratch, "source")
+        _check_out(source, pin.url, pin.commit)
+        paths = (path for path in source.rglob("*") if path.is_symlink() or path.is_file())
+        names = sorted(os.fsencode(path.relative_to(source)) for path in paths)
+        with tarfile.open(folder / name, "w", format=tarfile.GNU_FORMAT) as archive:
+            for path in map(Path, map(os.fsdecode, names)):
+                # The repository of a submodule is a file or folder of the name .git.
+                if ".git" not in path.parts:
+                    archive.add(source / path, f"source/{path}", recursive=False, filter=_plain)
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime, member.uid, member.gid, member.uname, member.gname = _MTIME, 0, 0, "", ""
+    member.mode = 0o777 if member.issym() else 0o755 if member.mode & 0o100 else 0o644
+    return member
+
+
+def _check_out(source: Path, url: str, commit: str) -> None:
+    template = source.parent / "template"
+    (template / "info").mkdir(parents=True, exist_ok=True)
+    (template / "info/attributes").write_text(_ATTRIBUTES, encoding="ascii")
+    source.mkdir()
+    git = partial(_git, source, url, template)
+    git("init", "--quiet")
+    git("remote", "add", "origin", url)
+    # A host whose packets are dropped is named within seconds; fetch would wait for minutes.
+    git("ls-remote", "--quiet", "origin", "HEAD", timeout=_SILENCE_S)
+    try:
+        git("fetch", "--quiet", "--no-tags", "--depth=1", "origin", commit)
+    except HostError as error:
+        if not any(words in error.message for words in _UNKNOWN):
+            raise
+        name = Path(url).name.removesuffix(".git")
+        raise refusal("no_commit", None, name, address=bare_url(url), commit=commit) from None
+    git("checkout", "--quiet", "--detach", commit)
+    git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
+
+
+def _git(source: Path, url: str, template: Path, *words: str, timeout: float | None = None) -> None:
+    # Another host must not name folders of this one.
+    local = "always" if url.startswith("file:") else "never"
+    options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
+    options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
+    variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
+    try:
+        done = run_tool(
+            ["git", *options, *words], url, words[0], env=os.environ | variables, timeout=timeout
+        )
+        if done.returncode == 0:
+            return
+        reason = (re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M) or ["git failed"])[0]
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {timeout:.0f} s"
+    address = bare_url(url)
+    about = Path(url).name.removesuffix(".git")
+    raise refusal(
+        "silent_repository", None, about, address=address, reason=reason.replace(url, address)
+    )

@@ -1,7 +1,8 @@
 """Nox sessions. Each session runs a command of the project.
 
-nox may come from the project's own environment, pipx or Debian. If nox's interpreter has this checkout installed, the
-sessions use that interpreter. Otherwise they share one environment under `.nox`, which the first session creates.
+nox may come from the project's own environment, pipx or Debian. If nox's interpreter has this
+checkout installed, the sessions use that interpreter. Otherwise they share one environment under
+`.nox`, which the first session creates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import nox
 HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 OLDEST = (3, 11)
-# Each set of dependencies includes the previous one. The modules listed show whether an interpreter has the set.
+# Each set of dependencies includes the previous one. The modules listed show whether an interpreter
+# has the set.
 NEEDS = {
     "images": ("msgpack", "rich", "uv", "zstandard"),
     "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate", "furo"),
@@ -43,8 +45,8 @@ nox.options.sessions = ["lint", "tests"]
 
 
 def interpreter(session: nox.Session, extra: str = "images") -> str:
-    """Return the Python that has the project and its dependencies ``extra``: this one or that of the shared
-    environment.
+    """Return the Python that has the project and its dependencies ``extra``: this one or that of
+    the shared environment.
     """
     if _holds(extra):
         return sys.executable
@@ -69,8 +71,8 @@ def _holds(extra: str) -> bool:
 
 
 def _base(session: nox.Session) -> tuple[Path, str]:
-    """Return the folder of the shared environment and the Python to create it with: nox's own, or a newer one on
-    PATH.
+    """Return the folder of the shared environment and the Python to create it with: nox's own, or a
+    newer one on PATH.
     """
     version, base = tuple(sys.version_info[:2]), sys.executable
     for minor in range(14, OLDEST[1] - 1, -1):
@@ -103,7 +105,8 @@ def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
     else:
         session.log(f"Installing the project into {folder.relative_to(HERE)}, once")
         shutil.rmtree(folder, ignore_errors=True)
-        # virtualenv is installed with nox and brings pip. Debian's venv has no pip until python3-venv is installed.
+        # virtualenv is installed with nox and brings pip. Debian's venv has no pip until
+        # python3-venv is installed.
         _install(
             session,
             sys.executable,
@@ -123,7 +126,8 @@ def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
 def _install(session: nox.Session, python: str, *words: str) -> None:
     if _run([python, "-m", *words]):
         session.error(
-            f"{words[0]} could not install the project; its message is above. Run the session again."
+            f"{words[0]} could not install the project; its message is above. Run the session "
+            "again."
         )
 
 
@@ -134,8 +138,8 @@ def _run(command: Iterable[str]) -> int:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                # A terminal sends Ctrl-C to the command, too. A signal for nox alone must be forwarded. In both
-                # cases, wait until the command has cleaned up.
+                # A terminal sends Ctrl-C to the command, too. A signal for nox alone must be
+                # forwarded. In both cases, wait until the command has cleaned up.
                 if not _in_foreground():
                     process.send_signal(signal.SIGINT)
 
@@ -149,7 +153,9 @@ def _in_foreground() -> bool:
 
 
 def primus(session: nox.Session, *words: str, fine: tuple[int, ...] = (0,)) -> None:
-    """Run one `primus` command. An exit code that is not in ``fine`` fails the session with the meaning of the code."""
+    """Run one `primus` command. An exit code that is not in ``fine`` fails the session with the
+    meaning of the code.
+    """
     code = _run([interpreter(session), "-m", "primus_images.cli.main", *words, *session.posargs])
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
@@ -184,7 +190,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "lock": (("lock",), "Resolve versions.yaml into exact files (`-- --check`: only compare)."),
     "clean": (
         ("clean",),
-        "Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: list it).",
+        "Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: list "
+        "it).",
     ),
 }
 for _target in TARGETS:
@@ -207,22 +214,26 @@ BENCHMARKS = {
     ),
     "bench-generations": (
         "generations",
-        "Measure what building the AMD generations costs and shares. All files must be fetched before.",
+        "Measure what building the AMD generations costs and shares. All files must be fetched "
+        "before.",
     ),
     "bench-assembly": (
         "assembly",
-        "Compare the assembly of a whole image with `docker build`: gigabytes, minutes (`-- cpu --repeats 1`).",
+        "Compare the assembly of a whole image with `docker build`: gigabytes, minutes (`-- cpu "
+        "--repeats 1`).",
     ),
     "bench-launcher": (
         "launcher",
-        "Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- --repeats 1`: quick).",
+        "Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- "
+        "--repeats 1`: quick).",
     ),
 }
 
 
 def _command_session(name: str, words: tuple[str, ...], line: str) -> None:
     def run(session: nox.Session) -> None:
-        # Without an argument, these two are about every target. `explain` fails if a build would do something.
+        # Without an argument, these two are about every target. `explain` fails if a build would do
+        # something.
         every = ("--all",) if name in ("plan", "explain") and not session.posargs else ()
         primus(session, *words, *every, fine=(0, 1) if name == "explain" else (0,))
 
@@ -262,20 +273,22 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="docs-site")
 def docs_site(session: nox.Session) -> None:
-    """Build the site in out/site/html (`-- FOLDER`: elsewhere; `-- --links`: follow the links to other sites)."""
+    """Build the site in out/site/html (`-- FOLDER`: elsewhere; `-- --links`: follow the links to
+    other sites).
+    """
     python(session, "docs.site", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, including those that need root file systems, engines and registries (`-- --slow`: also long
-    training).
+    """Run the tests, including those that need root file systems, engines and registries (`--
+    --slow`: also long training).
     """
     # A run without integration tests starts none of these programs.
     if "not integration" not in session.posargs:
         _tool(session, "tests/host_tools.py", interpreter(session, "dev"), "tests/host_tools.py")
-    # One worker would leave a third of two cores idle. Tests of one file share fixtures, so a file stays with one
-    # worker. The names of the longest files sort first.
+    # One worker would leave a third of two cores idle. Tests of one file share fixtures, so a file
+    # stays with one worker. The names of the longest files sort first.
     python(
         session,
         "pytest",

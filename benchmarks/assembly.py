@@ -1,8 +1,9 @@
-"""Assembling a whole image from fetched files, compared with ``docker build`` of the same wheels on the same base.
+"""Assembling a whole image from fetched files, compared with ``docker build`` of the same wheels on
+the same base.
 
-Both sides start with all files on disk, including the base and the wheels built from source. Both unpack the same
-wheels, compile their bytecode (ours without the libraries' tests) and end with an image. Run it with ``nox -s
-bench-assembly``.
+Both sides start with all files on disk, including the base and the wheels built from source. Both
+unpack the same wheels, compile their bytecode (ours without the libraries' tests) and end with an
+image. Run it with ``nox -s bench-assembly``.
 """
 
 import argparse
@@ -75,8 +76,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _memory(report: Report, ours: ImageProject, theirs: Theirs, targets: Sequence[str]) -> None:
-    """Measure memory in one extra run of each side, because measuring it slows the run. The daemon's figure
-    includes its children.
+    """Measure memory in one extra run of each side, because measuring it slows the run. The
+    daemon's figure includes its children.
     """
     ours.forget()
     mine = peak_megabytes(ours.command(targets))

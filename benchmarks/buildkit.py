@@ -15,8 +15,8 @@ from typing import IO
 from benchmarks.measure import Finished, run
 from primus_images.errors import HostError
 
-# Docker of another release, unpacked from its Debian packages into this folder. The distribution's is found by an
-# absolute path, because PATH may first lead to another client.
+# Docker of another release, unpacked from its Debian packages into this folder. The distribution's
+# is found by an absolute path, because PATH may first lead to another client.
 _ROOT = os.environ.get("PRIMUS_BENCH_DOCKER", "")
 _CLIENT = f"{_ROOT}/usr/bin/docker"
 _FOLDER = "sbin" if Path(f"{_ROOT}/usr/sbin/dockerd").exists() else "bin"  # Debian, Ubuntu
@@ -97,7 +97,9 @@ class BuildKit:
 
 @contextmanager
 def private_daemon(folder: Path) -> Iterator[BuildKit]:
-    """Start a daemon that keeps all its files below ``folder``, without bridge and firewall rules. Ends it on exit."""
+    """Start a daemon that keeps all its files below ``folder``, without bridge and firewall rules.
+    Ends it on exit.
+    """
     _install()
     (folder / "config").mkdir(parents=True)
     plugins = {"cliPluginsExtraDirs": [f"{_ROOT}/usr/libexec/docker/cli-plugins"]}

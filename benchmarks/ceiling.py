@@ -1,10 +1,12 @@
-"""The ceiling of a training step of Llama 3.1 8B: its matrix products and its attention alone, on one GPU.
+"""The ceiling of a training step of Llama 3.1 8B: its matrix products and its attention alone, on
+one GPU.
 
     python -m benchmarks.ceiling OUT.json [--batch 2] [--layers 32]
 
-Times every product of a layer and of the output layer (output, gradient of the input, gradient of the weight) in BF16
-and in FP8, and Flash Attention 4 forward and backward, each alone and on random data. A step of nothing else would give
-``tokens_per_second``. A run's tokens/s/GPU divided by it is the fraction of the ceiling.
+Times every product of a layer and of the output layer (output, gradient of the input, gradient of
+the weight) in BF16 and in FP8, and Flash Attention 4 forward and backward, each alone and on random
+data. A step of nothing else would give ``tokens_per_second``. A run's tokens/s/GPU divided by it is
+the fraction of the ceiling.
 """
 
 import argparse

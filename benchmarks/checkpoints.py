@@ -1,9 +1,10 @@
 """10,000 checkpoints saved, sealed and purged under load: ``python -m benchmarks.checkpoints``.
 
-It needs an image's Python packages. Several jobs at once save as torchtitan's ranks do: PyTorch writes a checkpoint,
-torchtitan's own code finds the old ones and deletes them in its thread, and ``identity.seal_newest`` seals the new ones
-before and after. Meanwhile other processes look for the newest complete checkpoint, as ``--resume-from`` does, and keep
-the processors busy. A job is lost if its process ends with an error, or if its last checkpoint cannot be resumed from.
+It needs an image's Python packages. Several jobs at once save as torchtitan's ranks do: PyTorch
+writes a checkpoint, torchtitan's own code finds the old ones and deletes them in its thread, and
+``identity.seal_newest`` seals the new ones before and after. Meanwhile other processes look for the
+newest complete checkpoint, as ``--resume-from`` does, and keep the processors busy. A job is lost
+if its process ends with an error, or if its last checkpoint cannot be resumed from.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Our engine compared with BuildKit on the same graph, in alternating runs. Run it with ``nox -s bench``.
+"""Our engine compared with BuildKit on the same graph, in alternating runs. Run it with ``nox -s
+bench``.
 
-Both build from the same input folder. In each row the two sides alternate, and so does the side that goes first, so
-that other load on the machine affects both. Files written by a run are synced to disk before the next one starts.
+Both build from the same input folder. In each row the two sides alternate, and so does the side
+that goes first, so that other load on the machine affects both. Files written by a run are synced
+to disk before the next one starts.
 """
 
 import argparse
@@ -28,8 +30,8 @@ RESULTS = Path(__file__).parent / "results"
 
 OURS, THEIRS, OURS_ONE = "ours", "buildkit", "ours_one"
 
-# The limit of each row. `ratio` is our time ÷ BuildKit's; `times` is our time ÷ that of `of` in the same row; other
-# limits are absolute.
+# The limit of each row. `ratio` is our time ÷ BuildKit's; `times` is our time ÷ that of `of` in the
+# same row; other limits are absolute.
 BARS: dict[str, dict[str, Any]] = {
     "cold": {"ratio": 0.6},
     "noop": {"ratio": 0.8},
@@ -88,7 +90,9 @@ class Ours:
 
 @dataclass(frozen=True, kw_only=True)
 class OursOne:
-    """Our builder on the first target only. The time of four targets is compared with it, in the same turns."""
+    """Our builder on the first target only. The time of four targets is compared with it, in the
+    same turns.
+    """
 
     ours: Ours
     name: str = OURS_ONE
@@ -140,10 +144,12 @@ class Report:
         fresh: bool | None = None,
         judged: Sequence[str] = (OURS, THEIRS),
     ) -> None:
-        """Measure one row. ``before`` runs once per turn and ``each`` once per side; neither is timed.
+        """Measure one row. ``before`` runs once per turn and ``each`` once per side; neither is
+        timed.
 
-        ``fresh``: whether the image of each turn must differ from the previous one (True) or equal it (False),
-        so that a fast but wrong build does not count. ``judged`` names the sides to which this applies.
+        ``fresh``: whether the image of each turn must differ from the previous one (True) or equal
+        it (False), so that a fast but wrong build does not count. ``judged`` names the sides to
+        which this applies.
         """
         taking = self.sides if sides is None else sides
         seen: dict[str, list[tuple[str, float]]] = {side.name: [] for side in taking}
@@ -287,8 +293,8 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> float:
-    """Measure all rows on the synthetic graph. Returns the peak memory in MB that a child process starts with;
-    smaller figures mean nothing.
+    """Measure all rows on the synthetic graph. Returns the peak memory in MB that a child process
+    starts with; smaller figures mean nothing.
     """
     one = TARGETS[:1]
 
@@ -296,7 +302,8 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
         side.forget()
         graph.warm()
 
-    # Docker writes the current time into its images, so only ours can be reproducible from an empty store.
+    # Docker writes the current time into its images, so only ours can be reproducible from an empty
+    # store.
     report.compare(
         "cold",
         "cold, inputs on disk",

@@ -1,7 +1,8 @@
 """Time, memory and shared bytes of the images for AMD GPUs: `nox -s bench-generations`.
 
-Works offline, on a copy of the repository's inputs with an empty store. The files must have been fetched, for example
-by a build of all four targets. All figures are those of preview images built from the committed locks.
+Works offline, on a copy of the repository's inputs with an empty store. The files must have been
+fetched, for example by a build of all four targets. All figures are those of preview images built
+from the committed locks.
 """
 
 import argparse
@@ -94,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _copy(root: Path) -> Path:
-    """Copy the repository's inputs and fetched files, without anything built from them. Returns the copy's folder."""
+    """Copy the repository's inputs and fetched files, without anything built from them. Returns the
+    copy's folder.
+    """
     for name in ("images", "recipes", "src"):
         shutil.copytree(
             ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
@@ -154,7 +157,8 @@ def _cold(report: Report, once: bool) -> None:
         if cold.lines[-1] != first:
             raise CheckFailed(f"two builds from empty stores differ: {first} and {cold.lines[-1]}")
         report.notes.append(
-            "Two builds of mi355x from empty stores gave the same digest; memory is that of the first"
+            "Two builds of mi355x from empty stores gave the same digest; memory is that of the "
+            "first"
         )
     used = _processor_seconds() - used
     report.add("mi355x preview, cold", seconds, "s", ("≤", 240))
@@ -196,7 +200,9 @@ def _sharing(report: Report) -> None:
 
 
 def _host_code(report: Report) -> None:
-    """Report what the device layers of both architectures have in common: the host code of libraries with GPU code."""
+    """Report what the device layers of both architectures have in common: the host code of
+    libraries with GPU code.
+    """
     store, found = Project(report.root).workspace.store, []
     for target in ("mi300x", "mi355x"):
         plan = _plan(report, target)
@@ -249,7 +255,8 @@ def _pruning(report: Report) -> None:
         "mi355x preview: smaller by pruning, unpacked", 100 * (1 - unpacked / before[1]), "%"
     )
     report.notes.append(
-        "Pruning leaves out kernel files of other GPUs, their code in libraries (whose files keep their length, with "
+        "Pruning leaves out kernel files of other GPUs, their code in libraries (whose files "
+        "keep their length, with "
         "zeros in its place: only compressed layers get smaller), and NVIDIA's tools in Triton"
     )
 

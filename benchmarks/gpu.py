@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu OUT.json --what WORDS CELL [CELL ...]
 
-A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value arguments after further colons. ``bare:`` before a
-torchtitan cell runs torchtitan's own trainer with the same settings, without this project's code, for comparison.
+A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value arguments after further colons.
+``bare:`` before a torchtitan cell runs torchtitan's own trainer with the same settings, without
+this project's code, for comparison.
 """
 
 import argparse
@@ -78,8 +79,8 @@ def _train(job: Job) -> Outcome:
 
 
 def command(options: argparse.Namespace) -> str:
-    """Return the command line, with placeholders for the file name and the description, and without paths of this
-    machine.
+    """Return the command line, with placeholders for the file name and the description, and without
+    paths of this machine.
     """
     names = {str(options.out): "OUT.json", options.what: "WORDS"}
     words = (names.get(word, word) for word in sys.argv[1:])
@@ -116,7 +117,8 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     if left.exit_code:
         print(_why(job.output / "log.txt"), flush=True)
     if mode == "lora":
-        # The number that the run itself counted as trained. The gradients of the others are not computed.
+        # The number that the run itself counted as trained. The gradients of the others are not
+        # computed.
         unit = of_recipe_unit(
             job.recipe.architecture,
             job.recipe.seq_len,
@@ -143,7 +145,9 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _why(log: Path) -> str:
-    """Return the log's errors and its end, because torchrun's own report follows the cause by many lines."""
+    """Return the log's errors and its end, because torchrun's own report follows the cause by many
+    lines.
+    """
     lines = (
         log.read_text(errors="replace").splitlines() if log.exists() else []
     )  # the job may have been refused

@@ -1,4 +1,6 @@
-"""A real image, with its inputs fetched and its base built: our layers from wheels, compared with `pip install`."""
+"""A real image, with its inputs fetched and its base built: our layers from wheels, compared with
+`pip install`.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ _BASE = "primus-base"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProject:
-    """Our side of the comparison: a copy of the repository's inputs, which is also a Docker build context."""
+    """Our side of the comparison: a copy of the repository's inputs, which is also a Docker build
+    context.
+    """
 
     root: Path
     store: Path
@@ -50,8 +54,8 @@ class ImageProject:
         return done.lines[-1], done
 
     def forget(self) -> None:
-        """Remove everything from the store except what BuildKit also starts with: the base, and the wheels
-        built from source.
+        """Remove everything from the store except what BuildKit also starts with: the base, and the
+        wheels built from source.
         """
         shutil.rmtree(self.root / ".primus" / "cache", ignore_errors=True)
         base = self._base_record()
@@ -74,7 +78,10 @@ class ImageProject:
         """Start a process that writes the base layer's tar archive to its standard output."""
         record = read_sealed(self._base_record())
         digest = record["layer"]["blob"]["digest"].removeprefix("sha256:")
-        code = "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
+        code = (
+            "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], "
+            "'rb'), sys.stdout.buffer)"
+        )
         blob = str(self.store / "blobs" / "sha256" / digest)
         return subprocess.Popen([sys.executable, "-c", code, blob], stdout=subprocess.PIPE)
 
@@ -134,7 +141,9 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
 
 
 def _lend(own: Path, files: Path, store: Path) -> None:
-    """Link fetched files and copy the records of built wheels, so that nothing is fetched and compiled again."""
+    """Link fetched files and copy the records of built wheels, so that nothing is fetched and
+    compiled again.
+    """
     if (own / "files").is_dir():
         shutil.copytree(own / "files", files, copy_function=os.link)
     (store / "actions").mkdir(parents=True)
@@ -155,10 +164,12 @@ def _describe_for_docker(ours: ImageProject) -> None:
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
         raise CheckFailed(
-            f"the {target} image contains no pip wheel, so BuildKit's side cannot install its wheels"
+            f"the {target} image contains no pip wheel, so BuildKit's side cannot install its "
+            "wheels"
         )
     python = ".".join(resolved.versions.bases[base].python.split(".")[:2])
-    # A bind mount and no cache folder: the wheels stay out of the image, which is BuildKit's fastest way.
+    # A bind mount and no cache folder: the wheels stay out of the image, which is BuildKit's
+    # fastest way.
     install: list[str] = [
         f"/usr/bin/python{python}",
         f"/wheels/{pip}/pip",

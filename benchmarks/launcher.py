@@ -1,4 +1,5 @@
-"""The startup time of `primus train` in excess of torchtitan's own command: `nox -s bench-launcher`.
+"""The startup time of `primus train` in excess of torchtitan's own command: `nox -s
+bench-launcher`.
 
 Builds the cpu image and measures both inside it in turns; see ``benchmarks.starts``.
 """
@@ -79,7 +80,10 @@ def _measure(repeats: int) -> dict[str, Any]:
 def _rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = [
         {
-            "name": f"from the command to torchtitan's trainer, {ranks} rank{'s' if ranks != '1' else ''}",
+            "name": (
+                f"from the command to torchtitan's trainer, {ranks} "
+                f"rank{'s' if ranks != '1' else ''}"
+            ),
             "unit": "s",
             **{side: summary([pair[side] for pair in pairs]) for side in ("ours", "bare")},
             **_judged("overhead", [pair["ours"] - pair["bare"] for pair in pairs], _START),

@@ -1,8 +1,9 @@
-"""Makes recipes/assets: a small corpus of plain sentences and a byte-level BPE tokenizer trained on it.
+"""Makes recipes/assets: a small corpus of plain sentences and a byte-level BPE tokenizer trained on
+it.
 
-The text is generated from word lists, so it is reproducible byte for byte and nobody owns its copyright.
-It has grammar and recurring facts, which a model can learn within a few steps, so a falling loss is
-meaningful. Run it with a Python that has the `tokenizers` package:
+The text is generated from word lists, so it is reproducible byte for byte and nobody owns its
+copyright. It has grammar and recurring facts, which a model can learn within a few steps, so a
+falling loss is meaningful. Run it with a Python that has the `tokenizers` package:
 
     python benchmarks/make_tokenizer.py recipes/assets
 """

@@ -59,9 +59,9 @@ def peak_megabytes(
 ) -> float:
     """Return the peak memory of ``command`` and all its descendants together, in MB.
 
-    ``ru_maxrss`` covers only the largest process, so a builder with workers would seem smaller than it is. This
-    function adds up proportional set sizes, which count a shared page once. That slows the run, so timed runs do
-    not use it.
+    ``ru_maxrss`` covers only the largest process, so a builder with workers would seem smaller than
+    it is. This function adds up proportional set sizes, which count a shared page once. That slows
+    the run, so timed runs do not use it.
     """
     child = _start(command, env, cwd)
     with peak_of_tree(child.pid) as peak:
@@ -76,8 +76,8 @@ def peak_megabytes(
 
 @contextmanager
 def peak_of_tree(root: int) -> Iterator[list[float]]:
-    """Measure the peak memory of process ``root`` and all its descendants inside the block. On exit, the yielded
-    list contains one figure in MB.
+    """Measure the peak memory of process ``root`` and all its descendants inside the block. On
+    exit, the yielded list contains one figure in MB.
     """
     found: list[float] = []
     peak, done = 0.0, threading.Event()
@@ -101,7 +101,8 @@ def peak_of_tree(root: int) -> Iterator[list[float]]:
 def _start(
     command: Sequence[str], env: dict[str, str] | None, cwd: Path | None
 ) -> subprocess.Popen[str]:
-    # Installed Python programs cache their compiled modules. With this variable, each start would compile them again.
+    # Installed Python programs cache their compiled modules. With this variable, each start would
+    # compile them again.
     inherited = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }
@@ -197,8 +198,8 @@ def result(
     load: tuple[float, float, float],
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the fields of every results file: date, program, machine and load. ``load`` is the one before the
-    benchmark.
+    """Return the fields of every results file: date, program, machine and load. ``load`` is the one
+    before the benchmark.
     """
     return {
         "generated": f"by `nox -s {session}`; do not edit",

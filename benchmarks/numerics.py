@@ -2,9 +2,9 @@
 
     python -m benchmarks.numerics OUT.json [CASE ...]
 
-Every product and every gradient is compared with FP64 on the same inputs; the step of Llama 3.1 8B with the reference
-that shares no code with the backend, in FP32 on the same weights and tokens. A failed case is recorded, and the next
-one runs.
+Every product and every gradient is compared with FP64 on the same inputs; the step of Llama 3.1 8B
+with the reference that shares no code with the backend, in FP32 on the same weights and tokens. A
+failed case is recorded, and the next one runs.
 """
 
 import json
@@ -39,8 +39,9 @@ HEADS = (
     ("deepseek-16b", 16, 16, 192, 128),
 )
 EXPERTS = (("deepseek-16b", 64, 2048, 1408), ("mixtral-8x7b", 8, 4096, 14336))
-# Rounding the result to BF16 alone gives 2^-9 / √3 = 0.0011. In FP8, rounding a factor of 3 explicit bits gives about
-# 0.026, one of 2 bits 0.052: two of the first kind 0.037, one of each 0.058.
+# Rounding the result to BF16 alone gives 2^-9 / √3 = 0.0011. In FP8, rounding a factor of 3
+# explicit bits gives about 0.026, one of 2 bits 0.052: two of the first kind 0.037, one of each
+# 0.058.
 BF16, FP8, FP8_GRADIENT, ROUNDED = 5e-3, 5e-2, 7.5e-2, 5e-3
 
 
@@ -73,7 +74,9 @@ def main() -> int:
         torch.cuda.empty_cache()
         versions = {n: metadata.version(n) for n in ("torch", "triton", "torchtitan", "torchao")}
         document = {
-            "what": "Numerics of this GPU's products, attention and first training step against FP64.",
+            "what": (
+                "Numerics of this GPU's products, attention and first training step against FP64."
+            ),
             "date": time.strftime("%Y-%m-%d"),
             "command": "python -m benchmarks.numerics OUT.json",
             "host": host(),
@@ -103,7 +106,9 @@ _ROWS = 128
 
 
 def linear_bf16() -> dict[str, Any]:
-    """A linear layer in BF16: output, gradient of the input, gradient of the weight; 128 rows of each against FP64."""
+    """A linear layer in BF16: output, gradient of the input, gradient of the weight; 128 rows of
+    each against FP64.
+    """
     found: dict[str, Any] = {"passed": True, "limit": BF16, "off": {}}
     for out, into in (*LINEARS, (128256, 4096)):
         x, w, g = _factors(out, into)
@@ -118,7 +123,9 @@ def linear_bf16() -> dict[str, Any]:
 
 
 def linear_fp8() -> dict[str, Any]:
-    """A linear layer in FP8 with one scale per tensor, as torchao computes it and as `fp8-linear` does."""
+    """A linear layer in FP8 with one scale per tensor, as torchao computes it and as `fp8-linear`
+    does.
+    """
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -150,7 +157,9 @@ def linear_fp8() -> dict[str, Any]:
 
 
 def attention() -> dict[str, Any]:
-    """Causal attention of 2,048 tokens in BF16, forward and backward, as PyTorch chooses its kernel and by cuDNN."""
+    """Causal attention of 2,048 tokens in BF16, forward and backward, as PyTorch chooses its kernel
+    and by cuDNN.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     found: dict[str, Any] = {"passed": True, "limit": 1e-2, "off": {}}
@@ -188,7 +197,9 @@ def attention() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """Grouped products in BF16 over uneven groups of tokens, forward and backward; every group against FP64."""
+    """Grouped products in BF16 over uneven groups of tokens, forward and backward; every group
+    against FP64.
+    """
     found: dict[str, Any] = {"passed": True, "limit": BF16, "off": {}}
     for name, count, hidden, ffn in EXPERTS:
         sizes = (torch.rand(count) * 2 * 8192 / count / 8).long() * 8
@@ -232,7 +243,9 @@ class _Rounded(torch.autograd.Function):
 
 
 def _norm_and_loss(loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[float, float]:
-    """Run the backward pass without keeping gradients. Returns the loss and the norm of all gradients."""
+    """Run the backward pass without keeping gradients. Returns the loss and the norm of all
+    gradients.
+    """
     squares: list[torch.Tensor] = []
 
     def take(parameter: torch.Tensor) -> None:
@@ -247,7 +260,9 @@ def _norm_and_loss(loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[
 
 
 def _titan(spec: Any, arguments: Any) -> Any:
-    """Return torchtitan's model in BF16, with its own random weights, and norms that are not all one."""
+    """Return torchtitan's model in BF16, with its own random weights, and norms that are not all
+    one.
+    """
     with torch.device("meta"):
         model = spec.model_cls(arguments)
     model.to_empty(device="cuda")
@@ -264,10 +279,11 @@ def _titan(spec: Any, arguments: Any) -> Any:
 
 
 def first_step() -> dict[str, Any]:
-    """Loss and gradient norm of Llama 3.1 8B, all 32 layers, 1,024 tokens of text, before any update.
+    """Loss and gradient norm of Llama 3.1 8B, all 32 layers, 1,024 tokens of text, before any
+    update.
 
-    `reference` is in FP32; `rounded` is the reference with every result rounded to BF16, which shows what precision
-    alone does.
+    `reference` is in FP32; `rounded` is the reference with every result rounded to BF16, which
+    shows what precision alone does.
     """
     from tokenizers import Tokenizer
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,8 +1,10 @@
-"""What publishing takes and sends when nothing changed, or one component: `python -m benchmarks.publish [GIGABYTES]`.
+"""What publishing takes and sends when nothing changed, or one component: `python -m
+benchmarks.publish [GIGABYTES]`.
 
-The image has three components of random bytes. Its registry is Debian's docker-registry on 127.0.0.1, whose access log
-says what was sent. `skopeo copy` of the same image from the same store is the other side. A publish is timed as a
-process of its own (`benchmarks/publish_once.py`), and beside it what such a process takes to start and to import.
+The image has three components of random bytes. Its registry is Debian's docker-registry on
+127.0.0.1, whose access log says what was sent. `skopeo copy` of the same image from the same store
+is the other side. A publish is timed as a process of its own (`benchmarks/publish_once.py`), and
+beside it what such a process takes to start and to import.
 """
 
 import json
@@ -37,7 +39,8 @@ _PARTS_OF_OURS = (
 def make_project(root: Path, gigabytes: float) -> None:
     """Write a project whose target ``demo`` has three components of random bytes."""
     pins = "".join(
-        f"  {part}:\n    name: {part}\n    pins:\n      - {{path: parts/{part}, to: /opt/{part}, channel: local}}\n"
+        f"  {part}:\n    name: {part}\n    pins:\n      - "
+        f"{{path: parts/{part}, to: /opt/{part}, channel: local}}\n"
         for part in _PARTS
     )
     head = "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents:\n"

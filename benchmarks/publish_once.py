@@ -1,6 +1,7 @@
 """Publish the image ``demo`` of a project: `python -m benchmarks.publish_once PROJECT REPOSITORY`.
 
-`python -m benchmarks.publish` times it, so it imports nothing else. What a policy needs is left out.
+`python -m benchmarks.publish` times it, so it imports nothing else. What a policy needs is left
+out.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Faults planted into kernels that the self-test must name, and healthy kernels that it must not refuse.
+"""Faults planted into kernels that the self-test must name, and healthy kernels that it must not
+refuse.
 
     python -m benchmarks.selftest OUT.json RECIPE [key=value ...] --precision fp8 --healthy 20
 
-Run it on a machine with the GPU. `tests/unit/turbo/test_selftest.py` plants the same faults on a CPU.
+Run it on a machine with the GPU. `tests/unit/turbo/test_selftest.py` plants the same faults on a
+CPU.
 """
 
 import argparse
@@ -60,9 +62,9 @@ KINDS: dict[str, Callable[[torch.Tensor], None]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A function that a kernel's result passes through. ``result`` is the index of the tensor to damage: of the
-    returned ones, or of the positional arguments if ``argument``, or in ``row`` of the first of these. What is
-    ``compiled`` on a GPU is only damaged on a CPU.
+    """A function that a kernel's result passes through. ``result`` is the index of the tensor to
+    damage: of the returned ones, or of the positional arguments if ``argument``, or in ``row`` of
+    the first of these. What is ``compiled`` on a GPU is only damaged on a CPU.
     """
 
     optimization: str
@@ -188,7 +190,9 @@ def main() -> int:
                     row["faults"][f"{place.function}.{place.result}.{kind}"] = reason
             print(json.dumps(row), flush=True)
             document = {
-                "what": "The self-test: planted faults, and healthy kernels with other random numbers.",
+                "what": (
+                    "The self-test: planted faults, and healthy kernels with other random numbers."
+                ),
                 "date": time.strftime("%Y-%m-%d"),
                 "host": host(),
                 "versions": {p: version(p) for p in ("torch", "triton", "torchao")},

@@ -1,17 +1,20 @@
-"""Jobs that are disturbed at random and resumed: ``python -m benchmarks.soak ROWS --python PYTHON BACKEND…``.
+"""Jobs that are disturbed at random and resumed: ``python -m benchmarks.soak ROWS --python PYTHON
+BACKEND…``.
 
-Each job trains the proxy of a backend on two ranks, with a checkpoint every 5 steps, on a small disk of its own. It is
-disturbed and resumed until it reaches its last step, then the next one starts, until ``--seconds`` are over.
-The backend ``pods`` trains on two nodes by the script of `launch k8s`; its pods are killed, and started again.
-``--parallel`` jobs run at once, each on processors of its own. ROWS gets one JSON line per fault; all its lines are
-counted in ``results/soak.json``. With ``--merge`` they are added to it: without a backend, those of another machine.
+Each job trains the proxy of a backend on two ranks, with a checkpoint every 5 steps, on a small
+disk of its own. It is disturbed and resumed until it reaches its last step, then the next one
+starts, until ``--seconds`` are over. The backend ``pods`` trains on two nodes by the script of
+`launch k8s`; its pods are killed, and started again. ``--parallel`` jobs run at once, each on
+processors of its own. ROWS gets one JSON line per fault; all its lines are counted in
+``results/soak.json``. With ``--merge`` they are added to it: without a backend, those of another
+machine.
 
-A full disk and a folder that becomes read-only need root and mounts, a lost network a namespace of its own, a jump of
-the clock a C compiler. Without them, these faults are left out, and a line says so. So is a backend whose packages are
-missing.
+A full disk and a folder that becomes read-only need root and mounts, a lost network a namespace of
+its own, a jump of the clock a C compiler. Without them, these faults are left out, and a line says
+so. So is a backend whose packages are missing.
 
-A fault is lost if a step of the job has another loss than in the undisturbed run, if the command ends in anything but a
-sentence, if it fails without a fault, or if it does not end.
+A fault is lost if a step of the job has another loss than in the undisturbed run, if the command
+ends in anything but a sentence, if it fails without a fault, or if it does not end.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ RESULT = ROOT / "benchmarks/results/soak.json"
 WARM = ROOT / "tests/integration/inside/warm.py"
 STEPS, EVERY, DISK_MIB, LIMIT_S = 40, 5, 600, 240
 MODES = {"finetune": "full"}
-# libfaketime also lets time stand still for what waits (Debian 12), so only the clock of the day is changed.
+# libfaketime also lets time stand still for what waits (Debian 12), so only the clock of the day is
+# changed.
 _CLOCK = """
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -184,7 +188,9 @@ class Command:
 
 
 class Attempt:
-    """A job that runs, with what the faults need; ``undo`` puts its machine in order after it has ended."""
+    """A job that runs, with what the faults need; ``undo`` puts its machine in order after it has
+    ended.
+    """
 
     def __init__(self, command: Command, job: Job, chance: random.Random) -> None:
         self.command, self.job, self.chance, self.limit_s = command, job, chance, float(LIMIT_S)
@@ -399,14 +405,19 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
         if loss not in (expected[step], float(f"{expected[step]:.5f}"))
     ]
     if wrong:
-        return f"step {wrong[0]} has loss {logged[wrong[0]]!r}, and {expected[wrong[0]]!r} without faults"
+        return (
+            f"step {wrong[0]} has loss {logged[wrong[0]]!r}, and {expected[wrong[0]]!r} "
+            "without faults"
+        )
     if end["code"] == 0 and max(logged, default=0) != STEPS:
         return f"it ended well after step {max(logged, default=0)}"
     return ""
 
 
 class Pods:
-    """The pods of `launch k8s` on two nodes. As Kubernetes does, it starts each again that has failed."""
+    """The pods of `launch k8s` on two nodes. As Kubernetes does, it starts each again that has
+    failed.
+    """
 
     def __init__(self, python: str, folder: Path, backend: str) -> None:
         recipe = job_of(backend, folder).recipe
@@ -460,7 +471,9 @@ class Pods:
         return all(pod.poll() == 0 for pod in self.nodes.values())
 
     def kill(self, node: int, number: signal.Signals) -> None:
-        """Send a pod's first process SIGTERM, as at its deletion, or SIGKILL to all, as when its node is lost."""
+        """Send a pod's first process SIGTERM, as at its deletion, or SIGKILL to all, as when its
+        node is lost.
+        """
         family = {self.nodes[node].pid}
         while number == signal.SIGKILL:
             more = {
@@ -531,7 +544,10 @@ def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[di
                     [len(logged) + chance.randint(EVERY + 2, 3 * EVERY)] if len(rows) < 4 else []
                 )
             if time.monotonic() - began > LIMIT_S * (1 + len(rows)):
-                reason = f"it did not end: {(folder / str(number) / 'pod-0.txt').read_text(errors='replace')[-600:]}"
+                reason = (
+                    "it did not end: "
+                    f"{(folder / str(number) / 'pod-0.txt').read_text(errors='replace')[-600:]}"
+                )
         steps_logged = job.losses()
         expected = expected or dict(steps_logged)
         if wrong := [step for step, loss in steps_logged if loss != expected.get(step)]:
@@ -549,7 +565,9 @@ def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[di
 
 
 def small_disk(folder: Path, stack: ExitStack) -> set[str]:
-    """Mount an empty disk of ``DISK_MIB`` on ``folder``. Returns the faults that are impossible without it."""
+    """Mount an empty disk of ``DISK_MIB`` on ``folder``. Returns the faults that are impossible
+    without it.
+    """
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
     if (
         not shutil.which("mount")

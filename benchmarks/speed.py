@@ -2,11 +2,12 @@
 
     python -m benchmarks.speed OUT.json --ranks 2 --repeats 3 CASE [CASE ...]
 
-A CASE is NAME=RECIPE, then any options and key=value words of `primus train` after further colons, as in
-`llama3.1-8b-fp8=llama3.1-8b:--precision:fp8:model.layers=12`. A word `stock:` before a key=value applies it to the runs
-with `--turbo off` only. The variant `selective` is a run with `--turbo off` that recomputes selectively. Every run is a
-process of its own, from the command to the result. The file is written after every run, a failed run does not stop the
-others, and the ratios are of the medians over the runs.
+A CASE is NAME=RECIPE, then any options and key=value words of `primus train` after further colons,
+as in `llama3.1-8b-fp8=llama3.1-8b:--precision:fp8:model.layers=12`. A word `stock:` before a
+key=value applies it to the runs with `--turbo off` only. The variant `selective` is a run with
+`--turbo off` that recomputes selectively. Every run is a process of its own, from the command to
+the result. The file is written after every run, a failed run does not stop the others, and the
+ratios are of the medians over the runs.
 """
 
 import argparse
@@ -161,7 +162,9 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
 
 
 def _first_step(output: Path, began: float) -> float | None:
-    """Return the seconds from the command to torchtitan's line of step 1. Other backends log no times."""
+    """Return the seconds from the command to torchtitan's line of step 1. Other backends log no
+    times.
+    """
     text = re.sub(r"\x1b\[[\d;]*m", "", (output / "log.txt").read_text(errors="replace"))
     match = re.search(r"\[titan\] (\S+ \S+),(\d+) .*step: +1 ", text)
     if match is None:
@@ -172,7 +175,9 @@ def _first_step(output: Path, began: float) -> float | None:
 
 
 def document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result: every run, and for each case the ratios of the defaults to the other variants."""
+    """Return the result: every run, and for each case the ratios of the defaults to the other
+    variants.
+    """
     rates: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row.get("passed"):

@@ -1,8 +1,9 @@
-"""The startup time of training inside an image: ``primus train`` and torchtitan's own command in turns.
+"""The startup time of training inside an image: ``primus train`` and torchtitan's own command in
+turns.
 
-Both are timed until the last rank logs ``Starting job``, the first statement of torchtitan's ``Trainer.__init__``, by
-the time in torchtitan's own log line. The commands are then ended. Prints one JSON document; ``benchmarks.launcher``
-runs this in the sandbox.
+Both are timed until the last rank logs ``Starting job``, the first statement of torchtitan's
+``Trainer.__init__``, by the time in torchtitan's own log line. The commands are then ended. Prints
+one JSON document; ``benchmarks.launcher`` runs this in the sandbox.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from primus_images.errors import CheckFailed
 _TRAIN = ("primus", "train", "llama3-proxy")
 _PLAN = (*_TRAIN, "--dry-run")
 _SHOW = ("primus", "show", "llama3.1-8b", "--gpu", "mi355x")
-# As torchtitan's own run_train.sh starts it. The line comes before anything that fails without a GPU.
+# As torchtitan's own run_train.sh starts it. The line comes before anything that fails without a
+# GPU.
 _BARE = (
     "python3",
     "-m",
@@ -71,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
-    """Return the seconds of both commands per turn; the one that goes first alternates. The first turn warms the
-    caches and is dropped.
+    """Return the seconds of both commands per turn; the one that goes first alternates. The first
+    turn warms the caches and is dropped.
     """
     config, found = work / f"torchtitan-{ranks}.toml", []
     for turn in range(repeats + 1):
@@ -96,8 +98,8 @@ def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
 
 
 def _seconds(command: Sequence[str], output: Path, marked: Path, ranks: int) -> float:
-    """Return the seconds from the start of ``command`` until its last rank's line in the file ``marked``. Then end
-    it.
+    """Return the seconds from the start of ``command`` until its last rank's line in the file
+    ``marked``. Then end it.
     """
     with output.open("wb") as out:
         started = time.time()
@@ -109,9 +111,11 @@ def _seconds(command: Sequence[str], output: Path, marked: Path, ranks: int) -> 
         while len(marks := _marks(marked)) < ranks:
             if ended or time.time() - started > _LONGEST:
                 raise CheckFailed(
-                    f"{' '.join(command[:4])} … did not start training:\n{output.read_text()[-2000:]}"
+                    f"{' '.join(command[:4])} … did not start "
+                    f"training:\n{output.read_text()[-2000:]}"
                 )
-            # A rank may fail right after its line, so read the file once more after the command has ended.
+            # A rank may fail right after its line, so read the file once more after the command has
+            # ended.
             ended = child.poll() is not None
             time.sleep(0.05)
     finally:

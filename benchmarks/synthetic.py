@@ -1,7 +1,8 @@
-"""The synthetic graph: twelve components with one blob and many small files each, and a folder of recipes.
+"""The synthetic graph: twelve components with one blob and many small files each, and a folder of
+recipes.
 
-The same folder is a Docker build context and a project of ours, so both builders read the same bytes from the same page
-cache.
+The same folder is a Docker build context and a project of ours, so both builders read the same
+bytes from the same page cache.
 """
 
 import random
@@ -66,7 +67,8 @@ def _names() -> tuple[str, ...]:
 
 def _blob(path: Path, megabytes: int, salt: str) -> None:
     rng = random.Random(f"{_SEED} {salt}")
-    # One megabyte at a time, so that this process stays small: a child inherits its parent's peak memory in ru_maxrss.
+    # One megabyte at a time, so that this process stays small: a child inherits its parent's peak
+    # memory in ru_maxrss.
     with path.open("wb") as file:
         for _ in range(megabytes):
             file.write(rng.randbytes(1 << 20))
@@ -102,5 +104,8 @@ def _describe_for_primus(root: Path) -> None:
     (root / "versions.yaml").write_text("\n".join(lines) + "\n")
     (root / "images").mkdir()
     for target in TARGETS:
-        text = f"description: Synthetic {target}\nchannels: [local]\ncomponents: [{', '.join(paths)}]\n"
+        text = (
+            f"description: Synthetic {target}\nchannels: [local]\ncomponents: "
+            f"[{', '.join(paths)}]\n"
+        )
         (root / "images" / f"{target}.yaml").write_text(text)

@@ -1,9 +1,10 @@
-"""Tokenizing a JSON Lines corpus by ``primus_images.training.text.tokens`` and by ``datasets.map``, in alternating runs.
+"""Tokenizing a JSON Lines corpus by ``primus_images.training.text.tokens`` and by ``datasets.map``,
+in alternating runs.
 
-``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python packages. Each run is
-a process of its own on two processors; where there are four, both sides run at the same time. A run's time is that of
-everything after the imports, its memory the largest resident size. Where others use the processors, too, compare
-``cpu_seconds``.
+``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python
+packages. Each run is a process of its own on two processors; where there are four, both sides run
+at the same time. A run's time is that of everything after the imports, its memory the largest
+resident size. Where others use the processors, too, compare ``cpu_seconds``.
 """
 
 import json

@@ -1,16 +1,18 @@
-"""Train a model at full size with one optimization after another, each variant in its own processes.
+"""Train a model at full size with one optimization after another, each variant in its own
+processes.
 
     python -m benchmarks.turbo OUT.json --ranks 2 --steps 14 VARIANT [VARIANT ...]
 
-A VARIANT is NAME@RECIPE:PRECISION, then any key=value arguments after further colons; ``bare`` among them runs
-torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step,
-``budget=N`` sets the compiler's activation memory budget, and ``NCCL_NAME=VALUE`` sets a variable of NCCL.
-RECIPE is a recipe's name, or RECIPE/BACKEND/MODE for anything but torchtitan's pre-training. The file is written after
-every variant, and a failed variant does not stop the others. Variants run in the given order. To repeat one, name it
-several times, with others in between.
+A VARIANT is NAME@RECIPE:PRECISION, then any key=value arguments after further colons; ``bare``
+among them runs torchtitan's own trainer without this project's code, ``profile`` writes the time of
+each GPU kernel in one step, ``budget=N`` sets the compiler's activation memory budget, and
+``NCCL_NAME=VALUE`` sets a variable of NCCL. RECIPE is a recipe's name, or RECIPE/BACKEND/MODE for
+anything but torchtitan's pre-training. The file is written after every variant, and a failed
+variant does not stop the others. Variants run in the given order. To repeat one, name it several
+times, with others in between.
 
-Ranks are forked from a process that has already imported the libraries, and share one compiler cache, so most of the
-time is spent on training.
+Ranks are forked from a process that has already imported the libraries, and share one compiler
+cache, so most of the time is spent on training.
 """
 
 import argparse
@@ -254,7 +256,9 @@ def _times(text: str) -> dict[int, float]:
 
 
 def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
-    """Return the same for our own loop, whose log has no times, counted back from the time of the last step."""
+    """Return the same for our own loop, whose log has no times, counted back from the time of the
+    last step.
+    """
     found: dict[int, float] = {}
     at = exact.stat().st_mtime if exact.exists() else 0.0
     for step in reversed(steps):
@@ -266,8 +270,8 @@ def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
 def _joules(
     watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int
 ) -> float | None:
-    """Return joules per token: the GPUs' mean power during the counted steps ÷ tokens per second. ``tokens`` is per
-    step.
+    """Return joules per token: the GPUs' mean power during the counted steps ÷ tokens per second.
+    ``tokens`` is per step.
     """
     first, last = times[options.warmup], times[options.steps]
     drawn: list[float] = []
@@ -288,7 +292,9 @@ _PROFILED = 8
 
 
 def _bare_config(job: Any) -> Path:
-    """Write a configuration for torchtitan's own model of the same size, with its own data loader and the same text."""
+    """Write a configuration for torchtitan's own model of the same size, with its own data loader
+    and the same text.
+    """
     from primus_images.training.backends.torchtitan import render
 
     corpus = job.output / "corpus"
@@ -462,8 +468,8 @@ def _profile_own_loop(output: Path) -> None:
 
 
 def _idle(profile: Any) -> dict[str, Any]:
-    """Return the time without any kernel except collectives: the total, and the longest pauses with the kernels
-    before and after.
+    """Return the time without any kernel except collectives: the total, and the longest pauses with
+    the kernels before and after.
     """
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name()[:80])

@@ -2,8 +2,9 @@
 
     python -m benchmarks.turbo_kernels OUT.json [CASE ...]
 
-Each kernel is compared with FP64 (or with the exact bits that it must give), called twice to check that it is
-deterministic, and timed against what it replaces. A failed case is recorded, and the next one runs.
+Each kernel is compared with FP64 (or with the exact bits that it must give), called twice to check
+that it is deterministic, and timed against what it replaces. A failed case is recorded, and the
+next one runs.
 """
 
 import json
@@ -283,7 +284,9 @@ def _eight_off(found: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor) -
 def _tiles(
     name: str, tried: list[tuple[int, int, int]], call: Callable[[], Any]
 ) -> dict[str, float]:
-    """Return the milliseconds of ``call`` for each tile of the kernel ``name``, and keep the best one."""
+    """Return the milliseconds of ``call`` for each tile of the kernel ``name``, and keep the best
+    one.
+    """
     timed = {}
     for tile in tried:
         fp8_kernels.TILES[name] = tile
@@ -413,7 +416,9 @@ def swiglu() -> dict[str, Any]:
 
 
 def feed_forward() -> dict[str, Any]:
-    """Time a feed-forward block of 2 × 8192 tokens with its norm, forward and backward: torchao compiled, and ours."""
+    """Time a feed-forward block of 2 × 8192 tokens with its norm, forward and backward: torchao
+    compiled, and ours.
+    """
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -532,7 +537,9 @@ def attention() -> dict[str, Any]:
 
 
 def products() -> dict[str, Any]:
-    """Compare BF16 and FP8 (tensorwise) products of the model's five shapes with FP64, over 64 rows."""
+    """Compare BF16 and FP8 (tensorwise) products of the model's five shapes with FP64, over 64
+    rows.
+    """
     found: dict[str, Any] = {"passed": True, "off": {}}
     for out, into in ((HIDDEN, HIDDEN), (1024, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)):
         x, w = (

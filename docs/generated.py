@@ -1,4 +1,5 @@
-"""All generated files of the repository: `python -m docs.generated` (`nox -s docs`) writes those that are out of date.
+"""All generated files of the repository: `python -m docs.generated` (`nox -s docs`) writes those
+that are out of date.
 
 One function makes them, so that --check and writing cannot disagree.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs.json_schema import json_schema
+from docs.json_schema import json_schema, summary_of
 from primus_images.errors import InputError, PrimusError
 from primus_images.gates.rules import gates
 from primus_images.plan.project import Project
@@ -97,13 +98,17 @@ def _releases(history: History) -> str:
     rows = [row(release) for release in every]
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
     lines = [
-        "<!-- Generated from src/primus_images/release/history.yaml by `nox -s docs`; do not edit. -->",
+        "<!-- Generated from src/primus_images/release/history.yaml by `nox -s docs`; do not "
+        "edit. -->",
         "# Published releases",
         "",
-        "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
+        "Every training image tag that is known to be published, newest first. `primus releases "
+        "NAME` shows "
         "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
-        "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
-        "published are never filled in from elsewhere. Where several tables of a tag differ, these are the best known "
+        "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values "
+        "that were not "
+        "published are never filled in from elsewhere. Where several tables of a tag differ, "
+        "these are the best known "
         "values.",
         "",
         *history.deprecations,
@@ -116,7 +121,8 @@ def _releases(history: History) -> str:
             "Components",
             ("tag", *map(_literal, columns)),
             [map(_literal, (r.reference, *map(r.components.get, columns))) for r in every],
-            "Versions as published. Newer releases list more components; see `primus releases NAME`.",
+            "Versions as published. Newer releases list more components; see `primus releases "
+            "NAME`.",
         ),
     ]
     return "\n".join(lines)
@@ -167,7 +173,7 @@ def _gates() -> list[str]:
     rules = gates().items()
     return table(
         ("gate", "what must hold"),
-        [(name, str(rule.__doc__).partition("\n")[0].rstrip(".")) for name, rule in rules],
+        [(name, summary_of(rule).rstrip(".")) for name, rule in rules],
     )
 
 
@@ -202,8 +208,9 @@ def _targets(root: Path) -> list[str]:
     return table(("target", "channel", "files in the lock", "size of the files", "status"), rows)
 
 
-# The keys of each backend are read from the source of the pinned version. It is parsed instead of imported, because
-# importing it needs torch. If a wheel was not fetched, the committed data stays, and only its version is compared.
+# The keys of each backend are read from the source of the pinned version. It is parsed instead of
+# imported, because importing it needs torch. If a wheel was not fetched, the committed data stays,
+# and only its version is compared.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +233,8 @@ def backend_keys(
 ) -> dict[str, str]:
     """Return path in the repository at ``root`` → text, for every backend's file of keys.
 
-    The result is empty if the repository has no folder for these files. Raises InputError if a pin has changed and the
-    wheel of the new version was not fetched.
+    The result is empty if the repository has no folder for these files. Raises InputError if a pin
+    has changed and the wheel of the new version was not fetched.
     """
     if not (root / _FOLDER).is_dir():
         return {}
@@ -260,7 +267,8 @@ def backend_keys(
         files[name] = committed = (root / name).read_text(encoding="utf-8")
         if json.loads(committed)["versions"] != pinned:
             raise InputError(
-                f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins {pinned}",
+                f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins "
+                f"{pinned}",
                 where=name,
                 hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
             )
@@ -285,10 +293,12 @@ def _source(
 
 
 def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
-    """Return the fields of dataclass ``root`` in Python ``source``. Fields of nested dataclasses have dotted names.
+    """Return the fields of dataclass ``root`` in Python ``source``. Fields of nested dataclasses
+    have dotted names.
 
-    Fields of base classes in the same source come first; other base classes are declared separately. ``types`` is empty
-    for a field whose type no YAML value has, such as a function or a class of the library.
+    Fields of base classes in the same source come first; other base classes are declared
+    separately. ``types`` is empty for a field whose type no YAML value has, such as a function or a
+    class of the library.
     """
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     keys: dict[str, dict[str, Any]] = {}
@@ -340,7 +350,9 @@ def _entry(field: ast.AnnAssign) -> dict[str, Any]:
 
 
 def _read(annotation: ast.expr, types: list[str], choices: list[str], items: list[str]) -> bool:
-    """Record the types that ``annotation`` accepts. Returns True if one of them is a type that no YAML value has."""
+    """Record the types that ``annotation`` accepts. Returns True if one of them is a type that no
+    YAML value has.
+    """
     several: list[ast.expr] = []
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):

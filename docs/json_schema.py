@@ -1,4 +1,6 @@
-"""JSON Schema of file formats, from the dataclasses that declare them (:mod:`primus_images.schema`)."""
+"""JSON Schema of file formats, from the dataclasses that declare them
+(:mod:`primus_images.schema`).
+"""
 
 import dataclasses
 import types
@@ -15,6 +17,11 @@ _TYPES: dict[type, str | list[str]] = {
     float: "number",
     bool: "boolean",
 }
+
+
+def summary_of(documented: object) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
 
 
 def json_schema(cls: type, *, title: str) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[st
                     required.append(word)
             defs[cls.__name__] = {
                 "type": "object",
-                "description": (cls.__doc__ or "").split("\n")[0],
+                "description": summary_of(cls),
                 "properties": properties,
                 "required": required,
                 "additionalProperties": False,

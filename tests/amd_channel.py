@@ -1,7 +1,9 @@
-"""Channel amd on 127.0.0.1: an index with a small wheel for every pin of versions.yaml, a registry, repositories.
+"""Channel amd on 127.0.0.1: an index with a small wheel for every pin of versions.yaml, a registry,
+repositories.
 
-The project is the repository's own: its versions.yaml and its target files, with other addresses, and Debian's Python
-instead of Ubuntu's. Names, versions, metadata and the division into host and device wheels are the real ones.
+The project is the repository's own: its versions.yaml and its target files, with other addresses,
+and Debian's Python instead of Ubuntu's. Names, versions, metadata and the division into host and
+device wheels are the real ones.
 """
 
 import gzip
@@ -41,7 +43,8 @@ NEEDS = {
 }
 # Real ones: these build.
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
-# What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
+# What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds
+# find what they need.
 OTHERS = {
     "numpy": "2.5.5",
     "pybind11": "3.0.4",
@@ -68,7 +71,8 @@ def channel_versions(
     head, rest = text.split("\n  bookworm:\n", 1)
     head = re.sub(r"image: \S+", f"image: {image}", head).replace("suite: noble", "suite: bookworm")
     head = re.sub(r"python: 3\.12\.3", "python: 3.11.2", head).replace("3.12", "3.11")
-    # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no compressed archive.
+    # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no
+    # compressed archive.
     head = head.replace(
         "      - libpython3.11-stdlib\n",
         "      - dash\n      - gzip\n      - libpython3.11-stdlib\n",
@@ -123,7 +127,10 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
     for name in ("flash-attn", "megatron-core"):
         version = next(pin.version for pin in pins.values() if pin.sdist == name) or ""
         module = name.replace("-", "_")
-        setup = f"from setuptools import setup\nsetup(name='{name}', version='{version}', py_modules=['{module}'])\n"
+        setup = (
+            f"from setuptools import setup\nsetup(name='{name}', version='{version}', "
+            f"py_modules=['{module}'])\n"
+        )
         _source(pypi, module, version, setup)
 
 
@@ -165,7 +172,8 @@ def _selector(folder: Path, version: str) -> None:
     setup = (
         "import os, pathlib\nfrom setuptools import setup\n"
         "family = os.environ['ROCM_SDK_TARGET_FAMILY']\n"
-        "pathlib.Path('rocm_sdk.py').write_text(f'FAMILY = {family!r}\\ndef main():\\n    print(FAMILY)\\n')\n"
+        "pathlib.Path('rocm_sdk.py').write_text(f'FAMILY = {family!r}\\ndef main():\\n    "
+        "print(FAMILY)\\n')\n"
         f"setup(name='rocm', version='{version}', py_modules=['rocm_sdk'],\n"
         "      entry_points={'console_scripts': ['rocm-sdk = rocm_sdk:main']})\n"
     )
@@ -180,7 +188,9 @@ def _source(folder: Path, name: str, version: str, setup: str) -> None:
 
 
 def fetch_build_tools(folder: Path, kit: Kit) -> None:
-    """The real pip, setuptools and wheel in every pinned version, from where this host's pip takes them."""
+    """The real pip, setuptools and wheel in every pinned version, from where this host's pip takes
+    them.
+    """
     pins = kit_pins(kit, "mi300x").values()
     wanted = {f"{pin.wheel}=={pin.version}" for pin in pins if pin.wheel in BUILD_TOOLS}
     built = {
@@ -223,10 +233,11 @@ def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
 
 
 def make_repository(root: Path, name: str, package: str) -> str:
-    """A repository whose setup.py makes ``package`` with code for the GPU it is told; returns its commit.
+    """A repository whose setup.py makes ``package`` with code for the GPU it is told; returns its
+    commit.
 
-    One file of it lies in a submodule, as parts of the real ones do. As in AITER's, metadata can be asked for only once
-    the pin has prepared the source.
+    One file of it lies in a submodule, as parts of the real ones do. As in AITER's, metadata can be
+    asked for only once the pin has prepared the source.
     """
     part, main = root / f"{name}-part", root / name
     gits.commit(part, {"arch.txt": "of the submodule\n"})
@@ -271,8 +282,8 @@ setup(name="{package}", version=os.environ["SETUPTOOLS_SCM_PRETEND_VERSION"], pa
 
 
 def make_base(folder: Path) -> str:
-    """An OCI layout with an index of two platforms; the image for amd64 is busybox in two layers, the upper one with a
-    whiteout. Returns the digest of the index.
+    """An OCI layout with an index of two platforms; the image for amd64 is busybox in two layers,
+    the upper one with a whiteout. Returns the digest of the index.
     """
     blobs, oci = folder / "blobs/sha256", "application/vnd.oci.image"
 
@@ -324,12 +335,15 @@ def make_base(folder: Path) -> str:
 
 @contextmanager
 def registry(folder: Path, logins: str = "") -> Iterator[int]:
-    """Debian's docker-registry on 127.0.0.1; yields its port. With ``logins`` (htpasswd's lines) it wants one."""
+    """Debian's docker-registry on 127.0.0.1; yields its port. With ``logins`` (htpasswd's lines) it
+    wants one.
+    """
     port = free_port()
     folder.mkdir(parents=True)
     config = folder / "config.yml"
     config.write_text(
-        f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
+        f"version: 0.1\nlog: {{level: error}}\nstorage: "
+        f"{{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
         f"http: {{addr: '127.0.0.1:{port}'}}\n"
     )
     if logins:
@@ -382,7 +396,9 @@ class Loopback(Kit):
 
 @dataclass(frozen=True)
 class Channel:
-    """The project on loopback, the folders of AMD's and PyPI's files, and the digest of the base image."""
+    """The project on loopback, the folders of AMD's and PyPI's files, and the digest of the base
+    image.
+    """
 
     kit: Kit
     amd: Path

@@ -1,4 +1,5 @@
-"""Run the bad inputs of ``fixtures/bad_inputs.yaml`` and judge what is said. Needs primus alone, so images run it, too.
+"""Run the bad inputs of ``fixtures/bad_inputs.yaml`` and judge what is said. Needs primus alone, so
+images run it, too.
 
 As a script: run all of them, print one JSON object, name → what is wrong with the answer.
 Those for verbs of the host alone are left out.
@@ -49,7 +50,9 @@ _STANDING = (
 
 
 def fault(given: Mapping[str, Any], folder: Path) -> str | None:
-    """Run one bad input in the empty ``folder``; what is wrong with the answer, None when it is as it should be."""
+    """Run one bad input in the empty ``folder``; what is wrong with the answer, None when it is as
+    it should be.
+    """
     from primus_images.cli.main import main
 
     for name, text in given.get("files", {}).items():

@@ -1,12 +1,15 @@
-"""Run README's commands where nothing is installed: in a new Debian or Ubuntu root file system that holds Python alone.
+"""Run README's commands where nothing is installed: in a new Debian or Ubuntu root file system that
+holds Python alone.
 
     python tests/bare_root.py bookworm validate
     python tests/bare_root.py noble tests -- tests/unit/test_programs.py
-    python tests/bare_root.py bookworm --user 'python3 -m venv v && v/bin/pip install -q nox && v/bin/nox -s plan'
+    python tests/bare_root.py bookworm --user 'python3 -m venv v && v/bin/pip install -q nox &&
+    v/bin/nox -s plan'
 
-Needs root and mmdebstrap. The network is this machine's; so are apt's sources for Debian, the certificates, and the
-variables of pip, of proxies and PRIMUS_*. Ubuntu's archive is that of PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING.
-Folders that pip's configuration names come in with --bind. The root is removed afterwards, its archive is kept.
+Needs root and mmdebstrap. The network is this machine's; so are apt's sources for Debian, the
+certificates, and the variables of pip, of proxies and PRIMUS_*. Ubuntu's archive is that of
+PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING. Folders that pip's configuration names come in with
+--bind. The root is removed afterwards, its archive is kept.
 """
 
 import argparse
@@ -67,7 +70,8 @@ def archive(suite: str, folder: Path) -> Path:
                 os.environ.get(name) for name in ("PRIMUS_UBUNTU_MIRROR", "PRIMUS_UBUNTU_KEYRING")
             ):
                 sys.exit(
-                    f"{suite}: set PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING to an archive of Ubuntu"
+                    f"{suite}: set PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING to an archive "
+                    "of Ubuntu"
                 )
             mirror, keyring = (
                 os.environ["PRIMUS_UBUNTU_MIRROR"],
@@ -88,7 +92,9 @@ def archive(suite: str, folder: Path) -> Path:
 
 
 def furnish(root: Path, suite: str, user: bool) -> None:
-    """A clone of this checkout's last commit, and what lets the root reach the network as this machine does."""
+    """A clone of this checkout's last commit, and what lets the root reach the network as this
+    machine does.
+    """
     for name in ("resolv.conf", "hosts"):
         shutil.copy(f"/etc/{name}", root / "etc" / name)
     # The bundle for now, its additions for when a package makes the bundle anew.

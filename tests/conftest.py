@@ -1,4 +1,6 @@
-"""Puts tests/ on the path, so that helpers such as loopback are imported by name, and the repository for docs.site."""
+"""Puts tests/ on the path, so that helpers such as loopback are imported by name, and the
+repository for docs.site.
+"""
 
 import os
 import signal
@@ -10,19 +12,22 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-# Tests compare what a plain shell shows, whatever this one exports: a width, a terminal, output without a buffer.
+# Tests compare what a plain shell shows, whatever this one exports: a width, a terminal, output
+# without a buffer.
 for name in ("COLUMNS", "TERM", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(name, None)
 
-# The tests start primus thousands of times, and compiling its modules anew takes longer than most of those runs. The
-# bytecode lies outside the source tree, because a note of a build names the engine's folders.
+# The tests start primus thousands of times, and compiling its modules anew takes longer than most
+# of those runs. The bytecode lies outside the source tree, because a note of a build names the
+# engine's folders.
 os.environ.setdefault(
     "PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
 )
 # A worker inherits the variable, but tests of bytecode compare paths with this interpreter's.
 sys.pycache_prefix, sys.dont_write_bytecode = None, True
 
-# A shell that starts a job in the background lets it ignore Ctrl-C, and its children would inherit that.
+# A shell that starts a job in the background lets it ignore Ctrl-C, and its children would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -51,7 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name each failure when it happens: a session of 20 minutes that is cut off reports nothing at its end."""
+    """Name each failure when it happens: a session of 20 minutes that is cut off reports nothing at
+    its end.
+    """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(reporter))

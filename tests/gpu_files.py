@@ -85,7 +85,9 @@ def entry(target: str) -> str:
 def bundle(
     targets: Sequence[str], payload: bytes = b"code" * 64, empty: Sequence[str] = ()
 ) -> bytes:
-    """An offload bundle with an empty entry for the host and one entry per target, each on a page of its own."""
+    """An offload bundle with an empty entry for the host and one entry per target, each on a page
+    of its own.
+    """
     entries = [(HOST, b""), *((entry(t), b"" if t in empty else payload) for t in targets)]
     size = 32 + sum(24 + len(name) for name, _ in entries)
     head, body = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack("<Q", len(entries)), b""

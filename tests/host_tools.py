@@ -1,7 +1,8 @@
 """The programs that tests run for real, and the packages of Debian and Ubuntu that bring them.
 
-`nox -s tests` begins with `python tests/host_tools.py`, which installs the missing ones. Without root or apt it prints
-one sentence for each, and the tests that need it are skipped with the same reason.
+`nox -s tests` begins with `python tests/host_tools.py`, which installs the missing ones. Without
+root or apt it prints one sentence for each, and the tests that need it are skipped with the same
+reason.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ PACKAGES = {
     "docker-buildx": "docker-buildx",
     "chromium": "chromium",
 }
-# The same, from Debian's unstable suite: stable's does not have the bundles that registries list. It needs libc only.
+# The same, from Debian's unstable suite: stable's does not have the bundles that registries list.
+# It needs libc only.
 UNSTABLE = {"cosign": "cosign"}
 PLUGINS = [
     Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")
@@ -50,7 +52,8 @@ def _system(key: str) -> str:
 def there(program: str) -> bool:
     """Whether the program can be used here."""
     if program == "docker-buildx":
-        # bookworm's docker client builds with BuildKit by itself; that of later releases needs this plugin.
+        # bookworm's docker client builds with BuildKit by itself; that of later releases needs this
+        # plugin.
         return any(path.exists() for path in PLUGINS) or _system("VERSION_CODENAME") == "bookworm"
     if program == "chromium":  # Ubuntu's package is a snap, which a container cannot install.
         return CHROMIUM is not None or _system("ID") == "ubuntu"
@@ -60,7 +63,9 @@ def there(program: str) -> bool:
 
 
 def dockerd() -> str:
-    """The distribution's dockerd (in sbin on Debian, in bin on Ubuntu); no path where it is missing."""
+    """The distribution's dockerd (in sbin on Debian, in bin on Ubuntu); no path where it is
+    missing.
+    """
     return str(programs.find("dockerd") or "dockerd")
 
 
@@ -80,7 +85,9 @@ def needs(*programs: str) -> pytest.MarkDecorator:
 
 
 def install_unstable(package: str) -> None:
-    """Install a package of Debian's unstable suite from the archive that this host uses, and leave its apt as it is."""
+    """Install a package of Debian's unstable suite from the archive that this host uses, and leave
+    its apt as it is.
+    """
     asked = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(SITE)"],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""Faults of stores and inputs, and a judge of what the engine makes of each: a sentence, and a valid store."""
+"""Faults of stores and inputs, and a judge of what the engine makes of each: a sentence, and a
+valid store.
+"""
 
 import contextlib
 import gzip
@@ -38,7 +40,8 @@ from project_kit import Kit, make_project
 _PLANTED: dict[str, dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "fixtures/hostile_inputs.yaml").read_text()
 )
-# Longer than any of this takes, even on a machine with other work; what waits for a pipe waits forever.
+# Longer than any of this takes, even on a machine with other work; what waits for a pipe waits
+# forever.
 _HANG_S = 60
 _MOST_CPU_S = 5.0
 _MOST_WORDS = 3000
@@ -46,8 +49,9 @@ _MOST_WORDS = 3000
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. ``make`` brings it about in a fresh copy of the project and returns what undoes it, if that takes
-    more than restoring the project's files; ``codes`` are the exit codes that are right.
+    """One fault. ``make`` brings it about in a fresh copy of the project and returns what undoes
+    it, if that takes more than restoring the project's files; ``codes`` are the exit codes that are
+    right.
     """
 
     name: str
@@ -118,7 +122,9 @@ class Bench:
         return answer.out.split()[0]
 
     def judge(self, fault: Fault) -> tuple[str | None, float]:
-        """What is wrong with the engine's answer to the fault (None: nothing), and the seconds it took."""
+        """What is wrong with the engine's answer to the fault (None: nothing), and the seconds it
+        took.
+        """
         root = self.folder / "case"
         shutil.copytree(self.kit.root, root, symlinks=True)
         try:
@@ -152,7 +158,9 @@ class Bench:
         return f"{answer.cpu:.1f} s" if answer.cpu > _MOST_CPU_S else None
 
     def _afterwards(self, kit: Kit) -> str | None:
-        """The project's files as they were, the store as the fault left it: the clean image, and nothing damaged."""
+        """The project's files as they were, the store as the fault left it: the clean image, and
+        nothing damaged.
+        """
         for path in self.kit.root.iterdir():
             if path.name != ".primus":
                 _remove(kit.root / path.name)
@@ -205,7 +213,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# -- damage to files ---------------------------------------------------------------------------------------------
+# -- damage to files
+# ---------------------------------------------------------------------------------------------
 
 
 def _edit(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -253,7 +262,9 @@ _ANY, _INPUT, _READ = frozenset((0, 1, 2, 3)), frozenset((2,)), frozenset((2, 3)
 
 
 def _stored() -> Iterator[Fault]:
-    """Damage to each kind of file below .primus: the build repairs it or says what to do, and builds nothing else."""
+    """Damage to each kind of file below .primus: the build repairs it or says what to do, and
+    builds nothing else.
+    """
     kinds = {
         "oci-layout": "store/oci-layout",
         "index": "store/index.json",
@@ -326,7 +337,8 @@ def _drop_lists(kit: Kit) -> None:
             path.unlink()
 
 
-# -- the project's own files -------------------------------------------------------------------------------------
+# -- the project's own files
+# -------------------------------------------------------------------------------------
 
 _BOMB = "a0: &a0 {k: 1, l: 2}\n" + "".join(
     f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)
@@ -414,11 +426,14 @@ def _trees() -> Iterator[Fault]:
     yield Fault("special files: a folder that is a link to elsewhere", away, codes=frozenset((2,)))
 
 
-# -- locks -------------------------------------------------------------------------------------------------------
+# -- locks
+# -------------------------------------------------------------------------------------------------------
 
 
 def _based(kit: Kit) -> None:
-    """A third target with a base image, a wheel and a lock. It is planned and not built, which needs no sandbox."""
+    """A third target with a base image, a wheel and a lock. It is planned and not built, which
+    needs no sandbox.
+    """
     base = f"{{suite: trixie, python: 3.13.1, packages: [], image: tiny@sha256:{'a' * 64}}}"
     kit.edit("versions.yaml", "bases: {}\n", f"bases:\n  tiny: {base}\n")
     pin = "  demo-pkg: {name: Demo, pins: [{wheel: demo-pkg, version: 1.0, channel: pypi}]}\n"
@@ -501,7 +516,8 @@ def _locks() -> Iterator[Fault]:
         )
 
 
-# -- wheels and layers: through the same actions as a build, in a store of their own --------------------------------
+# -- wheels and layers: through the same actions as a build, in a store of their own
+# --------------------------------
 
 _PATHS = {
     **_PLANTED["paths"],
@@ -590,7 +606,9 @@ def _wheels() -> Iterator[tuple[str, bytes]]:
 
 
 def _bomb_wheel() -> bytes:
-    """A file whose few bytes stand for 200 MB: more than a hundred times as many, beyond what is free."""
+    """A file whose few bytes stand for 200 MB: more than a hundred times as many, beyond what is
+    free.
+    """
     out = io.BytesIO(_zip(_WHEEL))
     with (
         zipfile.ZipFile(out, "a", zipfile.ZIP_DEFLATED) as archive,
@@ -694,7 +712,9 @@ def _made(
     data: bytes,
     damage: Callable[[Path], object] | None,
 ) -> str:
-    """The digest of the layer that the action makes of ``data``, whose copy in the cache is damaged first."""
+    """The digest of the layer that the action makes of ``data``, whose copy in the cache is damaged
+    first.
+    """
     file = _locked(kind, data)
     own = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
     action = Action(

@@ -1,8 +1,10 @@
-"""A real Kubernetes API on this machine: etcd, kube-apiserver and kube-controller-manager, without nodes.
+"""A real Kubernetes API on this machine: etcd, kube-apiserver and kube-controller-manager, without
+nodes.
 
-Debian packages no server of Kubernetes, but the source of one (1.20.2, in bookworm). It is built once, in about five
-minutes on two cores, below ``~/.cache/primus-tests``. This version ignores fields of later ones, such as a Job's
-``completionMode``; the schemas of current versions are tested in tests/unit/launch/test_launch_kubernetes.py.
+Debian packages no server of Kubernetes, but the source of one (1.20.2, in bookworm). It is built
+once, in about five minutes on two cores, below ``~/.cache/primus-tests``. This version ignores
+fields of later ones, such as a Job's ``completionMode``; the schemas of current versions are tested
+in tests/unit/launch/test_launch_kubernetes.py.
 """
 
 import os
@@ -31,7 +33,8 @@ CACHE = (
 )
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 ROOT = "k8s.io/kubernetes"
-# The source's own copy iterates over maps as Go before 1.18 did: custom resources crash a server built with it.
+# The source's own copy iterates over maps as Go before 1.18 did: custom resources crash a server
+# built with it.
 REFLECT = Path("/usr/share/gocode/src/github.com/modern-go/reflect2")
 
 
@@ -147,11 +150,13 @@ class Kubernetes:
         (folder / "tokens.csv").write_text(f"{token},admin,1\n")
         self.write_config(self.config, port, token)
         self.port = port
-        # kubectl would refuse fields that this old server does not know, such as a Job's completionMode.
+        # kubectl would refuse fields that this old server does not know, such as a Job's
+        # completionMode.
         (folder / "bin").mkdir()
         wrapper = folder / "bin/kubectl"
         wrapper.write_text(
-            f'#!/bin/sh\n[ "$2" = create ] && set -- "$@" --validate=false\nexec {shutil.which("kubectl")} "$@"\n'
+            '#!/bin/sh\n[ "$2" = create ] && set -- "$@" --validate=false\nexec '
+            f'{shutil.which("kubectl")} "$@"\n'
         )
         wrapper.chmod(0o755)
         try:

@@ -1,4 +1,6 @@
-"""A Python index and a Debian archive on 127.0.0.1, with faults on demand; and tiny wheels and debs to fill them."""
+"""A Python index and a Debian archive on 127.0.0.1, with faults on demand; and tiny wheels and debs
+to fill them.
+"""
 
 import base64
 import hashlib
@@ -16,7 +18,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 @dataclass
 class Faults:
-    """Per path (as requested, unquoted): what goes wrong. ``cut`` ends the body after N bytes, once per entry."""
+    """Per path (as requested, unquoted): what goes wrong. ``cut`` ends the body after N bytes, once
+    per entry.
+    """
 
     cut: dict[str, list[int]] = field(default_factory=dict)
     status: dict[str, list[int]] = field(default_factory=dict)
@@ -217,7 +221,9 @@ def make_wheel(
         **(files or {}),
         f"{under}.py": f"__version__ = {version!r}\n".encode(),
         f"{info}/METADATA": metadata.encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+        f"{info}/WHEEL": (
+            f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n"
+        ).encode(),
     }
     if padding:
         files[f"{under}.bin"] = hashlib.shake_256(name.encode()).digest(padding)
@@ -245,7 +251,10 @@ def make_deb(
     (tree / "usr/share/doc" / name / "data").write_bytes(
         hashlib.shake_256(name.encode()).digest(padding or 10)
     )
-    control = f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: Test <test@example.invalid>\n"
+    control = (
+        f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: Test "
+        "<test@example.invalid>\n"
+    )
     control += f"Depends: {needs}\n" if needs else ""
     control += "Essential: yes\n" if essential else ""
     (tree / "DEBIAN/control").write_text(control + "Description: test\n", encoding="utf-8")
@@ -282,7 +291,8 @@ def index_debs(
     (binary / "Packages").write_text("\n".join(stanzas), encoding="utf-8")
     packages = (binary / "Packages").read_bytes()
     release = (
-        f"Origin: Debian\nSuite: {suite}\nCodename: {suite}\nArchitectures: amd64\nComponents: main\n"
+        f"Origin: Debian\nSuite: {suite}\nCodename: {suite}\nArchitectures: amd64\nComponents: "
+        "main\n"
         "Date: Wed, 01 Jan 2020 00:00:00 UTC\n"
         + (f"Valid-Until: {valid_until}\n" if valid_until else "")
         + "SHA256:\n"

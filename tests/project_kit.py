@@ -178,7 +178,9 @@ def make_project(root: Path, *, size: int = 1000) -> Kit:
 
 
 def lock(kit: Kit) -> None:
-    """Lock all targets. Files that the repository's own builds fetched already are not fetched twice."""
+    """Lock all targets. Files that the repository's own builds fetched already are not fetched
+    twice.
+    """
     own = SOURCE.parent / ".primus/files/sha256"
     here = kit.root / ".primus/files/sha256"
     here.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""A real Slurm on this machine: its own munged, slurmctld and one slurmd for each of several virtual nodes."""
+"""A real Slurm on this machine: its own munged, slurmctld and one slurmd for each of several
+virtual nodes.
+"""
 
 import json
 import os
@@ -87,11 +89,13 @@ class Slurm:
             "JobRequeue=1",
             "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
             *(
-                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} "
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
+                f"CPUs={cpus} "
                 "RealMemory=1000 Gres=gpu:8"
                 for name in self.names
             ),
-            f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=EXCLUSIVE",
+            f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP "
+            "OverSubscribe=EXCLUSIVE",
         ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         files = ",".join(str(folder / "gpus" / str(number)) for number in range(8))
@@ -136,7 +140,8 @@ class Slurm:
         """End the node's slurmd and all that it started, at once, as a power failure does."""
         daemon = self._daemons.pop(name)
         tasks = [pid for pid, given in self._processes() if given.get("SLURMD_NODENAME") == name]
-        # slurmstepd itself carries no node's name. It goes first, or it would report how its tasks ended.
+        # slurmstepd itself carries no node's name. It goes first, or it would report how its tasks
+        # ended.
         steps = [
             pid
             for pid in {*map(_parent, tasks)} - {0}
@@ -184,8 +189,8 @@ class Slurm:
             if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return job
             if job["Reason"] == "BeginTime":
-                # Slurm delays a requeued job by two minutes. Its nodes refuse credentials of the second in which the
-                # job was ended, so it cannot start at once.
+                # Slurm delays a requeued job by two minutes. Its nodes refuse credentials of the
+                # second in which the job was ended, so it cannot start at once.
                 time.sleep(3)
                 self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
             assert time.monotonic() < deadline, job

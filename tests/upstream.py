@@ -1,4 +1,6 @@
-"""Source trees of real projects, from bare git directories that the user has: ``$PRIMUS_TEST_SOURCES/NAME.git``."""
+"""Source trees of real projects, from bare git directories that the user has:
+``$PRIMUS_TEST_SOURCES/NAME.git``.
+"""
 
 import os
 import subprocess
@@ -14,7 +16,8 @@ def repository(name: str) -> Path:
     folder = os.environ.get("PRIMUS_TEST_SOURCES")
     if not folder:
         pytest.skip(
-            "PRIMUS_TEST_SOURCES names no folder of bare git directories (aiter.git, Primus-Turbo.git)"
+            "PRIMUS_TEST_SOURCES names no folder of bare git directories (aiter.git, "
+            "Primus-Turbo.git)"
         )
     path = Path(folder) / f"{name}.git"
     if not path.is_dir():

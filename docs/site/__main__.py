@@ -1,8 +1,10 @@
-"""Build the site: ``python -m docs.site [--links] [FOLDER]`` writes it to FOLDER/source and FOLDER/html (out/site).
+"""Build the site: ``python -m docs.site [--links] [FOLDER]`` writes it to FOLDER/source and
+FOLDER/html (out/site).
 
-The pages are those of docs/ and of other folders, as they are, and pages made from the same functions as the commands.
-Every warning is an error, and so is a link to a page, a heading or a file that does not exist. ``--links`` follows the
-links to other sites instead, and lists them with their status in FOLDER/links/output.txt. It needs a network.
+The pages are those of docs/ and of other folders, as they are, and pages made from the same
+functions as the commands. Every warning is an error, and so is a link to a page, a heading or a
+file that does not exist. ``--links`` follows the links to other sites instead, and lists them with
+their status in FOLDER/links/output.txt. It needs a network.
 """
 
 import os
@@ -61,7 +63,9 @@ def written() -> dict[str, str]:
 
 
 def assemble(source: Path) -> list[str]:
-    """Write the sources of all pages, and the files that they link to. Returns the links that lead nowhere."""
+    """Write the sources of all pages, and the files that they link to. Returns the links that lead
+    nowhere.
+    """
     places, broken = written(), []
     made = {
         **reference(ROOT),
@@ -107,7 +111,9 @@ def assemble(source: Path) -> list[str]:
 
 
 def for_machines(source: Path, html: Path) -> None:
-    """Write each page as Markdown beside its HTML, and llms.txt, which lists them (https://llmstxt.org)."""
+    """Write each page as Markdown beside its HTML, and llms.txt, which lists them
+    (https://llmstxt.org).
+    """
     if (files := source / "files").is_dir():
         shutil.copytree(files, html / "files")
     lines = [

@@ -1,5 +1,6 @@
-"""Sphinx's settings. Furo instead of rocm-docs-core, which about 90 packages build, and whose selector
-repeats the text of a page for each choice, where the picker reads thousands of them from one JSON document.
+"""Sphinx's settings. Furo instead of rocm-docs-core, which about 90 packages build, and whose
+selector repeats the text of a page for each choice, where the picker reads thousands of them from
+one JSON document.
 """
 
 from pathlib import Path

@@ -30,7 +30,9 @@ def curves_page(root: Path) -> str:
 
 
 def curves_html(root: Path) -> dict[str, str]:
-    """Return path in the site → the page with a chart of each recipe, which takes the place of the one of Sphinx."""
+    """Return path in the site → the page with a chart of each recipe, which takes the place of the
+    one of Sphinx.
+    """
     record = _record(root)
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for name, curve in record["curves"].items():
@@ -39,7 +41,8 @@ def curves_html(root: Path) -> dict[str, str]:
         steps = [{"step": step, "loss": loss, "grad_norm": norm} for step, (loss, norm) in pairs]
         runs.setdefault(recipe, {})[f"{backend}, {mode}"] = steps
     parts = [
-        f'<p><a href="../index.html">primus-images</a> › <a href="../validation.html">Validation</a></p>'
+        '<p><a href="../index.html">primus-images</a> › <a '
+        'href="../validation.html">Validation</a></p>'
         f"<h1>Golden curves</h1><p>{_intro(record)}</p>{rendered('controls.html')}"
     ]
     for recipe, series in runs.items():
@@ -65,6 +68,7 @@ def _names(curve: str) -> tuple[str, str, str]:
 
 def _intro(record: Mapping[str, Any]) -> str:
     return (
-        f"Small models of {record['release']}, trained in FP32 on a CPU in the image, recorded on {record['date']}. "
+        f"Small models of {record['release']}, trained in FP32 on a CPU in the image, recorded "
+        f"on {record['date']}. "
         "Each validation in FP32 on a CPU compares its runs with them."
     )

@@ -27,9 +27,11 @@ def faults(root: Path) -> str:
         [
             "# Silent faults",
             "",
-            f"Each of {len(every)} faults was injected into a run of two ranks on a CPU, by `{script}`{comma}{place}, "
+            f"Each of {len(every)} faults was injected into a run of two ranks on a CPU, by "
+            f"`{script}`{comma}{place}, "
             f"on {record['date']}. At least one check named {len(every) - len(escaped)} of them; "
-            f"{len(escaped)} escaped. The record has the [notes](../../benchmarks/results/silent-faults.json) on runs "
+            f"{len(escaped)} escaped. The record has the "
+            "[notes](../../benchmarks/results/silent-faults.json) on runs "
             "that were repeated. [Validation](../validation.md#the-reference) explains the checks.",
             "",
             "## Classes",

@@ -14,7 +14,8 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.run.metrics import of_recipe_unit
 
-# RECIPE[/BACKEND/MODE]:PRECISION:… of benchmarks/turbo.py, or RECIPE:BACKEND:MODE:PRECISION:… of benchmarks/gpu.py.
+# RECIPE[/BACKEND/MODE]:PRECISION:… of benchmarks/turbo.py, or RECIPE:BACKEND:MODE:PRECISION:… of
+# benchmarks/gpu.py.
 _CELL = re.compile(
     r"(?P<recipe>[\w.-]+)[:/](?:(?P<backend>[a-z]+)[:/](?P<mode>[a-z]+):)?(?P<precision>fp8|bf16|mxfp8)\b"
 )
@@ -22,7 +23,9 @@ _CELL = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Tokens (FLUX: images) per second of one GPU. ``published`` is the figure of the document, ``batch`` per GPU."""
+    """Tokens (FLUX: images) per second of one GPU. ``published`` is the figure of the document,
+    ``batch`` per GPU.
+    """
 
     recipe: str
     backend: str
@@ -55,7 +58,8 @@ def _published() -> Iterator[Rate]:
             continue
         rate = figure
         if cell.seq_len:
-            # The document's program counts Mistral's attention in a window of 1,024 tokens, and 1.9 % too much in FP8.
+            # The document's program counts Mistral's attention in a window of 1,024 tokens, and 1.9
+            # % too much in FP8.
             model = recipe.architecture
             counted = replace(model, window=1024) if model.window else model
             rate = figure * 1e12 / of_recipe_unit(counted, cell.seq_len).non_causal

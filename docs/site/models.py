@@ -1,4 +1,6 @@
-"""The pages of models and GPUs: what the recipes resolve to on each GPU, and the table of generations."""
+"""The pages of models and GPUs: what the recipes resolve to on each GPU, and the table of
+generations.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -34,7 +36,9 @@ reasons for figures that no document publishes or on which documents disagree.""
 
 @cache
 def models_page() -> str:
-    """Return the page of models: per family, one row for each backend, mode, precision, nodes and sequence."""
+    """Return the page of models: per family, one row for each backend, mode, precision, nodes and
+    sequence.
+    """
     sources, cells = load_published().sources, tuple(outcomes())
     differing = sum(bool(o.differing) for o in cells)
     families: dict[str, dict[str, list[Entry]]] = {}
@@ -48,8 +52,10 @@ def models_page() -> str:
         "",
         *INTRO.splitlines(),
         "",
-        f"The documents publish {len(cells)} combinations of model, GPU, precision, backend and nodes. All of them "
-        f"resolve: {len(cells) - differing} to the published figures, {differing} to other figures for the reason "
+        f"The documents publish {len(cells)} combinations of model, GPU, precision, backend and "
+        "nodes. All of them "
+        f"resolve: {len(cells) - differing} to the published figures, {differing} to other "
+        "figures for the reason "
         "given below the table of the model's family.",
         "",
         *(f"- `{source.id}`: {source.title}" for source in sources),
@@ -82,7 +88,8 @@ def _model(name: str, entry: Entry) -> str:
 def _rows(
     entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of one backend and mode. Its figures are sequences per GPU and per step; published ones are bold.
+    """Yield the rows of one backend and mode. Its figures are sequences per GPU and per step;
+    published ones are bold.
 
     A recipe that sets another sequence length on one GPU has a row for each length.
     """
@@ -155,9 +162,12 @@ def gpu_page(content: Table) -> str:
     lines = [
         "# GPUs",
         "",
-        "The GPUs that recipes can be resolved for. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, "
-        "or a GPU is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI "
-        "device id, never by its architecture, which other products share. generations.yaml has the source of each "
+        "The GPUs that recipes can be resolved for. Peaks are dense, in TFLOP/s of one GPU. If "
+        "no source gives a peak, "
+        "or a GPU is not in this table, no MFU is printed. A GPU is identified by its full "
+        "product name or its PCI "
+        "device id, never by its architecture, which other products share. generations.yaml has "
+        "the source of each "
         "figure.",
         "",
         *section(
@@ -194,7 +204,8 @@ def gpu_page(content: Table) -> str:
                 )
                 for a in archs.values()
             ],
-            "The two FP8 formats have different exponent biases. Bytes of one format read as the other are wrong by a "
+            "The two FP8 formats have different exponent biases. Bytes of one format read as "
+            "the other are wrong by a "
             "factor of two, without an error.",
         ),
         *section(
@@ -213,7 +224,8 @@ def gpu_page(content: Table) -> str:
                 )
                 for v in variables
             ],
-            "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The target's own "
+            "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The "
+            "target's own "
             "`environment` overrides them, and `docker run -e` overrides everything.",
         ),
     ]

@@ -1,4 +1,6 @@
-"""The page of measured throughput: each figure of AMD's v25.2 document beside what is measured here."""
+"""The page of measured throughput: each figure of AMD's v25.2 document beside what is measured
+here.
+"""
 
 from pathlib import Path
 
@@ -45,16 +47,20 @@ def performance(root: Path) -> str:
             "",
             f"## The {len(published)} figures of the v25.2 document",
             "",
-            "AMD measured them on eight GPUs, in TFLOP/s per GPU (FLUX: images/s). Tokens per second follow from them; "
-            "those in FP8 are 1.9 % lower, because the document's program counts so much too much. Nothing has been "
-            "measured on an AMD GPU here. The last columns show the fastest run of this project on H200s with the "
+            "AMD measured them on eight GPUs, in TFLOP/s per GPU (FLUX: images/s). Tokens per "
+            "second follow from them; "
+            "those in FP8 are 1.9 % lower, because the document's program counts so much too "
+            "much. Nothing has been "
+            "measured on an AMD GPU here. The last columns show the fastest run of this project "
+            "on H200s with the "
             "same model and precision, and with the same length of sequences if there is one.",
             "",
             *table(head, rows),
             "",
             "## All measurements of this project",
             "",
-            "The fastest run of each kind, in tokens (FLUX: images) per second and GPU, full-size models only. Some "
+            "The fastest run of each kind, in tokens (FLUX: images) per second and GPU, "
+            "full-size models only. Some "
             "results do not have the batch. The link has all runs with versions and commands.",
             "",
             *table(
@@ -90,7 +96,10 @@ def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
     here = (
         "not measured"
         if near is None
-        else f"{_rate(near)} ({near.gpus} × {generation(near.gpu).title}, {near.backend}{_size(near, ', ')})"
+        else (
+            f"{_rate(near)} ({near.gpus} × {generation(near.gpu).title}, "
+            f"{near.backend}{_size(near, ', ')})"
+        )
     )
     ratio = "–" if near is None or near.seq_len != one.seq_len else f"{near.rate / one.rate:.2f}"
     unit = "TFLOP/s" if one.seq_len else "images/s"

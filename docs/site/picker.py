@@ -1,4 +1,6 @@
-"""The picker's data: what every way to train takes on every GPU, from the functions of primus show, fit and launch."""
+"""The picker's data: what every way to train takes on every GPU, from the functions of primus show,
+fit and launch.
+"""
 
 import json
 from collections.abc import Mapping
@@ -33,15 +35,17 @@ DOCKER = {
 
 
 def picker(root: Path) -> dict[str, str]:
-    """Return path in the site → text: the data, as JSON and as a script that pages opened from a disk can read."""
+    """Return path in the site → text: the data, as JSON and as a script that pages opened from a
+    disk can read.
+    """
     text = json.dumps(document(root), ensure_ascii=False, separators=(",", ":"))
     return {"picker.json": text, "_static/picker-data.js": f"window.PRIMUS = {text};\n"}
 
 
 def document(root: Path) -> dict[str, Any]:
-    """Return the data. A row of ``runs`` has the batch of a GPU and of a step, the length of a sequence, the GiB of a
-    GPU, whether they fit, the largest batch (on one machine), the error of the GiB in % and the number of steps. A text
-    is the reason why there is no such run.
+    """Return the data. A row of ``runs`` has the batch of a GPU and of a step, the length of a
+    sequence, the GiB of a GPU, whether they fit, the largest batch (on one machine), the error of
+    the GiB in % and the number of steps. A text is the reason why there is no such run.
     """
     project = Project(root)
     all_entries = [entry for entry in entries() if not entry.only_proxy]

@@ -26,9 +26,10 @@ class Source:
 class Cell:
     """One published configuration: a command, or a row of the table of the document ``source``.
 
-    ``nodes`` are machines of eight GPUs. ``batch`` counts sequences or images per GPU and forward pass, and
-    ``global_batch`` those of one step over all GPUs. ``with_`` are overrides, if it is not the recipe's default.
-    ``measured`` maps a GPU to its TFLOP/s, counted without a causal mask; for FLUX to images per second.
+    ``nodes`` are machines of eight GPUs. ``batch`` counts sequences or images per GPU and forward
+    pass, and ``global_batch`` those of one step over all GPUs. ``with_`` are overrides, if it is
+    not the recipe's default. ``measured`` maps a GPU to its TFLOP/s, counted without a causal mask;
+    for FLUX to images per second.
     """
 
     recipe: str
@@ -56,7 +57,9 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The recipe resolved for one cell on one GPU. ``differing`` are the published figures that differ from it."""
+    """The recipe resolved for one cell on one GPU. ``differing`` are the published figures that
+    differ from it.
+    """
 
     cell: Cell
     gpu: str

@@ -1,4 +1,6 @@
-"""Pages of the reference, made from the parsers of the command line, the schemas of the files and the pins."""
+"""Pages of the reference, made from the parsers of the command line, the schemas of the files and
+the pins.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -70,7 +72,9 @@ def _prose(text: str | None) -> str:
 
 
 def _files() -> Iterator[str]:
-    yield "# Files of a project\n\nEditors check these files with the JSON Schemas in docs/schemas.\n"
+    yield (
+        "# Files of a project\n\nEditors check these files with the JSON Schemas in docs/schemas.\n"
+    )
     for cls, title in ((Versions, "versions.yaml"), (Target, "images/<target>.yaml")):
         schema = json_schema(cls, title=title)
         yield f"## `{title}`\n"
@@ -113,7 +117,9 @@ def _kind(value: dict[str, Any]) -> str:
 
 
 def images(root: Path) -> str:
-    """Return the page of the release: README's table, support, how to verify, components, and notes."""
+    """Return the page of the release: README's table, support, how to verify, components, and
+    notes.
+    """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
     components = dict.fromkeys(
@@ -143,7 +149,8 @@ def images(root: Path) -> str:
         [
             f"# Images of {project.versions.release}",
             "",
-            "One row for each target and channel. [Published releases](../releases.md) has the earlier ones.",
+            "One row for each target and channel. [Published releases](../releases.md) has the "
+            "earlier ones.",
             "",
             readme,
             "## Support",

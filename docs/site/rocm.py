@@ -1,4 +1,6 @@
-"""What pages of ROCm's documentation take from a file of data: the image, its components, and the models by group."""
+"""What pages of ROCm's documentation take from a file of data: the image, its components, and the
+models by group.
+"""
 
 import json
 from pathlib import Path
@@ -12,10 +14,11 @@ from primus_images.release.mad import tags_of
 
 
 def rocm_data(root: Path) -> dict[str, str]:
-    """Return path in the site → JSON for each backend, in the form of ROCm's ``…-benchmark-models.yaml``.
+    """Return path in the site → JSON for each backend, in the form of ROCm's
+    ``…-benchmark-models.yaml``.
 
-    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``. Those of 2026
-    also read the ``train_tags`` of each GPU.
+    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with
+    ``mad_tag``. Those of 2026 also read the ``train_tags`` of each GPU.
     """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]

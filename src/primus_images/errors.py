@@ -1,7 +1,8 @@
 """Errors for users: what is wrong, where, and what to do about it.
 
-Every error that reaches the command line is a :class:`PrimusError`. Its class determines the exit code (0 success, 1
-failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it without a traceback.
+Every error that reaches the command line is a :class:`PrimusError`. Its class determines the exit
+code (0 success, 1 failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it
+without a traceback.
 """
 
 import re
@@ -12,26 +13,34 @@ _LONG_WORD = re.compile(r"(\S{200})\S{100,}")
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, most: int = 1) -> str:
-    """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``choices``; empty if none is similar."""
+    """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``choices``; empty if none
+    is similar.
+    """
     from difflib import get_close_matches  # not for a command without a mistake
 
     names = list(choices)
     same = [name for name in names if name.lower() == word.lower()]
     near = same[:most] or get_close_matches(word, names, most)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return ""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?``, or an empty text."""
-    return f"; {near}" if (near := did_you_mean(word, choices)) else ""
+    """Return the same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?``, or
+    an empty text.
+    """
+    if near := did_you_mean(word, choices):
+        return f"; {near}"
+    return ""
 
 
 class PrimusError(Exception):
     """Base of all errors shown to the user.
 
-    ``message`` states the problem in one sentence, ``where`` is ``file:line:col`` if a file is wrong, and ``hint``
-    tells what to do. ``about`` is the package, image or repository concerned, for a caller that knows where it is
-    pinned.
+    ``message`` states the problem in one sentence, ``where`` is ``file:line:col`` if a file is
+    wrong, and ``hint`` tells what to do. ``about`` is the package, image or repository concerned,
+    for a caller that knows where it is pinned.
     """
 
     exit_code = 1
@@ -40,19 +49,27 @@ class PrimusError(Exception):
         self,
         message: str,
         *,
-        where: str | None = None,
+        where: object = None,
         hint: str | None = None,
         about: str | None = None,
     ) -> None:
         self.message = _LONG_WORD.sub(r"\1…", message)
         super().__init__(self.message)
         self.about = about
-        self.where = where
+        if where is None:
+            self.where = None
+        else:
+            self.where = str(where)
         self.hint = hint
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.message}" if self.where else self.message
-        return f"{text}\n  → {self.hint}" if self.hint else text
+        if self.where:
+            text = f"{self.where}: {self.message}"
+        else:
+            text = self.message
+        if self.hint:
+            return f"{text}\n  → {self.hint}"
+        return text
 
 
 class CheckFailed(PrimusError):
@@ -66,6 +83,8 @@ class InputError(PrimusError):
 
 
 class HostError(PrimusError):
-    """The machine lacks something: a tool, a source that answers, disk space, permission (exit code 3)."""
+    """The machine lacks something: a tool, a source that answers, disk space, permission (exit code
+    3).
+    """
 
     exit_code = 3

@@ -1,10 +1,10 @@
 """Reading and writing files safely: no pipe or device is opened, and no file is partly written.
 
-:func:`path_fault` is the rule for every path in an image, from any source: a component, a wheel, a package or a base
-image.
+:func:`path_fault` is the rule for every path in an image, from any source: a component, a wheel, a
+package or a base image.
 
-A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damaged one counts as absent, because it can
-be created again.
+A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damaged one counts as
+absent, because it can be created again.
 """
 
 import errno
@@ -24,7 +24,8 @@ from primus_images.errors import InputError
 
 # The largest text file that is read. Locks, recipes and records are far smaller.
 _MOST_BYTES = 64 << 20
-_MOST_NAME, _MOST_PATH = 255, 4095
+_MOST_NAME = 255
+_MOST_PATH = 4095
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
 
 
@@ -35,7 +36,9 @@ def refuse_special(path: Path, shown: str) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise InputError for what Git leaves in place of a large file without Git LFS. OSError as any read."""
+    """Raise InputError for what Git leaves in place of a large file without Git LFS. OSError as any
+    read.
+    """
     with open_regular(path) as stream:
         if stream.read(30).startswith(b"version https://git-lfs"):
             raise InputError(
@@ -44,14 +47,16 @@ def refuse_pointer(path: Path) -> None:
 
 
 def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as any open.
+    """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as
+    any open.
 
-    Without ``follow``, a symbolic link is an OSError as well. ``shown`` is the file's name in messages.
+    Without ``follow``, a symbolic link is an OSError as well. ``shown`` is the file's name in
+    messages.
     """
     shown = shown or str(path)
-    # Opening some devices has side effects, so check first. If a pipe replaces the file meanwhile, the open does not
-    # block.
-    _regular(os.stat(path) if follow else os.lstat(path), shown)  # noqa: PTH116
+    # Opening some devices has side effects, so check first. If a pipe replaces the file meanwhile,
+    # the open does not block.
+    _regular(os.stat(path) if follow else os.lstat(path), shown)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     stream = os.fdopen(os.open(path, flags), "rb", buffering=0)
     try:
@@ -63,20 +68,24 @@ def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = T
 
 
 def sha256_of(path: Path | str) -> str:
-    """Return the SHA-256 of a regular file, as hex. InputError for anything else, OSError as any read."""
+    """Return the SHA-256 of a regular file, as hex. InputError for anything else, OSError as any
+    read.
+    """
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
-    """Yield all files below ``folder``, also those in linked folders. Each folder is entered once, if possible by name.
+    """Yield all files below ``folder``, also those in linked folders. Each folder is entered once,
+    if possible by name.
 
     What is not a folder is yielded: also pipes, devices, and links that lead nowhere.
     """
     entered: set[Path] = set()
 
     def walk(folder: Path) -> Iterator[Path]:
-        if (real := folder.resolve()) in entered:
+        real = folder.resolve()
+        if real in entered:
             return
         entered.add(real)
         for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name)):
@@ -94,8 +103,8 @@ def _regular(status: os.stat_result, shown: str) -> None:
 
 
 def text_if_readable(path: Path, last: int | None = None) -> str:
-    """Return the text of the file, or of its ``last`` bytes; "" if it cannot be read. Bytes that are not UTF-8 are
-    replaced.
+    """Return the text of the file, or of its ``last`` bytes; "" if it cannot be read. Bytes that
+    are not UTF-8 are replaced.
     """
     try:
         # A pipe that nobody writes to is not waited for.
@@ -117,7 +126,9 @@ def user_name(uid: int) -> str:
 
 
 def ownership(path: Path) -> str:
-    """Return a sentence with the owner of ``path``, or of the folder that hides it, and the user of this process."""
+    """Return a sentence with the owner of ``path``, or of the folder that hides it, and the user of
+    this process.
+    """
     seen = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     return (
         f"{seen} belongs to {user_name(seen.lstat().st_uid)}, and you are {user_name(os.geteuid())}"
@@ -139,11 +150,14 @@ def require_readable(path: Path) -> None:
 
 
 def stems(folder: Path) -> list[str]:
-    """Return the sorted names of the folder's YAML files, without hidden ones, which editors create.
+    """Return the sorted names of the folder's YAML files, without hidden ones, which editors
+    create.
 
     Empty if there is no such folder. Raises OSError for one that cannot be read.
     """
-    paths = folder.iterdir() if folder.is_dir() else ()
+    paths = ()
+    if folder.is_dir():
+        paths = folder.iterdir()
     return sorted(path.stem for path in paths if path.suffix == ".yaml" and path.name[0] != ".")
 
 
@@ -153,11 +167,15 @@ def json_if_readable(path: Path) -> dict[str, Any]:
         value = json.loads(text_if_readable(path) or "{}")
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
-    """Return the whole file. InputError if it is not a regular file or too large, OSError as any read."""
+    """Return the whole file. InputError if it is not a regular file or too large, OSError as any
+    read.
+    """
     with open_regular(path, shown) as stream:
         # Its size instead of the limit, because Python allocates as many bytes as requested.
         size = os.fstat(stream.fileno()).st_size
@@ -172,7 +190,8 @@ def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
 
 
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write, which names ``path``.
+    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write,
+    which names ``path``.
 
     InputError for a pipe, a device and all else in ``/dev``, which a file would replace.
     """
@@ -180,7 +199,8 @@ def write_file(path: Path, data: str | bytes) -> None:
     if path.parent == Path("/dev"):
         raise InputError("this is not a regular file", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not the process id, because containers on several nodes that share the folder may have the same one.
+    # Not the process id, because containers on several nodes that share the folder may have the
+    # same one.
     waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
         waiting.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -214,7 +234,9 @@ def read_sealed(path: Path | str) -> Any:
     """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
     try:
         mark, _, text = read_bytes(path).partition(b"\n")
-        return json.loads(text) if mark == b"%08x" % crc32(text) else None
+        if mark == b"%08x" % crc32(text):
+            return json.loads(text)
+        return None
     except (OSError, ValueError, RecursionError, InputError):
         return None
 
@@ -222,10 +244,12 @@ def read_sealed(path: Path | str) -> Any:
 def path_fault(path: str) -> str | None:
     """Return what is wrong with ``path`` as the path of a file in a layer; None if nothing is.
 
-    A valid path is relative, stays inside the root, is UTF-8 without control characters, respects Linux's limits,
-    and contains no name that begins with ``.wh.``, which would remove files of other layers.
+    A valid path is relative, stays inside the root, is UTF-8 without control characters, respects
+    Linux's limits, and contains no name that begins with ``.wh.``, which would remove files of
+    other layers.
     """
-    if fault := link_fault(path):
+    fault = link_fault(path)
+    if fault:
         return fault
     if path.startswith("/"):
         return "it is absolute"
@@ -242,7 +266,9 @@ def path_fault(path: str) -> str | None:
 
 
 def link_fault(target: str) -> str | None:
-    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It may be absolute."""
+    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It
+    may be absolute.
+    """
     if not target:
         return "it is empty"
     if _CONTROL.search(target):
@@ -251,4 +277,6 @@ def link_fault(target: str) -> str | None:
         size = len(target.encode())
     except UnicodeEncodeError:
         return "it is not UTF-8"
-    return f"it is longer than {_MOST_PATH} bytes" if size > _MOST_PATH else None
+    if size > _MOST_PATH:
+        return f"it is longer than {_MOST_PATH} bytes"
+    return None

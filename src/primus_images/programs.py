@@ -35,20 +35,23 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def need(tool: str, package: str) -> Path:
-    """Return the path of the executable ``tool``. If it is missing, install the Debian package ``package`` first.
+    """Return the path of the executable ``tool``. If it is missing, install the Debian package
+    ``package`` first.
 
     Raises HostError, with the command to type, if that fails.
     """
     with _installing:
         if find(tool) is None:
             install({tool: package})
-    if (path := find(tool)) is None:
+    path = find(tool)
+    if path is None:
         raise HostError(f"package {package} is installed, but does not provide {tool}")
     return path
 
 
 def install(packages: Mapping[str, str]) -> None:
-    """Install the Debian package of each tool (``packages``: tool → package), and print a line first.
+    """Install the Debian package of each tool (``packages``: tool → package), and print a line
+    first.
 
     Raises HostError, with the command to type, if that fails.
     """
@@ -79,7 +82,9 @@ def installable() -> bool:
 
 
 def lacks_ids() -> tuple[str, str] | None:
-    """Return what keeps a regular user from having the ids of other users in a container, as (problem, remedy)."""
+    """Return what keeps a regular user from having the ids of other users in a container, as
+    (problem, remedy).
+    """
     if os.geteuid() == 0:
         return None
     absent = [tool for tool in ("newuidmap", "newgidmap") if find(tool) is None]
@@ -88,7 +93,8 @@ def lacks_ids() -> tuple[str, str] | None:
     user = user_name(os.geteuid())
     entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{os.geteuid()}):")
     files = ("/etc/subuid", "/etc/subgid")
-    if lacking := [path for path in files if not entry.search(text_if_readable(Path(path)))]:
+    lacking = [path for path in files if not entry.search(text_if_readable(Path(path)))]
+    if lacking:
         remedy = f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
         return f"user {user} has no subordinate ids in {' and '.join(lacking)}", remedy
     return None
@@ -104,10 +110,14 @@ def _has_apt() -> bool:
 
 
 def find(tool: str) -> Path | None:
-    """Return the path of the executable, or None. Also looks in sbin, which may not be on a user's PATH."""
+    """Return the path of the executable, or None. Also looks in sbin, which may not be on a user's
+    PATH.
+    """
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     program = shutil.which(tool, path=path)
-    return Path(program) if program else None
+    if program:
+        return Path(program)
+    return None
 
 
 def _apt(command: list[str]) -> str:
@@ -124,9 +134,11 @@ def _apt(command: list[str]) -> str:
 def captured(
     words: Sequence[str], source: str, text: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program with the input ``text``, and capture its output. After 2 s, say that this waits for ``source``.
+    """Run a program with the input ``text``, and capture its output. After 2 s, say that this waits
+    for ``source``.
 
-    ``options`` are those of :func:`subprocess.run`, such as ``env``, and ``timeout``, which raises TimeoutExpired.
+    ``options`` are those of :func:`subprocess.run`, such as ``env``, and ``timeout``, which raises
+    TimeoutExpired.
     """
     with answer_of(source):
         return subprocess.run(
@@ -136,7 +148,9 @@ def captured(
 
 @contextlib.contextmanager
 def tracked(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield ``process``, which leads its own session. If the block ends first, kill it with its session."""
+    """Yield ``process``, which leads its own session. If the block ends first, kill it with its
+    session.
+    """
     _running.add(process)
     try:
         yield process
@@ -154,7 +168,8 @@ def stop_all() -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    # Until it is waited for, the process leads its group, and its number cannot belong to another one.
+    # Until it is waited for, the process leads its group, and its number cannot belong to another
+    # one.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             killpg(process.pid, signal.SIGKILL)
@@ -162,14 +177,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def received_signals() -> Iterator[SimpleQueue[int]]:
-    """Yield a queue of the signals that this process gets in the block, which then do nothing else. 0 ends it."""
+    """Yield a queue of the signals that this process gets in the block, which then do nothing else.
+    0 ends it.
+    """
     signals: SimpleQueue[int] = SimpleQueue()
     main = threading.current_thread() is threading.main_thread()
-    before = (
-        {n: signal.signal(n, lambda number, _: signals.put(number)) for n in _FORWARDED}
-        if main
-        else {}
-    )
+    if main:
+        before = {n: signal.signal(n, lambda number, _: signals.put(number)) for n in _FORWARDED}
+    else:
+        before = {}
     try:
         yield signals
     finally:
@@ -180,9 +196,12 @@ def received_signals() -> Iterator[SimpleQueue[int]]:
 
 @contextlib.contextmanager
 def finally_run(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
-    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in the block."""
+    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in the
+    block.
+    """
     # The shell reads until the other end of its pipe is closed, by us or by the kernel.
-    words, nothing = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv], subprocess.DEVNULL
+    words = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv]
+    nothing = subprocess.DEVNULL
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,

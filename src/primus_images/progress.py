@@ -17,11 +17,13 @@ from primus_images.terminal import Screen
 
 
 class Progress:
-    """Shows running tasks, and one line per finished task. A context manager; any thread can call its methods.
+    """Shows running tasks, and one line per finished task. A context manager; any thread can call
+    its methods.
 
-    On a terminal, each running task has a bar. In a log or pipe, a heartbeat prints a line per running task every
-    ``heartbeat_s``, with its elapsed time, its amount, and the last line of its tool. Without a ``console``, nothing is
-    shown. ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files", "steps").
+    On a terminal, each running task has a bar. In a log or pipe, a heartbeat prints a line per
+    running task every ``heartbeat_s``, with its elapsed time, its amount, and the last line of its
+    tool. Without a ``console``, nothing is shown. ``key`` identifies one task; amounts are in
+    ``unit`` ("bytes", "files", "steps").
     """
 
     def __init__(self, console: Console | None = None, *, heartbeat_s: float = 30.0) -> None:
@@ -64,13 +66,17 @@ class Progress:
                 self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=None)
 
     def advance(self, key: str, amount: int) -> None:
-        """Report that ``amount`` more is done. A negative amount takes back work that has to be repeated."""
+        """Report that ``amount`` more is done. A negative amount takes back work that has to be
+        repeated.
+        """
         with self._guard:
             if key in self._tasks:
                 self._bars.advance(self._tasks[key], amount)
 
     def follow(self, key: str, log: Path) -> None:
-        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is doing."""
+        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is
+        doing.
+        """
         with self._guard:
             if key in self._tasks:
                 self._bars.update(self._tasks[key], log=log)
@@ -79,7 +85,8 @@ class Progress:
         """Replace the task by one line; ``note`` describes the result in a few words."""
         label = key
         with self._guard:
-            if (task := self._tasks.pop(key, None)) is not None:
+            task = self._tasks.pop(key, None)
+            if task is not None:
                 label = next(row.description for row in self._bars.tasks if row.id == task)
                 self._bars.remove_task(task)
         self.say(f"✓ {label}" + (f"  {note}" if note else ""))
@@ -91,8 +98,11 @@ class Progress:
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
             for task in self._bars.tasks:
-                if (seconds := task.elapsed or 0) >= self._heartbeat_s / 2:
-                    share = f"{int(task.percentage)} %" if task.total else ""
+                seconds = task.elapsed or 0
+                if seconds >= self._heartbeat_s / 2:
+                    share = ""
+                    if task.total:
+                        share = f"{int(task.percentage)} %"
                     line = last_line(task.fields["log"])
                     words = (
                         f"… {task.description}",
@@ -104,7 +114,9 @@ class Progress:
 
 
 def choose_progress(json: bool = False) -> Progress:
-    """Return the display of this command: bars on a terminal with color, otherwise lines; nothing with ``--json``."""
+    """Return the display of this command: bars on a terminal with color, otherwise lines; nothing
+    with ``--json``.
+    """
     return Progress(
         None if json else Console(stderr=True, force_terminal=Screen.of(sys.stderr).colour)
     )
@@ -114,13 +126,16 @@ class _State(bars.ProgressColumn):
     """The amount, its speed, the remaining time, and the last line of the task's tool."""
 
     def render(self, task: bars.Task) -> Text:
-        done, total = int(task.completed), task.total
-        text = decimal if task.fields["unit"] == "bytes" else str
-        words = (
-            [text(done) + (f"/{text(int(total))}" if total is not None else "")]
-            if done or total
-            else []
-        )
+        done = int(task.completed)
+        total = task.total
+        if task.fields["unit"] == "bytes":
+            text = decimal
+        else:
+            text = str
+        if done or total:
+            words = [text(done) + (f"/{text(int(total))}" if total is not None else "")]
+        else:
+            words = []
         if task.speed and text is decimal:
             words.append(f"{decimal(int(task.speed))}/s")
         if task.time_remaining is not None:
@@ -132,10 +147,14 @@ class _State(bars.ProgressColumn):
 
 
 def last_line(log: Path | None) -> str:
-    """Return the last non-empty line of a tool's log, without escape sequences, cut to 100 characters."""
+    """Return the last non-empty line of a tool's log, without escape sequences, cut to 100
+    characters.
+    """
     text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text_if_readable(log, 4096) if log else "")
     lines = (
         "".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text)
     )
     line = next(filter(None, reversed([*lines])), "")
-    return line if len(line) <= 100 else line[:99] + "…"
+    if len(line) <= 100:
+        return line
+    return line[:99] + "…"

@@ -1,7 +1,7 @@
 """Strict conversion of plain data, such as a JSON file's, to frozen dataclasses.
 
-Each file format is declared once, as a dataclass, whose fields ``fields.yaml`` beside its module describes. An unknown
-key, a missing one or a value of another type is an InputError with its place.
+Each file format is declared once, as a dataclass, whose fields ``fields.yaml`` beside its module
+describes. An unknown key, a missing one or a value of another type is an InputError with its place.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
 
 
 class WrongValue(ValueError):
-    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, such as ``"rows", 2``, in the dataclass."""
+    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, such as ``"rows", 2``, in
+    the dataclass.
+    """
 
     def __init__(self, message: str, *key: str | int) -> None:
         super().__init__(message)
@@ -54,12 +56,16 @@ class WrongValue(ValueError):
 
 
 def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -> T:
-    """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it. Strict; see the module."""
+    """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it. Strict;
+    see the module.
+    """
     return cast(T, _value(cls, document.data if not key else data, document, key, {}))
 
 
 def build_typed(cls: type[T], data: Any, name: str) -> T:
-    """Build an instance of ``cls`` from data with numbers and booleans, such as a record's; errors call it ``name``."""
+    """Build an instance of ``cls`` from data with numbers and booleans, such as a record's; errors
+    call it ``name``.
+    """
     return build(cls, Document(name=name, data=data, places={}, typed=True))
 
 
@@ -74,7 +80,8 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: Mapping[str, A
         return data
     if hint in _SCALARS:
         return _scalar(hint, data, doc, key, meta)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if data is None and type(None) in args:
             return None
@@ -125,7 +132,8 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
             hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
             raise InputError(f"unknown key {word!r}", where=doc.where((*key, word)), hint=hint)
     values: dict[str, object] = {}
-    hints, notes = hints_of(cls), notes_of(cls)
+    hints = hints_of(cls)
+    notes = notes_of(cls)
     for word, field in names.items():
         if word in data:
             values[field.name] = _value(
@@ -138,13 +146,17 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
     try:
         return cls(**values)
     except ValueError as error:
-        inner = error.key if isinstance(error, WrongValue) else ()
+        inner = ()
+        if isinstance(error, WrongValue):
+            inner = error.key
         raise InputError(str(error), where=doc.where((*key, *inner))) from None
 
 
 @cache
 def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """Return key in the file → field. A Python keyword has a trailing underscore in the code (``for_`` → ``for``)."""
+    """Return key in the file → field. A Python keyword has a trailing underscore in the code
+    (``for_`` → ``for``).
+    """
     return {
         f.name.rstrip("_"): f
         for f in dataclasses.fields(cls)
@@ -154,10 +166,11 @@ def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 @cache
 def notes_of(cls: type) -> dict[str, Mapping[str, Any]]:
-    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``, and a format's own.
+    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``,
+    and a format's own.
 
-    A list must have at least ``least`` items, because a missing list may mean all, and an empty one would then mean
-    the opposite of what it shows.
+    A list must have at least ``least`` items, because a missing list may mean all, and an empty one
+    would then mean the opposite of what it shows.
     """
     rows = _notes_in(Path(inspect.getfile(cls)).with_name("fields.yaml")).get(cls.__name__, {})
     rows = {word: {"doc": row} if isinstance(row, str) else row for word, row in rows.items()}
@@ -166,7 +179,9 @@ def notes_of(cls: type) -> dict[str, Mapping[str, Any]]:
 
 @cache
 def _notes_in(file: Path) -> dict[str, Any]:
-    return cast(dict[str, Any], read_values(file).data) if file.exists() else {}
+    if file.exists():
+        return cast(dict[str, Any], read_values(file).data)
+    return {}
 
 
 def _wrong(
@@ -201,16 +216,22 @@ def read_json(path: Path) -> Document:
 
 
 def parse_json(data: bytes | str, name: str) -> Document:
-    """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys."""
+    """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for
+    duplicate keys.
+    """
     try:
-        text = data if isinstance(data, str) else data.decode()
+        if isinstance(data, str):
+            text = data
+        else:
+            text = data.decode()
         value: Any = json.loads(
             text, object_pairs_hook=distinct_keys, parse_constant=_refuse, parse_int=_short_int
         )
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        if merged := conflict(text, name):
+        merged = conflict(text, name)
+        if merged:
             raise merged from None
         raise InputError(
             f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}"
@@ -231,7 +252,9 @@ def _short_int(digits: str) -> int:
 
 
 def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of ``pairs``, for Python's reader of JSON. Raises ValueError if a key is there twice."""
+    """Return the object of ``pairs``, for Python's reader of JSON. Raises ValueError if a key is
+    there twice.
+    """
     result = dict(pairs)
     if len(result) < len(pairs):
         words = [word for word, _ in pairs]

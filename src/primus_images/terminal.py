@@ -1,7 +1,8 @@
-"""Text for a terminal: tables and sentences that fit its width, and color if the terminal supports it.
+"""Text for a terminal: tables and sentences that fit its width, and color if the terminal supports
+it.
 
-The verbs in the image use this module, too, and rich is a dependency of the host's verbs only. Tables are therefore
-laid out with the standard library, and rich only draws progress.
+The verbs in the image use this module, too, and rich is a dependency of the host's verbs only.
+Tables are therefore laid out with the standard library, and rich only draws progress.
 """
 
 import os
@@ -34,7 +35,9 @@ class Styled(str):
 
 
 class Screen(NamedTuple):
-    """The target of a layout: a width in columns (None: unlimited, as in a pipe), and whether color is shown."""
+    """The target of a layout: a width in columns (None: unlimited, as in a pipe), and whether color
+    is shown.
+    """
 
     width: int | None = None
     colour: bool = False
@@ -43,13 +46,13 @@ class Screen(NamedTuple):
     def of(cls, stream: TextIO | None = None) -> Self:
         """Return the screen of ``stream`` (default: standard output).
 
-        A pipe has no width, so that each row stays on one line for grep; ``COLUMNS`` sets a width for pipes as
-        well. Color needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
+        A pipe has no width, so that each row stays on one line for grep; ``COLUMNS`` sets a width
+        for pipes as well. Color needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
         """
         terminal = (stream or sys.stdout).isatty()
-        width = (
-            shutil.get_terminal_size((0, 0)).columns if terminal or "COLUMNS" in os.environ else 0
-        )
+        width = 0
+        if terminal or "COLUMNS" in os.environ:
+            width = shutil.get_terminal_size((0, 0)).columns
         colour = (
             terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
         )
@@ -58,16 +61,18 @@ class Screen(NamedTuple):
     def paint(self, text: str, style: str = "") -> str:
         """Return ``text`` in ``style``, or in its own style if it is :class:`Styled`."""
         style = style or getattr(text, "style", "")
-        return (
-            f"\033[{_CODES[style]}m{text}\033[0m" if self.colour and style and text else str(text)
-        )
+        if self.colour and style and text:
+            return f"\033[{_CODES[style]}m{text}\033[0m"
+        return str(text)
 
     def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
-        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging`` (default: the same).
+        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging``
+        (default: the same).
 
         ``indent`` may be painted. Without a width, the paragraph is one line.
         """
-        hanging = indent if hanging is None else hanging
+        if hanging is None:
+            hanging = indent
         if self.width is None:
             return [indent + self.paint(text)]
         lines = _broken(text, self.width - max(len(_bare(indent)), len(_bare(hanging))))
@@ -78,7 +83,8 @@ class Screen(NamedTuple):
         ]
 
     def fit(self, text: str) -> str:
-        """Wrap the lines of a finished text below their own beginnings, and color a leading ``✓`` or ``✗``.
+        """Wrap the lines of a finished text below their own beginnings, and color a leading ``✓``
+        or ``✗``.
 
         A line that begins with ``→`` is not wrapped, so that its path can be copied.
         """
@@ -100,10 +106,12 @@ class Screen(NamedTuple):
         right: Collection[int] = (),
         indent: str = "",
     ) -> list[str]:
-        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned columns.
+        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of
+        right-aligned columns.
 
-        If a table is too wide, its cells are wrapped, the widest column first, and words that need more than half of
-        the screen broken. Where the longest words do not fit beside each other, each row is a paragraph.
+        If a table is too wide, its cells are wrapped, the widest column first, and words that need
+        more than half of the screen broken. Where the longest words do not fit beside each other,
+        each row is a paragraph.
         """
         lines = [*([[Styled(cell, "bold") for cell in head]] if head else []), *rows]
         if not lines:
@@ -137,10 +145,8 @@ class Screen(NamedTuple):
         for parts in zip_longest(*wrapped, fillvalue=""):
             words = []
             for column, (text, width) in enumerate(zip(parts, widths, strict=True)):
-                space, painted = (
-                    " " * (width - len(text)),
-                    self.paint(text, getattr(cells[column], "style", "")),
-                )
+                space = " " * (width - len(text))
+                painted = self.paint(text, getattr(cells[column], "style", ""))
                 words.append(space + painted if column in right else painted + space)
             lines.append((indent + _GAP.join(words)).rstrip())
         return lines
@@ -153,7 +159,9 @@ def _one_line(text: str) -> str:
     if text.isprintable():
         return text
     plain = "".join(c if c.isprintable() else " " for c in text)
-    return Styled(plain, text.style) if isinstance(text, Styled) else plain
+    if isinstance(text, Styled):
+        return Styled(plain, text.style)
+    return plain
 
 
 def _bare(text: str) -> str:
@@ -181,9 +189,13 @@ def some(names: Sequence[str], most: int) -> str:
 
 def bytes_text(amount: int) -> str:
     """Format bytes in decimal units, as registries count them."""
-    value, unit = float(amount), "B"
+    value = float(amount)
+    unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
             break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value = value / 1000
+        unit = larger
+    if unit == "B" or value >= 100:
+        return f"{value:.0f} {unit}"
+    return f"{value:.1f} {unit}"

@@ -1,9 +1,11 @@
-"""Reading YAML to plain data with the place of each value. This is the only module that parses YAML.
+"""Reading YAML to plain data with the place of each value. This is the only module that parses
+YAML.
 
-Plain scalars follow the core schema of YAML 1.2: ``1e-6`` is a number, ``yes`` and ``2026-11-20`` are text, ``010`` is
-ten. :func:`read` leaves scalars as text for the strict schemas of :mod:`primus_images.schema`, so that a version such as
-``3.10`` keeps its zero; :func:`read_values` types them. Duplicate keys, tags and merge keys are errors. The size, the
-depth and the number of values of a file are limited, so that a hostile file causes an error message and not a crash.
+Plain scalars follow the core schema of YAML 1.2: ``1e-6`` is a number, ``yes`` and ``2026-11-20``
+are text, ``010`` is ten. :func:`read` leaves scalars as text for the strict schemas of
+:mod:`primus_images.schema`, so that a version such as ``3.10`` keeps its zero; :func:`read_values`
+types them. Duplicate keys, tags and merge keys are errors. The size, the depth and the number of
+values of a file are limited, so that a hostile file causes an error message and not a crash.
 """
 
 import json
@@ -54,9 +56,11 @@ _PLAIN = r"[\w/](?:[\w/.+:-]*[\w/])?"
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The file's data, and the 1-based line and column of each key (``places``) and value (``origins``).
+    """The file's data, and the 1-based line and column of each key (``places``) and value
+    (``origins``).
 
-    ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or None.
+    ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or
+    None.
     """
 
     name: str
@@ -82,7 +86,9 @@ def _nearest(name: str, places: dict[Key, tuple[int, int]], key: Key) -> str:
 
 
 def read_text(path: Path, name: str | None = None) -> str:
-    """Return the text of the file at ``path``. Raises InputError if it cannot be read, or is not UTF-8."""
+    """Return the text of the file at ``path``. Raises InputError if it cannot be read, or is not
+    UTF-8.
+    """
     shown = name or str(path)
     try:
         return read_bytes(path, shown).decode()
@@ -91,12 +97,17 @@ def read_text(path: Path, name: str | None = None) -> str:
     except OSError as error:
         # A link that leads nowhere is there.
         absent = isinstance(error, FileNotFoundError) and not path.is_symlink()
-        sentence = "there is no such file" if absent else f"cannot be read: {reason_of(error)}"
+        if absent:
+            sentence = "there is no such file"
+        else:
+            sentence = f"cannot be read: {reason_of(error)}"
         raise InputError(sentence, where=shown) from None
 
 
 def parse(text: str, name: str, *, typed: bool = False) -> Document:
-    """Parse ``text``, with ``typed`` scalars or all as text. Raises InputError with the place of the first error."""
+    """Parse ``text``, with ``typed`` scalars or all as text. Raises InputError with the place of
+    the first error.
+    """
     return _Builder(name, typed=typed).build(text)
 
 
@@ -110,8 +121,13 @@ read_values = partial(read, typed=True)
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
-    """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError for anything else."""
-    shown = text if len(text) <= 60 else f"{text[:60]}…"
+    """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError
+    for anything else.
+    """
+    if len(text) <= 60:
+        shown = text
+    else:
+        shown = f"{text[:60]}…"
     try:
         parsed: Scalar | list[Scalar] = parse_values(text, "value").data
     except InputError as error:
@@ -129,7 +145,9 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
 
 
 def conflict(text: str, name: str) -> InputError | None:
-    """Return the error for an unresolved merge conflict in ``text``, with the place of its first marker, or None."""
+    """Return the error for an unresolved merge conflict in ``text``, with the place of its first
+    marker, or None.
+    """
     match = re.search(_CONFLICT, text)
     if match is None:
         return None
@@ -139,7 +157,9 @@ def conflict(text: str, name: str) -> InputError | None:
 
 
 def scalar(text: str) -> Scalar:
-    """Return the value of the plain scalar ``text`` in YAML 1.2's core schema. ValueError for too long a number."""
+    """Return the value of the plain scalar ``text`` in YAML 1.2's core schema. ValueError for too
+    long a number.
+    """
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -177,7 +197,11 @@ def spell(data: Scalar | list[Scalar]) -> str:
             json.dumps(data, ensure_ascii=False),
         )
     if isinstance(data, float) and not math.isfinite(data):
-        return ".nan" if math.isnan(data) else ".inf" if data > 0 else "-.inf"
+        if math.isnan(data):
+            return ".nan"
+        if data > 0:
+            return ".inf"
+        return "-.inf"
     # With a point in the mantissa, readers of YAML 1.1 also see a number.
     return re.sub(r"^(-?\d+)e", r"\1.0e", repr(data))
 
@@ -192,13 +216,17 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def filled(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Return the form ``tree`` with the value of each text ``$NAME``. Keys and items without a value are left out."""
+    """Return the form ``tree`` with the value of each text ``$NAME``. Keys and items without a
+    value are left out.
+    """
     if isinstance(tree, dict):
         pairs = ((key, filled(below, values)) for key, below in tree.items())
         return {key: value for key, value in pairs if value is not None}
     if isinstance(tree, list):
         return [value for below in tree if (value := filled(below, values)) is not None]
-    return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
+    if isinstance(tree, str) and tree.startswith("$"):
+        return values[tree[1:]]
+    return tree
 
 
 def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -209,7 +237,8 @@ def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 class _Builder:
     def __init__(self, name: str, *, typed: bool) -> None:
-        self._name, self._typed = name, typed
+        self._name = name
+        self._typed = typed
         self._places: dict[Key, tuple[int, int]] = {}
         self._origins: dict[Key, tuple[int, int]] = {}
         self._events: list[Any] = []
@@ -221,7 +250,8 @@ class _Builder:
             raise InputError(
                 f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self._name
             )
-        if bad := re.search(_UNREADABLE, text):
+        bad = re.search(_UNREADABLE, text)
+        if bad:
             place = (
                 text.count("\n", 0, bad.start()) + 1,
                 bad.start() - text.rfind("\n", 0, bad.start()),
@@ -233,7 +263,9 @@ class _Builder:
             self._read(text)
         except yaml.YAMLError as error:
             raise conflict(text, self._name) or self._refusal(error, text) from None
-        data = self._data(0, (), 0)[0] if self._events else None
+        data = None
+        if self._events:
+            data = self._data(0, (), 0)[0]
         return Document(
             name=self._name,
             data=data,
@@ -243,7 +275,8 @@ class _Builder:
         )
 
     def _read(self, text: str) -> None:
-        # Not by the composer of libyaml, which recurses in C: a deeply nested file would end the process.
+        # Not by the composer of libyaml, which recurses in C: a deeply nested file would end the
+        # process.
         depth = documents = 0
         for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, _VALUE_EVENTS):
@@ -262,22 +295,30 @@ class _Builder:
 
     def _refusal(self, error: Exception, text: str) -> InputError:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        where = f"{self._name}:{mark.line + 1}:{mark.column + 1}" if mark else self._name
+        if mark:
+            where = f"{self._name}:{mark.line + 1}:{mark.column + 1}"
+        else:
+            where = self._name
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         if "nesting depth" in problem:
             return InputError(_TOO_DEEP, where=where)
-        line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
+        line = ""
+        if mark:
+            line = (text.split("\n")[mark.line :] or [""])[0]
         remedies = read_values(Path(__file__).with_name("remedies.yaml")).data
         hint = next((hint for part, hint in remedies.items() if part in problem), None)
         if "\t" in line[: len(line) - len(line.lstrip())]:
-            problem, hint = "a tab cannot indent a line", "use spaces instead of tabs"
+            problem = "a tab cannot indent a line"
+            hint = "use spaces instead of tabs"
         return InputError(f"this is not YAML: {problem}", where=where, hint=hint)
 
     def _error(self, message: str, place: tuple[int, int], hint: str | None = None) -> InputError:
         return InputError(message, where=f"{self._name}:{place[0]}:{place[1]}", hint=hint)
 
     def _data(self, at: int, key: Key, depth: int) -> tuple[Tree, int]:
-        """Return the value that begins with the event of number ``at``, and the number of the event after it."""
+        """Return the value that begins with the event of number ``at``, and the number of the event
+        after it.
+        """
         begin = self._begin(at)
         event = self._events[begin]
         place = _place(event)
@@ -296,7 +337,8 @@ class _Builder:
         self._origins[key] = place
         value: Tree
         if isinstance(event, yaml.ScalarEvent):
-            value, end = self._scalar(event), begin + 1
+            value = self._scalar(event)
+            end = begin + 1
         elif isinstance(event, yaml.SequenceStartEvent):
             value, end = self._list(begin + 1, key, depth + 1)
         else:
@@ -312,7 +354,10 @@ class _Builder:
                 )
             return at
         if event.anchor not in self._anchors:
-            hint = "put a value that begins with '*' in quotes, or write '&' with the same name above it"
+            hint = (
+                "put a value that begins with '*' in quotes, or write '&' with the same name "
+                "above it"
+            )
             raise self._error(
                 f"this is not YAML: undefined alias {event.anchor!r}", _place(event), hint
             )
@@ -332,7 +377,10 @@ class _Builder:
             if not isinstance(event, yaml.ScalarEvent) or event.tag not in (None, "!"):
                 raise self._error("a key must be plain text", _place(event))
             if event.value == "<<" and not event.style:
-                hint = "write the keys out, or put a whole mapping behind an anchor (&name) and use it (*name)"
+                hint = (
+                    "write the keys out, or put a whole mapping behind an anchor (&name) and "
+                    "use it (*name)"
+                )
                 raise self._error(
                     "merge keys (<<) are not part of YAML 1.2, and are not read",
                     _place(event),
@@ -351,7 +399,9 @@ class _Builder:
         if event.style:
             return text
         if not self._typed:
-            return None if text in _NULL else text
+            if text in _NULL:
+                return None
+            return text
         try:
             return scalar(text)
         except ValueError as error:

@@ -1,4 +1,6 @@
-"""A Docker engine of our own for tests: private directories, no network set-up, ended with the test."""
+"""A Docker engine of our own for tests: private directories, no network set-up, ended with the
+test.
+"""
 
 import contextlib
 import os
@@ -17,7 +19,8 @@ from host_tools import dockerd, missing
 
 @contextlib.contextmanager
 def private_dockerd(tmp_path: Path, binary: str = "") -> Iterator[str]:
-    """Start ``binary``, or the distribution's dockerd, below ``tmp_path`` and yield its DOCKER_HOST.
+    """Start ``binary``, or the distribution's dockerd, below ``tmp_path`` and yield its
+    DOCKER_HOST.
 
     Skips where it cannot run. Tools beside ``binary`` (containerd, runc) win over the machine's.
     """

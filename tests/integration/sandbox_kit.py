@@ -18,7 +18,8 @@ from primus_images.sandbox.container import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 _APPLETS = (
-    "sh cat ls echo id env pwd sleep kill true false stat hostname ifconfig ip ping nc dd mount ps tty stty "
+    "sh cat ls echo id env pwd sleep kill true false stat hostname ifconfig ip ping nc dd mount "
+    "ps tty stty "
     "head wc test touch rm mkdir yes seq uname awk grep df readlink tail sort"
 )
 APPLETS = _APPLETS.split()

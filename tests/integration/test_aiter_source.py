@@ -1,4 +1,5 @@
-"""AITER's real source through the pin of versions.yaml. Only the compilers for GPU code are replaced.
+"""AITER's real source through the pin of versions.yaml. Only the compilers for GPU code are
+replaced.
 
 ``PRIMUS_TEST_SOURCES`` is a folder that holds ``aiter.git``, a bare clone with the pinned commit.
 """
@@ -17,8 +18,8 @@ from project_kit import Kit, lock
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
 
 PROJECT = Path(__file__).parents[2]
-# setup.py imports torch, its own modules and FlyDSL as on an Instinct host. What would compile kernels is only written
-# down, in a file of the package.
+# setup.py imports torch, its own modules and FlyDSL as on an Instinct host. What would compile
+# kernels is only written down, in a file of the package.
 WITHOUT_COMPILERS = r"""
 mkdir -p rocm/bin
 printf '#!/bin/sh\necho 7.2.53211\n' > rocm/bin/hipconfig
@@ -82,7 +83,8 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
     kit.write("versions.yaml", yaml.safe_dump(versions, sort_keys=False))
     kit.write(
         "images/demo.yaml",
-        "description: AITER\nbase: bookworm\nchannels: [pypi]\npreviews: {pypi: it lacks what AITER runs with}\n"
+        "description: AITER\nbase: bookworm\nchannels: [pypi]\npreviews: {pypi: it lacks what "
+        "AITER runs with}\n"
         "components: [aiter]\ncommand: [sh]\n",
     )
     lock(kit)

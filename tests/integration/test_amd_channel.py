@@ -1,4 +1,6 @@
-"""Channel amd from pins to checked images: an index, a registry and repositories on 127.0.0.1, the real pins."""
+"""Channel amd from pins to checked images: an index, a registry and repositories on 127.0.0.1, the
+real pins.
+"""
 
 import json
 from collections.abc import Iterator
@@ -156,7 +158,8 @@ def test_what_was_built_here_works_for_the_targets_gpu(
     code = (
         "import importlib.metadata as m, importlib.util as u, primus_turbo, rocm_sdk, torch;"
         "print(primus_turbo.ARCH, rocm_sdk.FAMILY, torch.__version__, m.version('primus-turbo'),"
-        " m.version('flash-attn'), *(u.find_spec(f'rocm_sdk_{part}') is not None for part in ('core', 'devel')))"
+        " m.version('flash-attn'), *(u.find_spec(f'rocm_sdk_{part}') is not None for part in "
+        "('core', 'devel')))"
     )
     for target in images.keys() - {"mi355x"}:
         arch = "gfx942" if target == "mi300x" else "gfx950"

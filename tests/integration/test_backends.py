@@ -65,7 +65,9 @@ def test_optimizations_change_no_loss_and_are_proven(
 # inside/tutorial.py trains and saves all weights, and test_silent_faults.py trains adapters.
 @pytest.mark.slow
 def test_saved_weights_are_where_adapters_start(python: Python, tmp_path: Path) -> None:
-    """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
+    """All weights are trained and saved; adapters beside the saved ones begin no worse than
+    training ended.
+    """
     words = ["finetune.save_weights=true", "training.steps=10"]
     whole = Job(
         name="whole",

@@ -66,7 +66,9 @@ def test_every_gate_passes(cpu_image: Kit) -> None:
 
 
 def test_pip_inside_keeps_the_images_pytorch(cpu_image: Kit, tmp_path: Path) -> None:
-    """Neither by asking for another PyTorch nor by a package that needs one (bitsandbytes #37, ROCm #5733)."""
+    """Neither by asking for another PyTorch nor by a package that needs one (bitsandbytes #37, ROCm
+    #5733).
+    """
     make_wheel(tmp_path, "torch", "9.9.9")
     make_wheel(tmp_path, "wants-torch", "1.0", needs=("torch>=9",))
     make_wheel(tmp_path, "plain", "1.0", needs=("torch",))
@@ -93,7 +95,10 @@ def test_pip_inside_keeps_the_images_pytorch(cpu_image: Kit, tmp_path: Path) -> 
 
 
 def test_any_user_can_train_and_write(cpu_image: Kit) -> None:
-    code = "import os, torch; open('/workspace/x', 'w').write('y'); print(os.getuid(), torch.ones(2).sum().item())"
+    code = (
+        "import os, torch; open('/workspace/x', 'w').write('y'); print(os.getuid(), "
+        "torch.ones(2).sum().item())"
+    )
     assert inside(cpu_image, "python3", "-c", code, options=("--user", "12345:12345")).split() == [
         "12345",
         "2.0",
@@ -124,7 +129,7 @@ def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
         "release",
         "cli.host",
     )
-    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus.' + n)])"
+    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus_images.' + n)])"
     assert inside(cpu_image, "python3", "-c", code).strip() == "[]"
     assert "  build" not in inside(cpu_image, "primus", "--help")
 
@@ -153,7 +158,8 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     subprocess.run(copy, cwd=cpu_image.root, check=True)
 
 
-# That a run repeats, resumes and splits its batch, test_training_faults.py and test_failures.py show on our own loop.
+# That a run repeats, resumes and splits its batch, test_training_faults.py and test_failures.py
+# show on our own loop.
 @pytest.fixture(scope="module", params=["quick", pytest.param("standard", marks=pytest.mark.slow)])
 def validated(
     request: pytest.FixtureRequest, cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory
@@ -200,7 +206,8 @@ def committed(cpu_image: Kit, folder: Path) -> Kit:
     return kit
 
 
-# test_ship_release.py publishes a small image; test_fitness.py and test_publish_registry.py have what is refused.
+# test_ship_release.py publishes a small image; test_fitness.py and test_publish_registry.py have
+# what is refused.
 @pytest.mark.slow
 @needs("docker-registry", "skopeo", "git", "cosign")
 def test_it_is_published_with_its_signed_evidence_or_not_at_all(

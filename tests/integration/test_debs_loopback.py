@@ -73,7 +73,8 @@ def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
     (parts / "test.list").write_text(sources)
     conf = tmp_path / "apt.conf"
     conf.write_text(
-        f'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts "{parts}";\nAcquire::http::Proxy "DIRECT";\n'
+        'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts '
+        f'"{parts}";\nAcquire::http::Proxy "DIRECT";\n'
     )
     monkeypatch.setenv("APT_CONFIG", str(conf))
     for name in ("PRIMUS_DEBIAN_MIRROR", "PRIMUS_DEBIAN_KEYRING", "http_proxy"):

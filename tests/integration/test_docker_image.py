@@ -10,8 +10,9 @@ from docker_engine import private_dockerd
 from host_tools import needs
 from project_kit import Kit
 
-# An engine takes a minute to load an image of gigabytes, and another to remove it. By default, test_sandbox_build.py
-# loads a small one twice, and test_cpu_image.py runs the image in the sandbox: its entry, a login shell, any user.
+# An engine takes a minute to load an image of gigabytes, and another to remove it. By default,
+# test_sandbox_build.py loads a small one twice, and test_cpu_image.py runs the image in the
+# sandbox: its entry, a login shell, any user.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("dockerd")]
 
 
@@ -34,7 +35,9 @@ def docker(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", params=["cpu", "mi355x"])
 def image(request: pytest.FixtureRequest, engine: pytest.MonkeyPatch, cpu_image: Kit) -> str:
-    """The name of an image in the engine: of cpu, and of a GPU preview, which takes minutes to build and load."""
+    """The name of an image in the engine: of cpu, and of a GPU preview, which takes minutes to
+    build and load.
+    """
     cpu_image.build(request.param)
     tag = json.loads(cpu_image.primus("load", request.param, "--json").out)["tag"]
     return str(tag)

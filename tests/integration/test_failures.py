@@ -1,4 +1,6 @@
-"""Real jobs that fail: the user is told the first cause, once; what was not judged is skipped; an interrupt is none."""
+"""Real jobs that fail: the user is told the first cause, once; what was not judged is skipped; an
+interrupt is none.
+"""
 
 import os
 import re
@@ -110,7 +112,9 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(
 def test_a_resumed_run_of_torchtitan_follows_its_own_settings(
     python: Python, tmp_path: Path
 ) -> None:
-    """torchtitan's checkpoint brings the learning rate, its schedule and the weight decay of the run that saved it."""
+    """torchtitan's checkpoint brings the learning rate, its schedule and the weight decay of the
+    run that saved it.
+    """
     base = proxy(tmp_path / "base", "checkpoint=2", backend="torchtitan")
     train(python, base)
     kept = base.output / "checkpoint" / "step-2"
@@ -122,9 +126,12 @@ def test_a_resumed_run_of_torchtitan_follows_its_own_settings(
     assert ended.returncode == 0, ended.stderr
     assert "the data start over: data_parallel was 2, and is 1 now" in ended.stderr
     read = (
-        "import sys, torch.distributed.checkpoint as dcp; metadata = dcp.FileSystemReader(sys.argv[1]).read_metadata();"
-        "names = [n for n in metadata.state_dict_metadata if n.rsplit('.', 1)[-1] in ('lr', 'weight_decay')][:2];"
-        "state = dict.fromkeys(names, 0.0); dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True);"
+        "import sys, torch.distributed.checkpoint as dcp; metadata = "
+        "dcp.FileSystemReader(sys.argv[1]).read_metadata();"
+        "names = [n for n in metadata.state_dict_metadata if n.rsplit('.', 1)[-1] in ('lr', "
+        "'weight_decay')][:2];"
+        "state = dict.fromkeys(names, 0.0); dcp.load(state, checkpoint_id=sys.argv[1], "
+        "no_dist=True);"
         "print(sorted({round(value, 6) for value in state.values()}))"
     )
     shown = python.run("-c", read, str(job.output / "checkpoint" / "step-3"))

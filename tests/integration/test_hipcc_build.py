@@ -1,6 +1,8 @@
-"""The build action with hipcc: kernels of Primus Turbo from its real source, for both Instinct architectures.
+"""The build action with hipcc: kernels of Primus Turbo from its real source, for both Instinct
+architectures.
 
-``PRIMUS_TEST_SOURCES`` is a folder that holds ``Primus-Turbo.git``, a bare clone. Debian's hipcc needs no GPU.
+``PRIMUS_TEST_SOURCES`` is a folder that holds ``Primus-Turbo.git``, a bare clone. Debian's hipcc
+needs no GPU.
 """
 
 import json
@@ -17,7 +19,8 @@ from tables import text_of
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
 
 ARCHS = {"mi300x": "gfx942", "mi355x": "gfx950"}
-# common.h of Primus Turbo names the status of hipBLASLt, which takes 870 MB; RMSNorm calls nothing of it.
+# common.h of Primus Turbo names the status of hipBLASLt, which takes 870 MB; RMSNorm calls nothing
+# of it.
 STATUS = text_of("hipblas_status.h")
 SETUP = """\
 import glob, os, subprocess
@@ -79,7 +82,9 @@ def test_the_gate_finds_code_for_the_targets_gpu(compiled: Kit, name: str) -> No
 
 
 def test_the_build_refuses_code_for_the_other_gpu(compiled: Kit) -> None:
-    """The image of one GPU with the environment of the other: the compiler makes code that cannot run there."""
+    """The image of one GPU with the environment of the other: the compiler makes code that cannot
+    run there.
+    """
     compiled.edit("versions.yaml", 'GPU_ARCHS: "{arch}"', "GPU_ARCHS: gfx942")
     try:
         said = compiled.primus("build", "mi355x", timeout=600)
@@ -93,7 +98,8 @@ def test_the_image_has_the_kernels_and_not_the_compiler(compiled: Kit) -> None:
     code = (
         "import pathlib, shutil, turbo_norm; "
         "library = pathlib.Path(turbo_norm.__file__).with_name('libturbo_norm.so').read_bytes(); "
-        "print(b'rmsnorm_fwd_two_scan_kernel' in library, shutil.which('hipcc'), shutil.which('clang-22'))"
+        "print(b'rmsnorm_fwd_two_scan_kernel' in library, shutil.which('hipcc'), "
+        "shutil.which('clang-22'))"
     )
     assert compiled.primus("run", "mi300x", "--", "python3", "-c", code).out.split() == [
         "True",

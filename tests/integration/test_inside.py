@@ -1,4 +1,6 @@
-"""Checks that need torch: each is a script of ``inside``, which ends with an assertion where something is wrong."""
+"""Checks that need torch: each is a script of ``inside``, which ends with an assertion where
+something is wrong.
+"""
 
 import shutil
 from pathlib import Path

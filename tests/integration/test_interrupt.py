@@ -1,4 +1,6 @@
-"""An interrupt at any moment: the store stays valid, the next run goes on, two builders do not disturb each other."""
+"""An interrupt at any moment: the store stays valid, the next run goes on, two builders do not
+disturb each other.
+"""
 
 import hashlib
 import json

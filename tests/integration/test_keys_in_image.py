@@ -1,4 +1,6 @@
-"""The image judges keys, values and models as the host does; the committed keys are those of what it holds."""
+"""The image judges keys, values and models as the host does; the committed keys are those of what
+it holds.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""``primus launch k8s`` against a real API server: what it makes, refuses and removes. Nothing runs the pods."""
+"""``primus launch k8s`` against a real API server: what it makes, refuses and removes. Nothing runs
+the pods.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""`primus lock` as a person types it, on a project whose wheels lie on 127.0.0.1 and whose debs in a file archive."""
+"""`primus lock` as a person types it, on a project whose wheels lie on 127.0.0.1 and whose debs in
+a file archive.
+"""
 
 import json
 import os
@@ -283,7 +285,8 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
             needs = {"needy 2.0": ("tool<1.1",)}.get(f"{name} {version}", ())
             make_wheel(server.root / "files", name, version, needs=needs)
     pins = "".join(
-        f"  {name}:\n    name: N\n    held: {held}\n    behind: it is small\n    pins:\n      # Why {name}.\n"
+        f"  {name}:\n    name: N\n    held: {held}\n    behind: it is small\n    pins:\n      # "
+        f"Why {name}.\n"
         f"      - {{wheel: {name}, version: {version}, channel: pypi}}\n"
         for name, version, held in (
             ("transformers", "1.0+rocm10.0.0", "true"),
@@ -352,8 +355,14 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
 
 def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Server]) -> None:
     kit, server = world
-    words = "frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1 jit==3.0 jit==3.1"
-    for word in f"{words} jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0 kernels==5.0 kernels==6.0<frame>=1.1".split():
+    words = (
+        "frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 "
+        "frame==1.1<jit==3.1 jit==3.0 jit==3.1"
+    )
+    for word in (
+        f"{words} jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0 kernels==5.0 "
+        "kernels==6.0<frame>=1.1"
+    ).split():
         wheel, _, needs = word.partition("<")
         make_wheel(server.root / "files", *wheel.split("=="), needs=(needs,) if needs else ())
     kit.write("versions.yaml", VERSIONS + text_of("versions/followed.yaml"))

@@ -74,8 +74,8 @@ def test_the_suite_passes(
 def test_an_images_choices_for_gpus_are_no_error_without_one(
     python: Python, tmp_path: Path
 ) -> None:
-    """Transformer Engine is there and not used. Images for AMD GPUs choose its attention, too; Megatron's ``auto``
-    refuses any choice but its own.
+    """Transformer Engine is there and not used. Images for AMD GPUs choose its attention, too;
+    Megatron's ``auto`` refuses any choice but its own.
     """
     job = Job(
         name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], CPU), output=tmp_path / "run"

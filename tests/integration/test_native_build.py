@@ -1,5 +1,5 @@
-"""Source → wheel → layer → image, for real: a C extension from PyPI built in the sandbox of a Debian root; and the same
-digests by an ordinary user and by Docker, of a target on the same root.
+"""Source → wheel → layer → image, for real: a C extension from PyPI built in the sandbox of a
+Debian root; and the same digests by an ordinary user and by Docker, of a target on the same root.
 """
 
 import json
@@ -102,7 +102,9 @@ def test_a_failed_build_shows_its_log(native: Kit) -> None:
 
 
 def lend_project(kit: Kit, user: str, *bases: str) -> Path:
-    """The project, the files that its lock names and what root built of ``bases``, as the user's own."""
+    """The project, the files that its lock names and what root built of ``bases``, as the user's
+    own.
+    """
     folder = kit.root.parent / user
     shutil.copytree(kit.root / "images", folder / "images")
     shutil.copy(kit.root / "versions.yaml", folder)

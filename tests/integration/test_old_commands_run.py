@@ -1,4 +1,6 @@
-"""Commands of the older documents, as they are written, run for real: on the proxy, through the image's own scripts."""
+"""Commands of the older documents, as they are written, run for real: on the proxy, through the
+image's own scripts.
+"""
 
 import os
 import re
@@ -26,8 +28,8 @@ LINES = {
     ("pytorch-training-v25.3.rst", 341): "MAD/scripts/pytorch-train",
     ("pytorch-training-v25.3.rst", 347): "MAD/scripts/pytorch-train",
 }
-# By default, this one only shows what it would train: test_cpu_image.py trains in the image, and unit tests cover what
-# each of them translates.
+# By default, this one only shows what it would train: test_cpu_image.py trains in the image, and
+# unit tests cover what each of them translates.
 QUICK = ("primus-examples-readme.md", 81)
 
 
@@ -35,7 +37,9 @@ QUICK = ("primus-examples-readme.md", 81)
 def shell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], list[str]]:
-    """(folder, text) → the command that runs ``text`` there: with PRIMUS_TEST_PYTHON, else in the cpu image."""
+    """(folder, text) → the command that runs ``text`` there: with PRIMUS_TEST_PYTHON, else in the
+    cpu image.
+    """
     chosen = os.environ.get("PRIMUS_TEST_PYTHON")
     if chosen is None:
         kit = request.getfixturevalue("cpu_image")

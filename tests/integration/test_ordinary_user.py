@@ -30,7 +30,8 @@ def a_user(name: str, *options: str) -> Iterator[str]:
     try:
         yield name
     finally:
-        # A process of podman keeps the user's name space, and one that was killed takes a while to end.
+        # A process of podman keeps the user's name space, and one that was killed takes a while to
+        # end.
         end = time.monotonic() + 60
         while subprocess.run(
             ["userdel", "-r", name], check=time.monotonic() > end, capture_output=True

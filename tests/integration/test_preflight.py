@@ -1,4 +1,6 @@
-"""What the machine lacks is one sentence within seconds: network, namespaces, disk. Everything here is real."""
+"""What the machine lacks is one sentence within seconds: network, namespaces, disk. Everything here
+is real.
+"""
 
 import contextlib
 import hashlib

@@ -1,5 +1,6 @@
-"""Publishing through a registry that answers wrongly or not at all: one sentence, and the next run heals. And a
-registry as the cache of builds: what is wrong in it or on its way is named, and never gets into a store.
+"""Publishing through a registry that answers wrongly or not at all: one sentence, and the next run
+heals. And a registry as the cache of builds: what is wrong in it or on its way is named, and never
+gets into a store.
 """
 
 import http.client
@@ -51,14 +52,15 @@ from tables import table_of
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
 
 Answer = tuple[int, dict[str, str], bytes]
-# What a client gets in place of an answer, or of the registry's own one. None: the connection ends without an answer.
+# What a client gets in place of an answer, or of the registry's own one. None: the connection ends
+# without an answer.
 Fault = Answer | None | Callable[[Answer], Answer | None]
 CUT = None
 
 
 class Proxy(ThreadingHTTPServer):
-    """Stands before the registry on ``port``. Of the requests that match ``what`` (method and path), ``times`` get
-    ``fault`` instead, after the first ``skip``.
+    """Stands before the registry on ``port``. Of the requests that match ``what`` (method and
+    path), ``times`` get ``fault`` instead, after the first ``skip``.
     """
 
     daemon_threads = True
@@ -312,7 +314,9 @@ def assert_published(ready: Ready, proxy: Proxy, name: str) -> None:
 
 @dataclass(frozen=True)
 class Cached:
-    """A project whose image ``digest`` is built, its results in a cache, and the keys of their signer and others."""
+    """A project whose image ``digest`` is built, its results in a cache, and the keys of their
+    signer and others.
+    """
 
     root: Path
     kit: Kit
@@ -355,7 +359,9 @@ class Cached:
     def sign(
         self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b""
     ) -> None:
-        """Replace the entry's statement by a changed one, signed with the key ``by`` or in another ``envelope``."""
+        """Replace the entry's statement by a changed one, signed with the key ``by`` or in another
+        ``envelope``.
+        """
         there, (_, manifest) = self.there(), self.entry
         statement = payload(there.documents(digest_of(manifest), BUNDLE)[0].data)
         change(statement)
@@ -400,7 +406,9 @@ def cached(whole: Cached, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cached]:
 
 
 def assert_built(cached: Cached, result: Result, store: Path, *, downloaded: int) -> None:
-    """The image is the right one, so many of its layers came from the cache, and no blob is damaged."""
+    """The image is the right one, so many of its layers came from the cache, and no blob is
+    damaged.
+    """
     assert (result.code, result.digest) == (0, cached.digest), result.err
     assert (result.err.count(" from the cache"), len(re.findall(" built ", result.err))) == (
         downloaded,

@@ -36,7 +36,8 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
     try:
         script = (
             "cat /in/f > /out/copy; env | sort > /out/env; ip -o link | wc -l > /out/links; "
-            "touch /in/f 2>/dev/null || echo read-only > /out/ro; umask > /out/umask; touch /tmp/gone; "
+            "touch /in/f 2>/dev/null || echo read-only > /out/ro; umask > /out/umask; touch "
+            "/tmp/gone; "
             "read x || echo no-stdin > /out/stdin; "
             "cat /proc/1/environ /proc/1/cmdline > /out/proc 2>/dev/null; true"
         )

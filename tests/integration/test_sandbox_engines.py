@@ -1,4 +1,6 @@
-"""One behaviour, both engines: with ``--slow``, every test here runs on each engine this machine has."""
+"""One behaviour, both engines: with ``--slow``, every test here runs on each engine this machine
+has.
+"""
 
 import contextlib
 import json
@@ -157,7 +159,10 @@ def test_memory_limit(engine, tiny, tmp_path):
 
 def test_nobody_makes_a_device(engine, tiny, tmp_path):
     # The device of this machine's root file system, say.
-    script = "busybox mknod /dev/disk b 254 0 2>/dev/null && echo made; busybox mkfifo /dev/fifo && echo fifo"
+    script = (
+        "busybox mknod /dev/disk b 254 0 2>/dev/null && echo made; busybox mkfifo "
+        "/dev/fifo && echo fifo"
+    )
     assert sh(engine, tiny, script, tmp_path)[1] == "fifo\n"
 
 
@@ -334,7 +339,8 @@ def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
 
 @pytest.mark.parametrize("delay", [0, 0.03, 0.06, 0.09, 0.12])
 def test_signals_while_it_starts_end_it(engine, tmp_path, delay):
-    # The kernel drops one for an init that handles none yet, so they are repeated, as an impatient user does.
+    # The kernel drops one for an init that handles none yet, so they are repeated, as an impatient
+    # user does.
     with runner(
         engine, tmp_path, "exec sleep 300", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     ) as process:
@@ -373,7 +379,10 @@ def test_terminal(engine, tmp_path):
     script = (
         "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '33 99' ]; do i=$((i+1)); sleep 0.1; done; "
     )
-    script += "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
+    script += (
+        "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; "
+        "exit 5' INT; "
+    )
     script += (
         "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '44 111' ]; do i=$((i+1)); sleep 0.1; done; "
     )

@@ -41,7 +41,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, repository: str) -> tuple[Kit, Ready, Ready]:
-    """A project whose v26.11 is committed, built and published, and whose v26.12 is built and not committed."""
+    """A project whose v26.11 is committed, built and published, and whose v26.12 is built and not
+    committed.
+    """
     kit = make_project(tmp_path_factory.mktemp("ship") / "project")
     kit.write(".gitignore", ".primus\n")
     gits.git(kit.root, "init", "-q")
@@ -181,7 +183,8 @@ def test_of_two_publishers_of_one_tag_one_says_that_it_lost(
         assert sum(f"{tag} is" in one and str(digest) in one for one in said) == 1, said
 
 
-# What these lines do is tested where an index, or a real image, is: test_lock_verb.py and test_cpu_image.py.
+# What these lines do is tested where an index, or a real image, is: test_lock_verb.py and
+# test_cpu_image.py.
 ELSEWHERE = ("primus bump transformers", "primus validate cpu")
 
 
@@ -233,7 +236,8 @@ def test_a_page_runs_as_written(
                 line.replace("registry.example.com/rocm/primus", repository)
             )
             if program == "primus":
-                # What is published is verified on a machine that has the public key and nothing else.
+                # What is published is verified on a machine that has the public key and nothing
+                # else.
                 result = (empty if "--image" in words else kit).primus(*words)
                 assert result.code == 0, (line, result.out, result.err)
             elif program == "cosign":

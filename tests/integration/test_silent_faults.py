@@ -1,4 +1,6 @@
-"""Silent faults in real two-rank runs: the loss falls and nothing complains, but the reference names each."""
+"""Silent faults in real two-rank runs: the loss falls and nothing complains, but the reference
+names each.
+"""
 
 import json
 from pathlib import Path
@@ -10,8 +12,9 @@ from training_kit import Python
 pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
-# What CI runs, cheap jobs: a fault of each mechanism, several in one job where other checks name them, and of those
-# without a fault the ones with the most features; one of torchtitan is in test_cpu_image.py. `--slow` runs all.
+# What CI runs, cheap jobs: a fault of each mechanism, several in one job where other checks name
+# them, and of those without a fault the ones with the most features; one of torchtitan is in
+# test_cpu_image.py. `--slow` runs all.
 QUICK = (
     "fsdp_labels_equal_inputs+fsdp_one_tensor_learns_a_little_faster+fsdp_tokens_counted_twice",
     "torchtitan_angles_rounded_to_fp8+torchtitan_gradients_summed_in_bf16",
@@ -35,7 +38,9 @@ def harness(python: Python, out: Path, *words: str, timeout: int) -> str:
 
 
 def wrong(out: Path, expected: int) -> list[dict[str, Any]]:
-    """Return the runs that are not as they should be: a healthy one that fails, or a fault that no check names."""
+    """Return the runs that are not as they should be: a healthy one that fails, or a fault that no
+    check names.
+    """
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == expected
     return [row for row in rows if not row["ok"]]
@@ -45,7 +50,9 @@ def wrong(out: Path, expected: int) -> list[dict[str, Any]]:
 def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(
     python: Python, tmp_path: Path
 ) -> None:
-    """A fault that sets a name that a module has lost would change nothing, or fail when it is run months later."""
+    """A fault that sets a name that a module has lost would change nothing, or fail when it is run
+    months later.
+    """
     # A quarter of the tokens is enough for these.
     words = ("--patches", "--settings", "seq_len=32", "--names", *QUICK)
     said = harness(python, tmp_path / "out", *words, timeout=900)

@@ -1,8 +1,11 @@
-"""Jobs of a real Slurm: two virtual nodes train proxies over gloo, and what goes wrong there is put right or named.
+"""Jobs of a real Slurm: two virtual nodes train proxies over gloo, and what goes wrong there is put
+right or named.
 
-Each event comes to a job at a random moment (``--slurm-seed``). ``--slurm-events 20`` repeats each 20 times.
+Each event comes to a job at a random moment (``--slurm-seed``). ``--slurm-events 20`` repeats each
+20 times.
 
-PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests are skipped.
+PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests
+are skipped.
 """
 
 import filecmp
@@ -38,7 +41,8 @@ STEPS, INTERVAL, STALL = 120, 24, 60
 LATEST = STEPS - 60
 # Jobs at the same time: most of an event's seconds are spent waiting for Slurm or for a limit.
 TOGETHER = 3
-# Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training itself is small.
+# Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training
+# itself is small.
 PROXIES = {
     "fsdp": (
         "llama3.1-8b",
@@ -110,7 +114,9 @@ def whole(attempt: Path) -> dict[int, Path]:
 
 @dataclass(kw_only=True)
 class Case:
-    """One repetition: its job, the job that nothing happened to, and what is recorded. ``wrong`` are sentences."""
+    """One repetition: its job, the job that nothing happened to, and what is recorded. ``wrong``
+    are sentences.
+    """
 
     slurm: Slurm
     runs: Path
@@ -123,7 +129,9 @@ class Case:
     processes: dict[int, int] = field(default_factory=dict)
 
     def start(self, *words: str, steps: tuple[int, int] = (0, LATEST)) -> None:
-        """Submit, and wait for the moment of the fault: after a step, or while the ranks start (step 0)."""
+        """Submit, and wait for the moment of the fault: after a step, or while the ranks start
+        (step 0).
+        """
         self.job = launch(self.slurm, self.runs, self.backend, *words)
         step, more = self.chance.randint(*steps), self.chance.random()
         starting = step == 0 or self.chance.random() < 0.2
@@ -138,7 +146,9 @@ class Case:
         self.row["moment"] = f"{0.2 * more:.2f} s after step {step}"
 
     def ranks(self) -> dict[int, int]:
-        """Rank → process, as soon as there are two. Looking for them takes seconds on a busy machine."""
+        """Rank → process, as soon as there are two. Looking for them takes seconds on a busy
+        machine.
+        """
         self.job.running()
         pids, number = self.job.slurm.pids, self.job.number
         found = until(
@@ -177,7 +187,9 @@ class Case:
             self.wrong.append(f"the reason is {told!r}: {self.job.said()[-600:]}")
 
     def same(self, job: Job, first: int) -> None:
-        """The last attempt of ``job`` begins at step ``first``, reaches the end, and has the undisturbed losses."""
+        """The last attempt of ``job`` begins at step ``first``, reaches the end, and has the
+        undisturbed losses.
+        """
         # An attempt that is preempted at once leaves no folder.
         last = int(job.attempts[-1].name.removeprefix("attempt-"))
         losses, others = job.losses(last), self.undisturbed.losses(0)
@@ -192,7 +204,9 @@ class Case:
             )
 
     def kept(self) -> int:
-        """The newest complete checkpoint before the last step. Each must be the undisturbed job's, byte for byte."""
+        """The newest complete checkpoint before the last step. Each must be the undisturbed job's,
+        byte for byte.
+        """
         newest, count = 0, 0
         for attempt in self.job.attempts:
             for step, path in whole(attempt).items():

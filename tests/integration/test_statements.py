@@ -1,4 +1,6 @@
-"""One small image, published and signed for real; then every way to tamper with it, each named by `verify --image`."""
+"""One small image, published and signed for real; then every way to tamper with it, each named by
+`verify --image`.
+"""
 
 import json
 import os
@@ -391,7 +393,8 @@ DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
 OTHER_KEY = put("more", value=1)
 TABLE = Path(__file__).parents[1] / "fixtures/tamperings.yaml"
-# A document or a statement that the owner of the key changes and signs; a bundle that anybody can change.
+# A document or a statement that the owner of the key changes and signs; a bundle that anybody can
+# change.
 CHANGES: dict[str, Callable[[str, Change], Callable[[World], None]]] = {
     "document": resigned,
     "statement": lambda of, change: forged(change, what=of, by="ours"),
@@ -616,7 +619,8 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
 
 # One document and one statement stand for the others, which the same code compares.
 ALIKE = re.compile(
-    rf"({'|'.join([*DOCUMENTS[1:], *list(STATEMENTS.values())[1:]])})\S* (removed|changed|replaced|signed by another)"
+    rf"({'|'.join([*DOCUMENTS[1:], *list(STATEMENTS.values())[1:]])})\S* "
+    r"(removed|changed|replaced|signed by another)"
 )
 
 

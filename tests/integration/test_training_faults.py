@@ -1,4 +1,6 @@
-"""Real two-rank runs, broken on purpose. Each fault must be caught by the check meant for it, and by no other."""
+"""Real two-rank runs, broken on purpose. Each fault must be caught by the check meant for it, and
+by no other.
+"""
 
 import re
 from collections.abc import Callable
@@ -28,7 +30,8 @@ BASES = {
     "fsdp": ("steps=10", "lr=0.01", "seq_len=32"),
     "torchtitan": ("steps=10", f"checkpoint={KEPT}"),
 }
-# Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision is a choice.
+# Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision
+# is a choice.
 FAULTS = {
     "fsdp": {
         "nan": ("finite", "steps=3"),
@@ -126,7 +129,8 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
 
 
 def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
-    # What it is given is not run: each rank would import PyTorch anew. The first that ends would stop the other.
+    # What it is given is not run: each rank would import PyTorch anew. The first that ends would
+    # stop the other.
     script = 'echo "$RANK $@" >> "$0"; until [ $(wc -l < "$0") = 2 ]; do sleep 0.05; done; exit 3'
     wrap = ("sh", "-c", script, str(tmp_path / "started"))
     run = train(python, replace(job_of("fsdp", tmp_path / "wrapped", "steps=1"), wrap=wrap))

@@ -18,7 +18,9 @@ WARM = Path(__file__).with_name("inside") / "warm.py"
 
 
 class Python:
-    """A Python with torch and primus. ``command`` starts it; ``run`` forks one that has imported torch."""
+    """A Python with torch and primus. ``command`` starts it; ``run`` forks one that has imported
+    torch.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = command
@@ -27,7 +29,9 @@ class Python:
     def run(
         self, *words: str, fault: str = "", timeout: float = 300, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``words`` with ``fault`` of ``faults/sitecustomize.py``, if it is not empty, in place."""
+        """Run ``words`` with ``fault`` of ``faults/sitecustomize.py``, if it is not empty, in
+        place.
+        """
         if self._server is None or self._server.poll() is not None:
             environment = os.environ | dict(variable.split("=") for variable in SET)
             words_of_server = [*self.command, "-W", "ignore", str(WARM)]
@@ -68,7 +72,9 @@ def started(
 
 
 def train(python: Python, job: Job, fault: str = "", **variables: str) -> Outcome:
-    """Run ``job`` with ``primus train``; one that fails has an outcome, one that cannot start is an error."""
+    """Run ``job`` with ``primus train``; one that fails has an outcome, one that cannot start is an
+    error.
+    """
     ended = started(python, job, "--json", fault=fault, **variables)
     assert ended.returncode in (0, 1), ended.stderr
     return outcome.read(job, ended.returncode)

@@ -1,4 +1,6 @@
-"""What a user gets wrong ends with exit code 2 and a sentence that names the place, never with a traceback."""
+"""What a user gets wrong ends with exit code 2 and a sentence that names the place, never with a
+traceback.
+"""
 
 import ast
 import re

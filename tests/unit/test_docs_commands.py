@@ -1,4 +1,6 @@
-"""Every shell command of README, CONTRIBUTING and the site runs in a small project; the record counts how."""
+"""Every shell command of README, CONTRIBUTING and the site runs in a small project; the record
+counts how.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Figures in README and the guides are those of committed results, and the output that they show is real."""
+"""Figures in README and the guides are those of committed results, and the output that they show is
+real.
+"""
 
 import json
 import re

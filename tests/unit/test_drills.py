@@ -1,4 +1,6 @@
-"""The changes that CONTRIBUTING.md describes, made on a copy of the repository, with the commands that it names."""
+"""The changes that CONTRIBUTING.md describes, made on a copy of the repository, with the commands
+that it names.
+"""
 
 import os
 import re
@@ -98,7 +100,8 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
         table.write_text(re.sub(entry, r"\1, gfx1251", table.read_text(), count=1))
     assert "flash-attention has no pin for mi440x" in refused()
     change(copy / "versions.yaml", "mi350x, mi355x]", "mi350x, mi355x, mi440x]")
-    # A stand-in for `nox -s lock`, which asks the indexes: the packages are those of the other generation.
+    # A stand-in for `nox -s lock`, which asks the indexes: the packages are those of the other
+    # generation.
     lock = (copy / "images/locks/debian/mi355x.json").read_text()
     (copy / "images/locks/debian/mi440x.json").write_text(
         lock.replace('"target": "mi355x"', '"target": "mi440x"')
@@ -135,7 +138,8 @@ def test_a_gate(copy: Path, primus: Primus, tmp_path: Path) -> None:
         "from primus_images.gates.examined import Finding, GateReport\n"
         "def judge(examined):\n"
         "    found = [Finding(severity='error', layer=layer, message='no README')\n"
-        "             for layer, facts in examined.facts.items() if 'README' not in facts.folders]\n"
+        "             for layer, facts in examined.facts.items() if 'README' not in "
+        "facts.folders]\n"
         "    return GateReport(summary=f'{len(examined.facts)} layers', findings=tuple(found))\n"
     )
     kit = make_project(tmp_path / "project")

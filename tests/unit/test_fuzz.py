@@ -1,7 +1,9 @@
 # ruff: noqa: E501 - a reader is one line of a table
-"""Every reader of bytes that others wrote: whatever they are, it reads them or refuses them with one kind of error.
+"""Every reader of bytes that others wrote: whatever they are, it reads them or refuses them with
+one kind of error.
 
-CI reads about 500 damaged inputs. ``PRIMUS_FUZZ=10000`` reads that many for each reader, as a nightly run does.
+CI reads about 500 damaged inputs. ``PRIMUS_FUZZ=10000`` reads that many for each reader, as a
+nightly run does.
 """
 
 import io
@@ -231,7 +233,8 @@ READERS: dict[str, tuple[Callable[[Path], bytes], Callable[[bytes, Path], object
     "checkpoint": (lambda _: tensors(), of_checkpoint),
     "model": (
         lambda _: (
-            b'{"architectures": ["A"], "hidden_size": 8, "model": {"vocab": {"a": 1}}, "weight_map": {}}'
+            b'{"architectures": ["A"], "hidden_size": 8, "model": {"vocab": {"a": 1}}, '
+            b'"weight_map": {}}'
         ),
         of_checkpoint,
     ),

@@ -1,4 +1,6 @@
-"""Faults of the surroundings and hostile files: each ends in one sentence and the right exit code, never in a hang."""
+"""Faults of the surroundings and hostile files: each ends in one sentence and the right exit code,
+never in a hang.
+"""
 
 import errno
 import json
@@ -40,7 +42,8 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
     assert without.returncode in (2, 3)
 
 
-# An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
+# An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a
+# second one.
 @pytest.mark.parametrize(
     "module", ["primus_images.recipes.load", "primus_images.cli.image.recipes"]
 )

@@ -19,7 +19,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     apt.write_text(
         f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >> {log}\n'
         f'case "$*" in *unheard*) echo "E: Unable to locate package unheard" >&2; exit 100;;\n'
-        f'*install*mypackage*) printf "#!/bin/sh\\n" > {folder}/mytool; /bin/chmod +x {folder}/mytool;; esac\n'
+        f'*install*mypackage*) printf "#!/bin/sh\\n" > {folder}/mytool; /bin/chmod +x '
+        f"{folder}/mytool;; esac\n"
     )
     apt.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
@@ -33,7 +34,10 @@ def test_a_missing_tool_is_installed_and_said_first(
     host: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert programs.need("mytool", "mypackage") == host / "bin/mytool"
-    said = "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`\n"
+    said = (
+        "mytool is missing: installing with `apt-get install -y --no-install-recommends "
+        "mypackage`\n"
+    )
     assert capsys.readouterr().err == said
     assert (host / "log").read_text().splitlines() == [
         "noninteractive -q update",

@@ -41,7 +41,10 @@ class Outer:
             raise ValueError("this name is forbidden")
 
 
-GOOD = "name: x\nkind: warm\non: true\nitems: [{size: 1000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
+GOOD = (
+    "name: x\nkind: warm\non: true\nitems: [{size: 1000, rate: 2e-3}]\ntable: {k: {size: "
+    "-1}}\ntags: [a, b]\nfor: us\n"
+)
 
 
 def test_good() -> None:
@@ -90,7 +93,10 @@ def test_part_of_a_document() -> None:
 
 
 def test_null_is_none_where_it_is_allowed_and_the_schema_agrees() -> None:
-    text = "name: x\ngaps: {a: null, b: null2}\nother: null\nitems: [{size: 1, rate: null, mood: null}]\n"
+    text = (
+        "name: x\ngaps: {a: null, b: null2}\nother: null\nitems: [{size: 1, rate: null, "
+        "mood: null}]\n"
+    )
     built = build(Outer, parse(text, "f"))
     assert built.gaps == {"a": None, "b": "null2"}
     assert built.other is None

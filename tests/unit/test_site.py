@@ -1,4 +1,6 @@
-"""The site: it builds without a warning, every page is small, and the picker's commands are accepted."""
+"""The site: it builds without a warning, every page is small, and the picker's commands are
+accepted.
+"""
 
 import json
 import random
@@ -151,9 +153,11 @@ def test_thirty_choices_give_commands_that_are_accepted(
     for one in chosen:
         address = "#" + "&".join(f"{key}={value}" for key, value in one.items())
         texts = browser.js(
-            f"new Promise((done) => {{ location.hash = {address!r}; requestAnimationFrame(() => setTimeout(() => {{"
+            f"new Promise((done) => "
+            f"{{ location.hash = {address!r}; requestAnimationFrame(() => setTimeout(() => {{"
             " const copied = []; navigator.clipboard.writeText = async (text) => copied.push(text);"
-            " document.querySelectorAll('.pick-copy').forEach((button) => button.click()); done(copied); })); })"
+            " document.querySelectorAll('.pick-copy').forEach((button) => button.click()); "
+            "done(copied); })); })"
         )
         assert browser.js("document.getElementById('pick-model').value") == one["model"]
         page = browser.js("document.getElementById('picked').innerText")
@@ -246,11 +250,14 @@ def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
 def test_pages_of_rocm_find_every_variable_in_the_data() -> None:
     template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(
         "{{ data.docker.pull_tag }} {{ data.dockers[0].pull_tag }}"
-        "{% for name, version in data.docker.components.items() %}{{ name }} {{ version }}{% endfor %}"
-        "{% for group in data.model_groups %}{{ group.group }} {{ group.tag }}{% for model in group.models %}"
+        "{% for name, version in data.docker.components.items() %}{{ name }} {{ version }}{% "
+        "endfor %}"
+        "{% for group in data.model_groups %}{{ group.group }} {{ group.tag }}{% for model in "
+        "group.models %}"
         "{{ model.model }} {{ model.mad_tag }} {{ model.precision }} {{ model.config_name }}"
         "{% for gpu, tags in model.train_tags.items() %}{% for tag in tags %}"
-        "{{ gpu }} {{ tag.split('/')[1].split('_')[0] }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"
+        "{{ gpu }} {{ tag.split('/')[1].split('_')[0] }}{% endfor %}{% endfor %}{% endfor %}{% "
+        "endfor %}"
     )
     files = rocm_data(ROOT)
     assert len(files) == len(backends())

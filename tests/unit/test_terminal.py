@@ -1,4 +1,6 @@
-"""Tables and paragraphs fit the width they are given, lose no text, and carry colour only where it is shown."""
+"""Tables and paragraphs fit the width they are given, lose no text, and carry colour only where it
+is shown.
+"""
 
 import contextlib
 import fcntl
@@ -70,7 +72,10 @@ def test_a_pipe_gets_one_line_per_row_and_control_characters_do_no_harm() -> Non
 
 
 def test_finished_text_wraps_below_itself_and_its_paths_stay_whole() -> None:
-    text = "  ✗ base: the loss does not fall as it should\n  → out/validation/cpu/llama3-proxy/report.html"
+    text = (
+        "  ✗ base: the loss does not fall as it should\n  → "
+        "out/validation/cpu/llama3-proxy/report.html"
+    )
     assert Screen(width=30, colour=True).fit(text).splitlines() == [
         "  \033[31m✗ \033[0mbase: the loss does not",
         "    fall as it should",

@@ -79,7 +79,10 @@ COMMANDS = [
 ] + [("tmp", "build demo --rehash"), ("index", "build demo")]
 
 
-IMPATIENT = "from primus import waits; from primus_images.cli.main import main; waits._PATIENCE_S = 0.05; main()"
+IMPATIENT = (
+    "from primus import waits; from primus_images.cli.main import main; "
+    "waits._PATIENCE_S = 0.05; main()"
+)
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS)

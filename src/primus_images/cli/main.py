@@ -1,9 +1,12 @@
-"""The entry point of ``primus``: imports the module of one verb, and turns errors into messages and exit codes."""
+"""The entry point of ``primus``: imports the module of one verb, and turns errors into messages and
+exit codes.
+"""
 
 import os
 import signal
 
-# Ctrl-C during the imports below, before `main` can say what it means. Without this, Python would show a traceback.
+# Ctrl-C during the imports below, before `main` can say what it means. Without this, Python would
+# show a traceback.
 _handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
@@ -19,9 +22,8 @@ from pathlib import Path
 
 from primus_images import __version__
 from primus_images.cli.verb import TEXTS, VERBS, Verb, parser_of, run
-from primus_images.errors import HostError, PrimusError, nearest
+from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
-from primus_images.refusals import refusal
 from primus_images.terminal import Screen
 
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
@@ -38,7 +40,9 @@ def installed_verbs() -> dict[str, Verb]:
 
 
 def _usage(*, short: bool) -> str:
-    installed, lines, screen = installed_verbs(), ["usage: primus VERB [options]"], Screen.of()
+    installed = installed_verbs()
+    lines = ["usage: primus VERB [options]"]
+    screen = Screen.of()
     groups = {
         head: [name for name in installed if VERBS[name].call.startswith(room)]
         for head, room in GROUPS.items()
@@ -59,7 +63,8 @@ def _usage(*, short: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code.
 
-    0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130 interrupted.
+    0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130
+    interrupted.
     """
     if argv is None and sys.getfilesystemencoding() != "utf-8":
         # Paths in images are UTF-8, whatever the locale of this machine.
@@ -83,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "primus_images").partition(".")[0] == "primus_images":
             raise
         _report(
-            f"{name}: the Python package {error.name} is missing\n  → pip install '.[images]' in a checkout"
+            f"{name}: the Python package {error.name} is missing\n  → pip install '.[images]' "
+            "in a checkout"
         )
         return HostError.exit_code
     except Exception as error:
@@ -101,23 +107,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _streams() -> None:
-    """Open closed standard streams as /dev/null, and write UTF-8 in every locale, because JSON must be UTF-8."""
+    """Open closed standard streams as /dev/null, and write UTF-8 in every locale, because JSON must
+    be UTF-8.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Gets the lowest free number, which is this one. Output must not be lost: writing it is an error.
+            # Gets the lowest free number, which is this one. Output must not be lost: writing it is
+            # an error.
             os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _report(text: str) -> None:
-    """Print a message to standard error. If that is not possible, the exit code alone tells what happened."""
-    # A server or a file may have sent parts of it, whose control characters would move the cursor or hide text.
+    """Print a message to standard error. If that is not possible, the exit code alone tells what
+    happened.
+    """
+    # A server or a file may have sent parts of it, whose control characters would move the cursor
+    # or hide text.
     text = re.sub(r"(?<=://)[^\s/@]*@", "…@", text)  # a login in an address that was typed
     text = re.sub(r"[\0-\x09\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
     try:
@@ -129,27 +141,36 @@ def _report(text: str) -> None:
 def _interrupted(name: str, remedy: str = "") -> int:
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C changes nothing
         _report(
-            f"{name}: interrupted; {remedy or 'finished work is kept, run the command again to continue'}"
+            f"{name}: interrupted; "
+            f"{remedy or 'finished work is kept, run the command again to continue'}"
         )
     return 130
 
 
 def _failed(name: str, error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
-        # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
+        # The reader (`| head`) closed the pipe. Without this, Python reports the error again when
+        # it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141  # what a shell reports for a process ended by SIGPIPE
     code = errno.errorcode.get(error.errno or 0, "")
-    reason, advice = TEXTS["reasons"].get(code), TEXTS["errors"].get(code, "")
+    reason = TEXTS["reasons"].get(code)
+    advice = TEXTS["errors"].get(code, "")
     advice = advice.format(ownership=ownership(Path(os.fsdecode(error.filename or "/"))))
-    where = f" ({str(error.filename)[:200]})" if error.filename else ""
-    hint = f"\n  → {advice}" if advice and (where or reason) else ""
+    where = ""
+    if error.filename:
+        where = f" ({str(error.filename)[:200]})"
+    hint = ""
+    if advice and (where or reason):
+        hint = f"\n  → {advice}"
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")
     if (
         reason and not where
     ):  # it may be about standard output, and the flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR) else 3
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        return 2
+    return 3
 
 
 def _main(args: list[str]) -> int:
@@ -178,17 +199,30 @@ def _main(args: list[str]) -> int:
     verb, *words = args
     installed = installed_verbs()
     if verb not in installed and verb in VERBS:
-        raise refusal("host_verb", verb=verb)
+        raise InputError(
+            f"`{verb}` manages images from outside; this installation only has what ships "
+            "inside an image",
+            hint="run it on the host, in a checkout of the project",
+        )
     if verb not in installed:
         near = TEXTS["other names"].get(verb)
-        also = f"; did you mean {near!r}?" if near in installed else nearest(verb, installed)
-        raise refusal("no_verb", verb=verb, also=also)
+        if near in installed:
+            also = f"; did you mean {near!r}?"
+        else:
+            also = nearest(verb, installed)
+        raise InputError(
+            f"no verb {verb!r}{also}",
+            hint="primus --help lists the verbs; options come after the verb",
+        )
     for number, word in enumerate([folder, *words]):
         if re.search("[\ud800-\udfff]", word):
-            raise refusal(
-                "not_utf8",
-                what=f"argument {number}" if number else "the current folder",
-                word=word[:80],
+            what = "the current folder"
+            if number:
+                what = f"argument {number}"
+            word_text = word[:80]
+            raise InputError(
+                f"{what} is not UTF-8 text: {word_text!a}",
+                hint="write it in UTF-8, or rename the file",
             )
     return run(verb, parser_of(verb).parse_args(words))
 

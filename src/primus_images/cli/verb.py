@@ -1,6 +1,8 @@
-"""The verbs of the command line with their options, as ``verbs.yaml`` declares them, and the types of options.
+"""The verbs of the command line with their options, as ``verbs.yaml`` declares them, and the types
+of options.
 
-The types are for argparse's ``type=``. They reject invalid values with a message that names the option.
+The types are for argparse's ``type=``. They reject invalid values with a message that names the
+option.
 """
 
 import argparse
@@ -46,18 +48,24 @@ def run(verb: str, options: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of words whose faults are InputErrors, whereas argparse prints the usage before a fault, and exits.
+    """A parser of words whose faults are InputErrors, whereas argparse prints the usage before a
+    fault, and exits.
 
-    ``rest`` names what the words after ``--`` are stored as; if it is empty, they are arguments as any.
+    ``rest`` names what the words after ``--`` are stored as; if it is empty, they are arguments as
+    any.
     """
 
     rest = ""
 
     def parse_args(self, words: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         """Parse the words of a command. Raises InputError."""
-        # argparse would look for its own options after --, leaves a second positional argument empty if options stand
-        # between it and the first, and refuses key=value after an option unless they are intermixed, which ignores --.
-        cut = words.index("--") if "--" in words else len(words)
+        # argparse would look for its own options after --, leaves a second positional argument
+        # empty if options stand between it and the first, and refuses key=value after an option
+        # unless they are intermixed, which ignores --.
+        if "--" in words:
+            cut = words.index("--")
+        else:
+            cut = len(words)
         # An empty value, as of a shell's variable that is not set, would count as the default.
         spelled = [
             *words[:cut],
@@ -68,7 +76,8 @@ class Parser(argparse.ArgumentParser):
             for option, action in self._option_string_actions.items()
             if action.default == ""
         }
-        if empty := [word for word in spelled if word in blank]:
+        empty = [word for word in spelled if word in blank]
+        if empty:
             self.error(f"argument {empty[0][:-1]}: must not be empty")
         if self.rest:
             options = super().parse_args(words[:cut])
@@ -105,7 +114,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(name: str, prog: str = "") -> Parser:
-    """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the verb)."""
+    """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the
+    verb).
+    """
     verb = VERBS[name]
     parser = Parser(
         prog=prog or f"primus {name}",
@@ -122,9 +133,11 @@ def parser_of(name: str, prog: str = "") -> Parser:
 
 
 def parser_of_shared(name: str, prog: str = "") -> Parser:
-    """Return a parser of the options that ``verbs.yaml`` shares under ``name``, without their abbreviations.
+    """Return a parser of the options that ``verbs.yaml`` shares under ``name``, without their
+    abbreviations.
 
-    ``prog`` is the command that has them among its own (default: ``name``, which then has ``--help``, too).
+    ``prog`` is the command that has them among its own (default: ``name``, which then has
+    ``--help``, too).
     """
     parser = Parser(prog=prog or name, add_help=not prog, allow_abbrev=False)
     _add(parser, _DATA["shared"][name])
@@ -162,11 +175,13 @@ def _named(entry: Any) -> Any:
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.rpartition(".")
-    return getattr(importlib.import_module(f"primus.{module}"), name)
+    return getattr(importlib.import_module(f"primus_images.{module}"), name)
 
 
 def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
-    """Return the values to offer for what is typed: of a list, or of a function, whose arguments follow its name."""
+    """Return the values to offer for what is typed: of a list, or of a function, whose arguments
+    follow its name.
+    """
     name, *words = complete.split() if isinstance(complete, str) else [complete]
     values = _named(name)
     return [
@@ -179,7 +194,9 @@ def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
 def refuse_others(
     options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]
 ) -> None:
-    """Raise InputError for an option under one of the ``headings`` of a verb that is not the ``chosen`` one."""
+    """Raise InputError for an option under one of the ``headings`` of a verb that is not the
+    ``chosen`` one.
+    """
     for heading in parser_of(verb)._action_groups:
         for action in heading._group_actions if heading.title in set(headings) - {chosen} else ():
             if getattr(options, action.dest) != action.default:
@@ -191,10 +208,14 @@ def refuse_others(
 def answer(
     options: argparse.Namespace, document: object, lines: Iterable[str], *, passed: bool = True
 ) -> int:
-    """Print ``document`` with ``--json``, and ``lines`` otherwise. Return the exit code: 0, or 1 if not ``passed``."""
+    """Print ``document`` with ``--json``, and ``lines`` otherwise. Return the exit code: 0, or 1 if
+    not ``passed``.
+    """
     for line in [json.dumps(document, indent=2, ensure_ascii=False)] if options.json else lines:
         print(line)
-    return 0 if passed else 1
+    if passed:
+        return 0
+    return 1
 
 
 def note(options: argparse.Namespace, *lines: str) -> None:
@@ -219,17 +240,22 @@ def _number(
     text: str, *, what: str, pattern: str, least: float = -math.inf, most: float = math.inf
 ) -> float:
     """Parse a number from ``least`` to ``most`` that is ``what``. An ``int`` has no point."""
-    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; the patterns do not.
+    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; the
+    # patterns do not.
     if not re.fullmatch(pattern, text) or not least <= float(text) <= most:
         raise argparse.ArgumentTypeError(
             f"must be {what.format(least=least, most=most)}, not {text[:40]!r}"
         )
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return float(text)
 
 
 def _duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
-    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    seconds = 0.0
+    if match:
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     if not 0 < seconds <= 366 * 86400:
         raise argparse.ArgumentTypeError(
             f"must be a duration such as 90m, 12h or 2d, up to 366d, not {text[:40]!r}"
@@ -248,11 +274,13 @@ def _path(text: str) -> Path:
     if re.search(r"[\x00-\x1f\x7f-\x9f]", _text(text)):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
     # The shell leaves ~ as it is after =, as in --output=~/runs.
-    return Path(os.path.expanduser(text))  # noqa: PTH111 - this one takes a user without a home
+    return Path(os.path.expanduser(text))
 
 
 def _folder(text: str) -> Path:
-    """Parse the path of a folder that exists or can be created, outside of the folders of the system."""
+    """Parse the path of a folder that exists or can be created, outside of the folders of the
+    system.
+    """
     target = _path(text)
     if "://" in text:
         raise argparse.ArgumentTypeError(f"must be a folder, not an address: {text[:80]!r}")

@@ -1,1 +1,3 @@
-"""Commands of older documents, as a table of what each of them runs here, and the import of Primus's experiments."""
+"""Commands of older documents, as a table of what each of them runs here, and the import of
+Primus's experiments.
+"""

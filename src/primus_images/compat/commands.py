@@ -1,4 +1,6 @@
-"""Commands of older documents → the run that they ask for, by the tables ``commands.yaml`` and ``paths.yaml``."""
+"""Commands of older documents → the run that they ask for, by the tables ``commands.yaml`` and
+``paths.yaml``.
+"""
 
 import argparse
 import re
@@ -24,7 +26,6 @@ from primus_images.recipes.load import names
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import backends
 from primus_images.recipes.setting import Choices
-from primus_images.refusals import refusal
 
 _positive = partial(TYPES["whole"], least=1, most=999_999_999)
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
@@ -35,10 +36,11 @@ STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
 class Request:
     """One run: a recipe, its choices, and ``key=value`` words in order.
 
-    ``says`` are sentences for the user about differences from the old command. ``gpu_of_path`` is the GPU generation in
-    a documented path. It is used only with --dry-run on a machine without a GPU; otherwise the machine's GPU decides.
-    ``benchmark`` is the model and mode as the command names them, if the command writes a CSV. ``stage``: ``primus tune
-    gemm`` runs with it in place of a training job.
+    ``says`` are sentences for the user about differences from the old command. ``gpu_of_path`` is
+    the GPU generation in a documented path. It is used only with --dry-run on a machine without a
+    GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
+    names them, if the command writes a CSV. ``stage``: ``primus tune gemm`` runs with it in place
+    of a training job.
     """
 
     recipe: str
@@ -51,17 +53,24 @@ class Request:
 
     def arguments(self) -> list[str]:
         """Return the equivalent arguments of ``primus``."""
-        verb = ["tune", "gemm", f"--stage={self.stage}"] if self.stage else ["train"]
+        if self.stage:
+            verb = ["tune", "gemm", f"--stage={self.stage}"]
+        else:
+            verb = ["train"]
         return [*verb, self.recipe, *self.choices.words(), *self.words]
 
     def for_proxy(self) -> Self:
-        """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
+        """Return the request for the proxy. It keeps its own sizes, so only the number of steps and
+        the seed remain.
+        """
         knows = backends()[self.choices.backend or "torchtitan"]
         words = tuple(
             w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed"))
         )
         dropped = [word for word in self.words if word not in words]
-        says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",) if dropped else ()
+        says = ()
+        if dropped:
+            says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",)
         return replace(
             self, choices=replace(self.choices, proxy=True), words=words, says=(*self.says, *says)
         )
@@ -75,8 +84,11 @@ def requested(
     allow_unmapped: bool = False,
     precision: str | None = None,
 ) -> Request:
-    """Translate the command ``name`` to a request. Raises InputError, or HostError if it trains nothing."""
-    name, refused = name.rpartition("/")[2], table("commands")["refused"]
+    """Translate the command ``name`` to a request. Raises InputError, or HostError if it trains
+    nothing.
+    """
+    name = name.rpartition("/")[2]
+    refused = table("commands")["refused"]
     if name in ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"):
         request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
     elif row := refused.get(f"{name} {' '.join(words)}") or refused.get(name):
@@ -97,8 +109,10 @@ def requested(
         # Its other options concern containers and are ignored.
         if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
             raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
-        tag, tags = words[words.index("--tags") + 1], table("commands")["tags"]
-        if match := re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag):
+        tag = words[words.index("--tags") + 1]
+        tags = table("commands")["tags"]
+        match = re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag)
+        if match:
             path = "examples/{}/configs/{}/{}.yaml".format(*match.groups())
             request = _pretrain([], {"EXP": path}, allow_unmapped=False)
         else:
@@ -106,14 +120,14 @@ def requested(
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
-        raise refusal(
-            "no_command", name=name, nearest=nearest(name, scripts()), scripts=", ".join(scripts())
+        scripts_text = ", ".join(scripts())
+        raise InputError(
+            f"there is no command {name!r}{nearest(name, scripts())}",
+            hint=f"commands: {scripts_text}",
         )
-    return (
-        replace(request, choices=replace(request.choices, precision=precision))
-        if precision
-        else request
-    )
+    if precision:
+        return replace(request, choices=replace(request.choices, precision=precision))
+    return request
 
 
 def scripts() -> list[str]:
@@ -126,17 +140,25 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
 
     Raises InputError, with a similar name, if no document has it.
     """
-    paths, parts = table("paths"), PurePosixPath(name).parts
+    paths = table("paths")
+    parts = PurePosixPath(name).parts
     start = next((i for i, part in enumerate(parts) if part in paths["frameworks"]), None)
     match = re.fullmatch(
         r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else ""
     )
     if start is None or match is None:
-        raise refusal("no_experiment", f"EXP={name}", name=name)
+        raise InputError(
+            f"there is no file {name}, and no document names it",
+            where=f"EXP={name}",
+            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml, or the name of "
+            "a recipe",
+        )
     backend = paths["frameworks"][parts[start]]
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
     gpus = {gpu.upper(): gpu for gpu in load_table().imaged if "amd" in words_for(gpu)}
-    folder = listed("/".join(folders), gpus, name, "no document has a folder") if folders else ""
+    folder = ""
+    if folders:
+        folder = listed("/".join(folders), gpus, name, "no document has a folder")
     stem = listed(match[1], paths["stems"][backend], name, "no document has a model")
     recipe, settings = recipe_of(backend, stem)
     request = Request(
@@ -158,7 +180,9 @@ def _pretrain(
     precision: str | None = None,
 ) -> Request:
     """Translate ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …``."""
-    arguments, name, says = options(words), environment.get("EXP", ""), []
+    arguments = options(words)
+    name = environment.get("EXP", "")
+    says = []
     if not name:
         raise InputError(
             "EXP is not set", hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml"
@@ -178,7 +202,8 @@ def _pretrain(
             recipe=source.recipe, choices=Choices(backend=source.backend, mode="pretrain")
         )
         says.append(
-            f"{name} is a Primus experiment; what it does not set is as in the recipe {source.recipe}"
+            f"{name} is a Primus experiment; what it does not set is as in the recipe "
+            f"{source.recipe}"
         )
     elif path.is_file() or name in names():
         # The recipe's default backend determines the names of its keys.
@@ -208,8 +233,12 @@ def _pretrain(
         if environment.get(key)
     ]
     says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
-    nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
-    words = [f"ranks={ranks}"] if ranks else []
+    nodes = _count(environment, "NNODES")
+    ranks = _count(environment, "GPUS_PER_NODE")
+    if ranks:
+        words = [f"ranks={ranks}"]
+    else:
+        words = []
     if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
         words.append(f"{backends()[str(request.choices.backend)].key('deterministic')}=true")
     # The script's default is one node, whereas the recipe's default may be more.
@@ -224,21 +253,17 @@ def _pretrain(
 
 
 def _report(words: Sequence[str]) -> Request:
-    args, rows = (
-        parser_of_shared("pytorch_benchmark_report.sh").parse_args(words),
-        table("commands")["report"],
-    )
-    mode, model = (
-        rows["modes"][_in_any_case(args.t, rows["modes"], "-t")],
-        _in_any_case(args.m, rows["models"], "-m"),
-    )
-    precision, runs = (
-        listed(args.p.lower(), rows["precisions"], "-p"),
-        rows["models"][model]["runs"],
-    )
+    args = parser_of_shared("pytorch_benchmark_report.sh").parse_args(words)
+    rows = table("commands")["report"]
+    mode = rows["modes"][_in_any_case(args.t, rows["modes"], "-t")]
+    model = _in_any_case(args.m, rows["models"], "-m")
+    precision = listed(args.p.lower(), rows["precisions"], "-p")
+    runs = rows["models"][model]["runs"]
     if mode not in runs:
         having = ", ".join(word for word, kind in rows["modes"].items() if kind in runs)
-        raise refusal("no_mode", f"-t {args.t}", model=model, mode=args.t, modes=having)
+        raise InputError(
+            f"{model} has no {args.t}", where=f"-t {args.t}", hint=f"there are: {having}"
+        )
     run = runs[mode]
     return Request(
         recipe=rows["models"][model]["recipe"],
@@ -250,20 +275,16 @@ def _report(words: Sequence[str]) -> Request:
 
 
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    args, configs = (
-        parser_of_shared("train_fsdp.py").parse_args(words),
-        table("commands")["configs"],
-    )
+    args = parser_of_shared("train_fsdp.py").parse_args(words)
+    configs = table("commands")["configs"]
     row = configs[_in_any_case(args.config.removeprefix("./"), configs, "train_fsdp.py")]
     if args.family != row["family"]:
-        raise refusal(
-            "other_family",
-            "train_fsdp.py",
-            config=args.config,
-            family=row["family"],
-            other=args.family,
+        family = row["family"]
+        raise InputError(
+            f"{args.config} is of the family {family}, not {args.family!r}", where="train_fsdp.py"
         )
-    ranks, batch = _count(environment, "WORLD_SIZE") or 8, args.batch_size
+    ranks = _count(environment, "WORLD_SIZE") or 8
+    batch = args.batch_size
     settings = {
         "ranks": ranks,
         "fsdp.training.seq_len": row["seq_len"],
@@ -271,7 +292,9 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         # Its step was eight of these.
         "fsdp.training.global_batch_size": batch and batch * 8 * ranks,
     }
-    precision = "fp8" if str(args.enable_fp8).lower() == "true" else "bf16"
+    precision = "bf16"
+    if str(args.enable_fp8).lower() == "true":
+        precision = "fp8"
     return Request(
         recipe=row["recipe"],
         choices=Choices(backend="fsdp", mode="pretrain", precision=precision),
@@ -294,6 +317,8 @@ def _in_any_case(word: str, rows: Mapping[str, Any], where: str) -> str:
 
 def _count(environment: Mapping[str, str], name: str) -> int | None:
     try:
-        return _positive(text) if (text := environment.get(name)) else None
+        if text := environment.get(name):
+            return _positive(text)
+        return None
     except argparse.ArgumentTypeError as error:
         raise InputError(f"{name} {error}", where=f"{name}={environment[name]}") from None

@@ -1,4 +1,5 @@
-"""Keys and options of Primus → settings of a recipe, by the table ``keys.yaml``. What it does not know is refused.
+"""Keys and options of Primus → settings of a recipe, by the table ``keys.yaml``. What it does not
+know is refused.
 
 A Primus experiment file becomes a recipe: that of its model, with what the file overrides.
 """
@@ -15,7 +16,6 @@ from typing import Any, cast
 from primus_images.errors import InputError, nearest
 from primus_images.recipes.schema import backend_rules, backends
 from primus_images.recipes.setting import Value
-from primus_images.refusals import refusal
 from primus_images.schema import build
 from primus_images.yamlfile import Document, Scalar, Tree, read_values, spell, value
 
@@ -52,9 +52,10 @@ class Entry:
 class Translation:
     """The result of a translation.
 
-    ``settings`` are keys of the recipe in order; a later value replaces an earlier one. ``precision`` is the
-    command-line choice. ``sources`` maps settings to the options that they come from. ``left_out`` are sentences about
-    keys that have no effect here. ``unmapped`` are options that no recipe can express, with the reason.
+    ``settings`` are keys of the recipe in order; a later value replaces an earlier one.
+    ``precision`` is the command-line choice. ``sources`` maps settings to the options that they
+    come from. ``left_out`` are sentences about keys that have no effect here. ``unmapped`` are
+    options that no recipe can express, with the reason.
     """
 
     settings: dict[str, Value] = field(default_factory=dict)
@@ -83,35 +84,45 @@ class Translation:
     def placed(self, error: InputError) -> InputError:
         """Return ``error``, which is about a setting, with the key of Primus and its place instead."""
         option = self.sources.get(str(error.where).removeprefix("command line: ").partition("=")[0])
-        return (
-            InputError(f"{option.key}: {error.message}", where=option.where, hint=error.hint)
-            if option
-            else error
-        )
+        if option:
+            return InputError(f"{option.key}: {error.message}", where=option.where, hint=error.hint)
+        return error
 
 
 def options(words: Sequence[str]) -> list[Option]:
-    """Parse ``--key value``, ``--key=value`` and ``--key`` (true). InputError for a word that belongs to no option."""
+    """Parse ``--key value``, ``--key=value`` and ``--key`` (true). InputError for a word that
+    belongs to no option.
+    """
     parsed: list[Option] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise refusal("no_option", "command line", word=word)
+            raise InputError(
+                f"{word!r} belongs to no option",
+                where="command line",
+                hint="write --key value or --key=value, as in --training.local_batch_size 6",
+            )
         key, separator, text = word[2:].partition("=")
         if not re.fullmatch(r"[A-Za-z][\w.-]*", key):
             raise InputError(f"{word!r} is not an option", where="command line")
         if not separator:
             # The next word is the value unless it is an option. A negative number is a value.
-            text = rest.pop(0) if rest and not re.match(r"--[A-Za-z]", rest[0]) else "true"
+            text = "true"
+            if rest and not re.match(r"--[A-Za-z]", rest[0]):
+                text = rest.pop(0)
         parsed.append(Option(key=key, value=typed(text), where=f"--{key} {text}"))
     return parsed
 
 
 def typed(text: str) -> Value:
-    """Return the YAML value of ``text``. Text that is neither a scalar nor a list of scalars stays text."""
+    """Return the YAML value of ``text``. Text that is neither a scalar nor a list of scalars stays
+    text.
+    """
     try:
-        return value(text, "") if text else text
+        if text:
+            return value(text, "")
+        return text
     except InputError:
         return text
 
@@ -123,7 +134,9 @@ def table(name: str) -> dict[str, Any]:
 
 
 def listed(word: str, rows: Collection[str], where: str, what: str = "there is no") -> str:
-    """Return ``word``. Raises InputError, whose message begins with ``what``, if ``rows`` do not have it."""
+    """Return ``word``. Raises InputError, whose message begins with ``what``, if ``rows`` do not
+    have it.
+    """
     if word not in rows:
         raise InputError(
             f"{what} {word!r}" + nearest(word, rows),
@@ -145,7 +158,9 @@ def keys(backend: str) -> Mapping[str, Entry]:
 def recipe_of(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
     """Return the recipe of Primus's model ``stem``, and the settings that the model adds to it."""
     row = table("paths")["stems"][backend][stem]
-    return (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
+    if isinstance(row, str):
+        return (row, {})
+    return (row["recipe"], row["settings"])
 
 
 def translate(
@@ -154,9 +169,12 @@ def translate(
     defaults: Mapping[str, Value] = MappingProxyType({}),
     precision: str = "",
 ) -> Translation:
-    """Translate options in order, over ``defaults`` and ``precision``. A null keeps the recipe's own value."""
+    """Translate options in order, over ``defaults`` and ``precision``. A null keeps the recipe's
+    own value.
+    """
     done = Translation(precision=precision or None)
-    entries, values = keys(backend), {option.key: option.value for option in arguments}
+    entries = keys(backend)
+    values = {option.key: option.value for option in arguments}
     for option in arguments:
         if option.value is None:
             continue
@@ -178,15 +196,24 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
     values: list[Value] = [option.value]
     if entry.values is not None:
         # Lists, such as torchtitan's converters, are translated item by item.
-        items = option.value if isinstance(option.value, list) and option.value else [option.value]
+        if isinstance(option.value, list) and option.value:
+            items = option.value
+        else:
+            items = [option.value]
         words = [spell(item) for item in items]
-        if unknown := [word for word in words if word not in entry.values]:
-            because = f"; {entry.because}" if entry.because else ""
+        unknown = [word for word in words if word not in entry.values]
+        if unknown:
+            because = ""
+            if entry.because:
+                because = f"; {entry.because}"
             reason = f"{unknown[0]} has no counterpart (known: {', '.join(entry.values)}){because}"
             done.unmapped.append((option, reason))
         values = [entry.values[word] for word in words if entry.values.get(word) is not None]
     if entry.choice:
-        done.precision = str(values[-1]) if values else done.precision
+        if values:
+            done.precision = str(values[-1])
+        else:
+            done.precision = done.precision
     elif entry.to:
         for setting in values:
             done.set(entry.to, f"{entry.prefix}{setting}" if entry.prefix else setting, option)
@@ -198,10 +225,15 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
 
 
 def _translate_native(backend: str, option: Option, done: Translation) -> None:
-    rules, owned = backend_rules(backend), backends()[backend].owned
+    rules = backend_rules(backend)
+    owned = backends()[backend].owned
     flat = backend == "megatron" and "." not in option.key
-    names = [f"{section}.{option.key}" for section in _SECTIONS] if flat else [option.key]
-    if owner := next((name for name in names if name in owned), None):
+    if flat:
+        names = [f"{section}.{option.key}" for section in _SECTIONS]
+    else:
+        names = [option.key]
+    owner = next((name for name in names if name in owned), None)
+    if owner:
         done.unmapped.append((option, f"is set by primus: use {owned[owner]}"))
     elif name := next((name for name in names if name in rules), None):
         done.set(f"{backend}.{name}", option.value, option)
@@ -237,7 +269,9 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment file: the recipe of its model, what that model adds to it, and the file's overrides."""
+    """An experiment file: the recipe of its model, what that model adds to it, and the file's
+    overrides.
+    """
 
     path: Path
     name: str
@@ -253,7 +287,9 @@ class Experiment:
 
 
 def is_experiment(path: Path) -> bool:
-    """Whether the file has the key ``modules``, which only Primus experiments have. InputError for invalid YAML."""
+    """Whether the file has the key ``modules``, which only Primus experiments have. InputError for
+    invalid YAML.
+    """
     data = read_values(path).data
     return isinstance(data, dict) and "modules" in data
 
@@ -267,7 +303,8 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     def text(name: str) -> str:
         return str(_filled(getattr(trainer, name), document.where((*_PLACE, name)), environment))
 
-    stems, model = table("paths")["stems"], re.sub(r"\.ya?ml$", "", text("model"))
+    stems = table("paths")["stems"]
+    model = re.sub(r"\.ya?ml$", "", text("model"))
     backend = listed(
         text("framework"), stems, document.where((*_PLACE, "framework")), "there is no framework"
     )
@@ -277,11 +314,16 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     )
     if re.sub(r"\.ya?ml$", "", config := text("config")) != "pre_trainer":
         where = document.where((*_PLACE, "config"))
-        raise refusal("own_trainer", where, config=config)
+        raise InputError(
+            f"{config} is not Primus's own pre_trainer.yaml",
+            where=where,
+            hint="write what it sets under overrides",
+        )
     recipe, settings = recipe_of(backend, stem)
-    overrides = (
-        () if trainer.overrides is None else _flat(document, (), trainer.overrides, environment)
-    )
+    if trainer.overrides is None:
+        overrides = ()
+    else:
+        overrides = _flat(document, (), trainer.overrides, environment)
     return Experiment(
         path=path,
         backend=backend,
@@ -294,11 +336,17 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
 
 
 def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
-    """Return the text of the recipe file. Its settings are a case, so that the proxy keeps its own sizes.
+    """Return the text of the recipe file. Its settings are a case, so that the proxy keeps its own
+    sizes.
 
-    ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that of all of them.
+    ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that
+    of all of them.
     """
-    usual, exact, several = dict(done.settings), {}, f", nodes: {nodes}" if nodes > 1 else ""
+    usual = dict(done.settings)
+    exact = {}
+    several = ""
+    if nodes > 1:
+        several = f", nodes: {nodes}"
     key = f"{source.backend}.{backends()[source.backend].keys['global_batch']}"
     if several and isinstance(batch := usual.get(key), int) and batch > 0:
         exact = {key: usual.pop(key)}
@@ -306,7 +354,8 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
             # A recipe's global batch is that of one node, and grows with their number.
             usual[key] = batch // nodes
     lines = [
-        f"# Imported from {source.path.name} by `primus import-exp`. What the file does not set is the recipe's.",
+        f"# Imported from {source.path.name} by `primus import-exp`. What the file does not set "
+        "is the recipe's.",
         f"uses: [{source.recipe}.yaml]",
         f"name: {spell(source.name)}",
         f"description: {spell(f'{source.recipe} as {source.path.name} has it')}",
@@ -349,7 +398,9 @@ def _flat(
 
 
 def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
-    """Replace ``${VAR}`` and ``${VAR:default}`` in text, and convert the result to a number or boolean."""
+    """Replace ``${VAR}`` and ``${VAR:default}`` in text, and convert the result to a number or
+    boolean.
+    """
     if not isinstance(tree, str) or "${" not in tree:
         return tree  # type: ignore[return-value]
 

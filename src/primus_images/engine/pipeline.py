@@ -46,9 +46,10 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and layers again,
-    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image, ``pull``
-    gets the results of actions that a cache has into the store. ``spent`` gets the seconds of each stage.
+    """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and
+    layers again, ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the
+    gates judge the image, ``pull`` gets the results of actions that a cache has into the store.
+    ``spent`` gets the seconds of each stage.
     """
 
     offline: bool = False
@@ -70,17 +71,20 @@ class Options:
 def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
     """Build the images of ``plans``.
 
-    If the store has every image already and the gates have judged it by their present rules, nothing else is done.
+    If the store has every image already and the gates have judged it by their present rules,
+    nothing else is done.
 
-    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a rejected image, HostError
-    for a failing source, disk or sandbox.
+    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a rejected
+    image, HostError for a failing source, disk or sandbox.
     """
     store = workspace.store
     if options.rehash:
         store.prepare()
         for sentence in remove_damage(store):
             print(f"! {sentence}", file=sys.stderr)
-    rules = rules_hash() if options.judge else ""
+    rules = ""
+    if options.judge:
+        rules = rules_hash()
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
     if all(plan.key in complete for plan in plans):
         return [complete[plan.key] for plan in plans]
@@ -136,7 +140,9 @@ def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules:
                 for action, layer in image.rows
             ]
         )
-    failed = admit(examine_image(image, workshop.workspace, workshop.progress)) if rules else ()
+    failed = ()
+    if rules:
+        failed = admit(examine_image(image, workshop.workspace, workshop.progress))
     store.put(image.config, CONFIG_TYPE)
     store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
     record = {
@@ -162,7 +168,8 @@ def _fetch_files(
     require_space_for(workshop.workspace, todo, () if offline else absent)
     if not absent:
         return
-    # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
+    # Seam "sources": the network libraries take a third of the start-up time of a build that
+    # fetches nothing.
     from primus_images.versions.fetch import fetch
 
     locks = [(plan.resolved.lock, plan.resolved.request) for plan in plans]
@@ -172,9 +179,9 @@ def _fetch_files(
 
 
 def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, float]:
-    # After the first failure, no further action starts; finished actions are kept.
-    # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates that search text.
-    # With the default switch interval, each time takes up to 5 ms.
+    # After the first failure, no further action starts; finished actions are kept. Hashing and
+    # compressing acquire the GIL a thousand times per gigabyte and compete with gates that search
+    # text. With the default switch interval, each time takes up to 5 ms.
     sys.setswitchinterval(0.0005)
     todo = {action.key: action for action in actions}
     order = TopologicalSorter(
@@ -193,14 +200,15 @@ def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, flo
                     running[pool.submit(workshop.run, todo[key], KINDS[todo[key].kind])] = key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key = running.pop(future)
-                    if (seconds := future.result()) is not None:
+                    seconds = future.result()
+                    if seconds is not None:
                         ran[key] = seconds
                     order.done(key)
         except BaseException:
             for future in running:
                 future.cancel()
-            # Ctrl-C reaches only the main thread, while the pool waits for its workers. A worker may be about to
-            # start another process.
+            # Ctrl-C reaches only the main thread, while the pool waits for its workers. A worker
+            # may be about to start another process.
             while wait(running, timeout=0.2).not_done:
                 stop_all()
             raise

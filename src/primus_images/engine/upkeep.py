@@ -1,4 +1,5 @@
-"""Upkeep of a store and its workspace: remove damaged blobs, and what no image, build or lock needs.
+"""Upkeep of a store and its workspace: remove damaged blobs, and what no image, build or lock
+needs.
 
 A workspace contains no input, so removing a file by mistake costs time but never a result.
 """
@@ -38,18 +39,26 @@ def find_waste(
 ) -> list[Waste]:
     """Return what can be removed, in the order in which it is safe to remove it.
 
-    ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images to remove as well.
-    ``caches`` adds downloaded files, unpacked layers and results of gates.
+    ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images to
+    remove as well. ``caches`` adds downloaded files, unpacked layers and results of gates.
 
-    Raises HostError if the index, a manifest or a config is damaged, because the layers it needs are then unknown.
+    Raises HostError if the index, a manifest or a config is damaged, because the layers it needs
+    are then unknown.
     """
     store = workspace.store
     digests, targets, actions, wheels = _needed(store, without)
-    files = set() if caches else {*locked, *wheels}
+    if caches:
+        files = set()
+    else:
+        files = {*locked, *wheels}
     blobs = {digest.partition(":")[2] for digest in digests}
-    judged = set() if caches else blobs
+    if caches:
+        judged = set()
+    else:
+        judged = blobs
     logs = {key[:12] for key in actions}
-    folder, root = workspace.folder, store.root
+    folder = workspace.folder
+    root = store.root
     layers = {layer_folder(digest) for digest in digests}
     storages = _inside(workspace.unpacked)
     # After a power failure, the files of a container are still there.
@@ -94,7 +103,9 @@ def find_waste(
 
 
 def remove(waste: Sequence[Waste]) -> None:
-    """Remove the files. Raises OSError or HostError if one cannot be removed. An interrupt leaves a valid store."""
+    """Remove the files. Raises OSError or HostError if one cannot be removed. An interrupt leaves a
+    valid store.
+    """
     for path in (path for kind in waste for path in kind.paths):
         if path.is_dir() and not path.is_symlink():
             _remove_folder(path)
@@ -118,8 +129,13 @@ def _remove_folder(path: Path) -> None:
 def _needed(
     store: Store, without: Collection[str]
 ) -> tuple[set[str], set[str], set[str], set[str]]:
-    """Return the digests of blobs, the names of records of targets, the keys of actions, and the wheels' SHA-256."""
-    blobs, targets, actions, wheels = set[str](), set[str](), set[str](), set[str]()
+    """Return the digests of blobs, the names of records of targets, the keys of actions, and the
+    wheels' SHA-256.
+    """
+    blobs = set[str]()
+    targets = set[str]()
+    actions = set[str]()
+    wheels = set[str]()
     images = {str(entry["digest"]) for name, entry in store.images().items() if name not in without}
     for digest in images:
         manifest = json.loads(store.read(digest))
@@ -136,33 +152,40 @@ def _needed(
         actions.add(key)
         if layer:
             blobs |= {layer.blob.digest, layer.paths}
-        if wheel := wheel_of(store, key):
+        wheel = wheel_of(store, key)
+        if wheel:
             wheels.add(wheel.sha256)
     return blobs, targets, actions, wheels
 
 
 def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path in _inside(store.root / room):
-        if (record := store.record(room, path.stem)) is not None:
+        record = store.record(room, path.stem)
+        if record is not None:
             yield path.stem, record
 
 
 def _inside(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    if folder.is_dir():
+        return sorted(folder.iterdir())
+    return []
 
 
 def _size(path: Path) -> int:
     try:
         status = path.lstat()
-        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+        if path.is_dir() and not path.is_symlink():
+            inside = sorted(path.iterdir())
+        else:
+            inside = []
     except OSError:
         return 0  # owned by another user, or gone
     return status.st_blocks * 512 + sum(map(_size, inside))
 
 
 def remove_damage(store: Store) -> Iterator[str]:
-    """Read every blob of the store and remove the damaged ones, with the names of images that lack one. Yields one
-    sentence for each. The build then makes again what is missing.
+    """Read every blob of the store and remove the damaged ones, with the names of images that lack
+    one. Yields one sentence for each. The build then makes again what is missing.
     """
     try:
         images = store.images()
@@ -171,7 +194,8 @@ def remove_damage(store: Store) -> Iterator[str]:
         images = {}
         yield f"{error.message}; begun again"
     for path in _inside(store.root / "blobs" / "sha256"):
-        if fault := store.check(f"sha256:{path.name}"):
+        fault = store.check(f"sha256:{path.name}")
+        if fault:
             remove_path(path)
             yield f"{fault}; removed"
     for ref, entry in images.items():

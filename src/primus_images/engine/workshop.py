@@ -1,4 +1,6 @@
-"""Run one action: create its layer or wheel, and record it. :mod:`primus_images.engine.kinds` has the code for each kind."""
+"""Run one action: create its layer or wheel, and record it. :mod:`primus_images.engine.kinds` has
+the code for each kind.
+"""
 
 import contextlib
 import hashlib
@@ -22,7 +24,6 @@ from primus_images.oci.tar import BLOCK, Entry, Member
 from primus_images.plan.action import Action
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.sandbox.container import Command, LayerRef, Mount, RootFs
 from primus_images.sandbox.engines import Engine, choose
 from primus_images.schema import build_typed
@@ -30,9 +31,11 @@ from primus_images.terminal import bytes_text
 from primus_images.versions.lock import LockedFile
 from primus_images.yamlfile import read_values
 
-# Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
-# at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
-_LAYER, _BASE_SCRATCH = 0.8, 5
+# Measured on the images of this repository and rounded down, so that no build that would fit is
+# refused. A layer is at least this fraction of the size of its packages; a base is unpacked once
+# and written to a tar once.
+_LAYER = 0.8
+_BASE_SCRATCH = 5
 _NO_SPACE = (
     "No space left on device",
     "Disk quota exceeded",
@@ -41,7 +44,8 @@ _NO_SPACE = (
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = read_values(
     Path(__file__).with_name("environment.yaml")
 ).data
-# The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
+# The home directory is created inside: /tmp belongs to the image, which has no home. podman sets
+# two variables.
 _PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
 
 
@@ -58,8 +62,9 @@ class Wheel:
 class Kind:
     """A kind of action: two functions.
 
-    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. ``prepare`` is called once,
-    before long work begins, and raises HostError for what this machine lacks to run the actions.
+    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. ``prepare``
+    is called once, before long work begins, and raises HostError for what this machine lacks to run
+    the actions.
     """
 
     make: Callable[[Action, "Workshop", Path], Layer | Wheel]
@@ -68,7 +73,9 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the store, the fetched files, the progress. ``judge`` collects facts for the gates."""
+    """What actions work with: the store, the fetched files, the progress. ``judge`` collects facts
+    for the gates.
+    """
 
     workspace: Workspace
     progress: Progress
@@ -94,14 +101,20 @@ class Workshop:
                 ) from None
             seconds = round(time.monotonic() - begin, 3)
             store.save("actions", action.key, record_of(action, result))
-            what = result.file if isinstance(result, Wheel) else f"{result.blob.size / 1e6:.1f} MB"
+            if isinstance(result, Wheel):
+                what = result.file
+            else:
+                what = f"{result.blob.size / 1e6:.1f} MB"
             self.progress.finish(action.key, f"{what}, {seconds:.1f} s")
         return seconds
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
-        """Write the entries as the action's layer; see :func:`primus_images.oci.layer.write_layer` for what it raises."""
+        """Write the entries as the action's layer; see :func:`primus_images.oci.layer.write_layer`
+        for what it raises.
+        """
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
-        store, facts = self.workspace.store, list[LayerFacts]()
+        store = self.workspace.store
+        facts = list[LayerFacts]()
 
         def look(members: Iterator[Member]) -> None:
             # On the store's disk: the folder for temporary files is often in memory.
@@ -127,7 +140,9 @@ class Workshop:
         return self.workspace.files.path(file.sha256)
 
     def read_by(self, action: Action) -> tuple[LockedFile, ...]:
-        """Return the files that the action reads; for ``wheels``, also the wheels that ``build`` actions created."""
+        """Return the files that the action reads; for ``wheels``, also the wheels that ``build``
+        actions created.
+        """
         files = list(action.files)
         for needed in action.needs if action.kind == "wheels" else ():
             wheel = wheel_of(self.workspace.store, needed.key)
@@ -147,7 +162,8 @@ class Workshop:
             marks[file.sha256] = self.workspace.files.mark(file.sha256)
             self._verify(file)
         yield
-        # apt compares each package with its hash as it reads it, and hard links change the inode's times.
+        # apt compares each package with its hash as it reads it, and hard links change the inode's
+        # times.
         if action.kind != "debs" or "over" in action.spec:
             for file in self.read_by(action):
                 if self.workspace.files.mark(file.sha256) != marks[file.sha256]:
@@ -156,7 +172,11 @@ class Workshop:
     def _verify(self, file: LockedFile) -> None:
         if not self.workspace.files.verify(file.sha256):
             self.workspace.files.drop(file.sha256)
-            raise refusal("damaged_file", file=file)
+            raise HostError(
+                f"the fetched {file.file} is damaged: its bytes no longer hash to "
+                f"sha256:{file.sha256}",
+                hint="it was removed from the file cache; build again to download it",
+            )
 
     def log(self, action: Action) -> Path:
         """Return the path of the log of the action's commands."""
@@ -176,21 +196,27 @@ class Workshop:
         what: str,
         env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted at /out.
+        """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted
+        at /out.
 
-        Raises CheckFailed with the end of the log if the command fails, HostError if the disk is full.
+        Raises CheckFailed with the end of the log if the command fails, HostError if the disk is
+        full.
         """
-        log, store = self.log(action), self.workspace.store
+        log = self.log(action)
+        store = self.workspace.store
         layers = [layer for tool in action.tools if (layer := store.layer(tool.key))]
         if len(layers) < len(action.tools):
             raise HostError(
                 f"a layer that {action.name} needs is not in the store", hint="build again"
             )
-        root, engine = root_of_layers(store, self.workspace.unpacked, layers), choose(self.engine)
-        if code := run_isolated(
+        root = root_of_layers(store, self.workspace.unpacked, layers)
+        engine = choose(self.engine)
+        code = run_isolated(
             root, argv, inputs=inputs, outputs=outputs, env=env, log=log, engine=engine
-        ):
-            if full := disk_is_full(log, store.root):
+        )
+        if code:
+            full = disk_is_full(log, store.root)
+            if full:
                 raise full
             raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
 
@@ -210,7 +236,9 @@ def wheel_of(store: Store, key: str) -> Wheel | None:
 
 
 def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
-    """Copy a file of this package to ``scratch`` to run it in the sandbox, with the bytes that the key names."""
+    """Copy a file of this package to ``scratch`` to run it in the sandbox, with the bytes that the
+    key names.
+    """
     data = path.read_bytes()
     if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (
         i.value for i in action.inputs if i.name == name
@@ -224,20 +252,27 @@ def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
 def require_space_for(
     workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]
 ) -> None:
-    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more space than is free."""
+    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more
+    space than is free.
+    """
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
     scratch = max(
         (_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0
     )
     layers = int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))
     # An ordinary user's mmdebstrap works in the folder for temporary files.
-    place = Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root
+    if os.geteuid():
+        place = Path(tempfile.gettempdir())
+    else:
+        place = workspace.store.root
     files = (workspace.folder / "files", sum(file.size for file in absent))
     require_space([files, (workspace.store.root, layers), (place, scratch)])
 
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:
-    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
+    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are
+    paths and bytes.
+    """
     disks: dict[int, tuple[Path, int]] = {}
     for path, size in needs:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -246,19 +281,27 @@ def require_space(needs: Iterable[tuple[Path, int]]) -> None:
     for place, size in disks.values():
         free = shutil.disk_usage(place).free
         if free < size:
-            raise refusal(
-                "little_space", place=place, free=bytes_text(free), needed=bytes_text(size)
+            raise HostError(
+                f"the disk that holds {place} has {bytes_text(free)} free, and this build needs "
+                f"about {bytes_text(size)} there",
+                hint="free some space, or keep the store on another disk (--store DIR)",
             )
 
 
 def disk_is_full(log: Path, *places: Path) -> PrimusError | None:
-    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk."""
+    """Return an error if a tool failed because the disk is full, judging by the end of its log or
+    by the disk.
+    """
     full = next(
         (place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None
     )
     if full is None and not any(words in text_if_readable(log, 200_000) for words in _NO_SPACE):
         return None
-    return refusal("full_disk_of_tool", place=full or places[0], log=log)
+    place_text = full or places[0]
+    return HostError(
+        f"the disk that holds {place_text} is full",
+        hint=f"free some space and run it again: finished work is kept (log: {log})",
+    )
 
 
 def run_isolated(
@@ -273,9 +316,10 @@ def run_isolated(
 ) -> int:
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
 
-    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs`` is /out,
-    the only place whose changes are kept. ``env`` adds to the environment of builds and of the image. The output
-    replaces ``log``. Raises InputError for an invalid input path, and HostError if the machine cannot isolate it.
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder
+    ``outputs`` is /out, the only place whose changes are kept. ``env`` adds to the environment of
+    builds and of the image. The output replaces ``log``. Raises InputError for an invalid input
+    path, and HostError if the machine cannot isolate it.
     """
     outputs.mkdir(parents=True, exist_ok=True)
     command = Command(
@@ -312,11 +356,14 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
 
 
 def digest_of_image(store: Store, target: str, *, ref: str) -> str:
-    """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it is not built."""
+    """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it
+    is not built.
+    """
     images = store.images()
     if ref not in images:
-        raise refusal(
-            "not_built", ref=ref, images=", ".join(sorted(images) or ["no image"]), target=target
+        images_text = ", ".join(sorted(images) or ["no image"])
+        raise InputError(
+            f"{ref} is not built; the store has {images_text}", hint=f"primus build {target}"
         )
     return str(images[ref]["digest"])
 
@@ -324,8 +371,8 @@ def digest_of_image(store: Store, target: str, *, ref: str) -> str:
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
     """Return the image of ``target`` that the store calls ``ref``.
 
-    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
-    damaged.
+    Raises InputError, which lists the existing images, if it is not built; HostError if its
+    manifest or config is damaged.
     """
     manifest = store.read(digest_of_image(store, target, ref=ref))
     config = store.read(json.loads(manifest)["config"]["digest"])

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from primus_images.errors import CheckFailed
 from primus_images.gates.examined import Examined, GateReport
 from primus_images.gates.rules import gates
 from primus_images.gates.rules.coverage import gpu_libraries
-from primus_images.refusals import refusal
 from primus_images.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
@@ -15,7 +15,9 @@ _PASSED = Styled("✓", "green")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, with the targets of their code."""
+    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, with the targets
+    of their code.
+    """
 
     target: str
     ref: str
@@ -57,7 +59,8 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
-        # A gate that passed with a warning, such as a key in a published package, must not look like a clean one.
+        # A gate that passed with a warning, such as a key in a published package, must not look
+        # like a clean one.
         warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
         sign = screen.paint(
             _SIGNS["warning"] if warned else _PASSED if report.passed else _SIGNS["error"]
@@ -80,13 +83,22 @@ def admit(examined: Examined) -> tuple[str, ...]:
 
     Raises CheckFailed with all findings if a release fails a gate. It then gets no name.
     """
-    outcome, plan = judge(examined), examined.image.plan
+    outcome = judge(examined)
+    plan = examined.image.plan
     if not outcome.passed and not plan.resolved.choice.preview:
-        raise refusal("failed_gate", ref=plan.ref, outcome=outcome_text(outcome))
+        raise CheckFailed(
+            f"{plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
+            hint="only an image of a preview channel may fail one",
+        )
     return tuple(_sentence(report) for report in outcome.reports if not report.passed)
 
 
 def _sentence(report: GateReport) -> str:
     first, *others = report.errors
-    more = f" (and {len(others)} more)" if others else ""
-    return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"
+    more = ""
+    if others:
+        more = f" (and {len(others)} more)"
+    return (
+        f"{report.gate}: {report.summary}; "
+        f"{first.path + ': ' if first.path else ''}{first.message}{more}"
+    )

@@ -1,14 +1,19 @@
-"""What a file of a layer contains: versions, what does not belong into an image, GPU code, and libraries.
+"""What a file of a layer contains: versions, what does not belong into an image, GPU code, and
+libraries.
 
 ``patterns.yaml`` says what to look for.
 
-Versions are stated by wheels, Debian packages, headers and libraries. Secrets, insecure apt settings, caches and paths
-of the build machine do not belong into an image. Forms of GPU code and their sources:
+Versions are stated by wheels, Debian packages, headers and libraries. Secrets, insecure apt
+settings, caches and paths of the build machine do not belong into an image. Forms of GPU code and
+their sources:
 
-- AMDGPU ELF (``.co``, ``.hsaco``): ``e_machine`` 224, processor in ``e_flags`` (LLVM's AMDGPUUsage).
-- Offload bundles, plain (``__CLANG_OFFLOAD_BUNDLE__``) and compressed (``CCOB``), as a file or page-aligned one after
+- AMDGPU ELF (``.co``, ``.hsaco``): ``e_machine`` 224, processor in ``e_flags`` (LLVM's
+  AMDGPUUsage).
+- Offload bundles, plain (``__CLANG_OFFLOAD_BUNDLE__``) and compressed (``CCOB``), as a file or
+  page-aligned one after
   the other in ``.hip_fatbin`` of a host library (clang's ClangOffloadBundler documentation).
-- Kernel packs (``KPAK``) and the host libraries that name them in ``.rocm_kpack_ref``: AMD's wheels split GPU code
+- Kernel packs (``KPAK``) and the host libraries that name them in ``.rocm_kpack_ref``: AMD's wheels
+  split GPU code
   off the host libraries that way (ROCm/rocm-systems, rocm-kpack).
 - Files that say it by name: Tensile's and hipBLASLt's ``.dat``, and MIOpen's databases.
 """
@@ -53,13 +58,16 @@ _PACK = b"KPAK"
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes | mmap) -> Iterator[re.Match[bytes]]:
-    """Yield all matches. A search keeps all other threads from running, so each one is for a part of the data."""
+    """Yield all matches. A search keeps all other threads from running, so each one is for a part
+    of the data.
+    """
     for begin in range(0, len(data), _PART):
         for match in pattern.finditer(data, begin, begin + _PART + _AHEAD):
             if match.start() < begin + _PART:
                 yield match
         if isinstance(data, mmap):
-            # Without it, all of a file of gigabytes that was searched would stay in the memory of this process.
+            # Without it, all of a file of gigabytes that was searched would stay in the memory of
+            # this process.
             data.madvise(MADV_DONTNEED, begin, min(_PART, len(data) - begin))
 
 
@@ -67,9 +75,9 @@ def _matches(pattern: re.Pattern[bytes], data: bytes | mmap) -> Iterator[re.Matc
 class Stated:
     """A version that a file of the image states.
 
-    ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a wheel's requirements
-    (PEP 508) without those of its extras, ``licence`` the rows about it in a wheel's metadata, ``source`` name and
-    version of a Debian source package.
+    ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a
+    wheel's requirements (PEP 508) without those of its extras, ``licence`` the rows about it in a
+    wheel's metadata, ``source`` name and version of a Debian source package.
     """
 
     kind: Kind
@@ -115,7 +123,8 @@ def stated_in(path: str, text: str) -> list[Stated]:
         licence = tuple(
             (n, v) for n, v in rows if n.startswith("License") or v.startswith("License ::")
         )
-        name, version = normalised(head["Name"]), head["Version"]
+        name = normalised(head["Name"])
+        version = head["Version"]
         return [
             Stated(
                 kind="wheel",
@@ -127,11 +136,12 @@ def stated_in(path: str, text: str) -> list[Stated]:
             )
         ]
     component, prefix = PATTERNS["headers"].get(_file_name(path), ("", ""))
-    numbers = (
-        dict(re.findall(rf"^\s*#\s*define\s+{prefix}_(MAJOR|MINOR|PATCH)\s+(\d+)", text, re.M))
-        if prefix
-        else {}
-    )
+    if prefix:
+        numbers = dict(
+            re.findall(rf"^\s*#\s*define\s+{prefix}_(MAJOR|MINOR|PATCH)\s+(\d+)", text, re.M)
+        )
+    else:
+        numbers = {}
     if len(numbers) < 3:
         return []
     version = f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}"
@@ -139,27 +149,29 @@ def stated_in(path: str, text: str) -> list[Stated]:
 
 
 def _source(package: Mapping[str, str]) -> str:
-    """Return name and version: a binary package that was built again has another version than its source."""
+    """Return name and version: a binary package that was built again has another version than its
+    source.
+    """
     name, _, other = package.get("Source", package["Package"]).rstrip(")").partition(" (")
     return f"{name} {other or package['Version']}"
 
 
 def stated_in_library(path: str, data: bytes | mmap) -> list[Stated]:
-    """Return the version in a library's own text; none for other libraries, and if the text has no version or two."""
+    """Return the version in a library's own text; none for other libraries, and if the text has no
+    version or two.
+    """
     file_name = _file_name(path)
-    if match := NAMES["library_version"].fullmatch(file_name):
+    match = NAMES["library_version"].fullmatch(file_name)
+    if match:
         return [Stated(kind="library", name=match[1].lower(), version=match[2], path=path)]
     name, pattern = PATTERNS["libraries"].get(file_name[: file_name.find(".so") + 3], ("", None))
-    versions = (
-        {match[1].decode() for match in _matches(re.compile(pattern.encode()), data)}
-        if pattern
-        else set()
-    )
-    return (
-        [Stated(kind="library", name=name, version=v, path=path) for v in versions]
-        if len(versions) == 1
-        else []
-    )
+    if pattern:
+        versions = {match[1].decode() for match in _matches(re.compile(pattern.encode()), data)}
+    else:
+        versions = set()
+    if len(versions) == 1:
+        return [Stated(kind="library", name=name, version=v, path=path) for v in versions]
+    return []
 
 
 def _file_name(path: str) -> str:
@@ -168,7 +180,9 @@ def _file_name(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What does not belong into an image: the rule, the path, and what was seen. Of a secret, only its kind."""
+    """What does not belong into an image: the rule, the path, and what was seen. Of a secret, only
+    its kind.
+    """
 
     rule: Rule
     path: str
@@ -176,11 +190,14 @@ class Trace:
 
 
 def traces_in(path: str, data: bytes | mmap, machine_paths: Sequence[bytes] = ()) -> list[Trace]:
-    """Return the secrets and build paths in a file, each once. ``machine_paths`` are folders of the build machine."""
+    """Return the secrets and build paths in a file, each once. ``machine_paths`` are folders of the
+    build machine.
+    """
     seen: dict[tuple[Rule, str], None] = {("secret", kind): None for kind in secrets_in(data)}
     for match in _matches(_path_pattern(tuple(machine_paths), data[:4] == ELF), data):
         text = match[0][:120].decode("utf-8", "replace")
-        # Of temporary and home folders, one trace per file is enough; others are usually below the same folder.
+        # Of temporary and home folders, one trace per file is enough; others are usually below the
+        # same folder.
         is_new = not any(rule == "build path" and other[:6] == text[:6] for rule, other in seen)
         if match["machine"] is not None or is_new:
             seen["build path", text] = None
@@ -248,9 +265,10 @@ def path_traces(path: str, kind: str) -> list[Trace]:
 class Code:
     """GPU code that one file contains or refers to.
 
-    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``). A host library whose code is in a kernel
-    pack has none: its code is ``kernel`` in one of ``packs``, paths relative to its folder with ``@GFXARCH@`` for
-    the architecture. For a pack, ``kernels`` lists the targets of each such library.
+    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``). A host library whose code is in a
+    kernel pack has none: its code is ``kernel`` in one of ``packs``, paths relative to its folder
+    with ``@GFXARCH@`` for the architecture. For a pack, ``kernels`` lists the targets of each such
+    library.
     """
 
     path: str
@@ -298,9 +316,11 @@ def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
             path=path, form="code object", targets=(of_flags(elf.flags, elf.abi),), size=size
         )
     sections = elf.places()
-    if reference := sections.get(".rocm_kpack_ref"):
+    reference = sections.get(".rocm_kpack_ref")
+    if reference:
         return _of_host(path, stream, *reference, size)
-    if fat := sections.get(".hip_fatbin"):
+    fat = sections.get(".hip_fatbin")
+    if fat:
         return Code(path=path, form="fat binary", targets=_bundle_targets(stream, *fat), size=size)
     return None
 
@@ -316,7 +336,7 @@ def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: in
     stream.seek(offset)
     about = _unpacked(stream.read(min(size, 1 << 20)))
     if not isinstance(about, dict) or not isinstance(about.get("kpack_search_paths"), list):
-        raise ValueError("its .rocm_kpack_ref names no kernel packs")  # noqa: TRY004 (the file is wrong)
+        raise ValueError("its .rocm_kpack_ref names no kernel packs")
     return Code(
         path=path,
         form="host of a pack",
@@ -334,7 +354,7 @@ def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
     stream.seek(start)
     table = _unpacked(stream.read())
     if not isinstance(table, dict) or not isinstance(table.get("toc"), dict):
-        raise ValueError("a kernel pack has no table")  # noqa: TRY004 (the file is wrong)
+        raise ValueError("a kernel pack has no table")
     kernels = {
         str(name): tuple(sorted(map(str, by)))
         for name, by in table["toc"].items()
@@ -360,8 +380,8 @@ def _unpacked(data: bytes) -> Any:
 class Library:
     """A file that the dynamic loader can load: a shared library, an extension module, or a program.
 
-    ``soname`` is its DT_SONAME (empty without one), ``needed`` its DT_NEEDED names, ``machine`` the ELF number of
-    its processor, ``size`` its size in bytes.
+    ``soname`` is its DT_SONAME (empty without one), ``needed`` its DT_NEEDED names, ``machine`` the
+    ELF number of its processor, ``size`` its size in bytes.
     """
 
     path: str
@@ -372,14 +392,18 @@ class Library:
 
     @property
     def names(self) -> set[str]:
-        """The names by which a loader may find it: its soname and, if it is named like a library, its file name."""
+        """The names by which a loader may find it: its soname and, if it is named like a library,
+        its file name.
+        """
         file = self.path.rpartition("/")[2]
         names = (self.soname, file if NAMES["library"].fullmatch(file) else "")
         return {name for name in names if name and not NAMES["module"].fullmatch(name)}
 
 
 def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
-    """Return the ELF file as the loader sees it; None for one that it does not load. ValueError if it is damaged."""
+    """Return the ELF file as the loader sees it; None for one that it does not load. ValueError if
+    it is damaged.
+    """
     elf = read_elf(stream)
     if elf.kind != DYN or elf.machine == AMDGPU:
         return None
@@ -390,4 +414,6 @@ def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
 def owner_of(layer: str, path: str) -> str:
     """Return the owner of a path: its layer or, in site-packages, its top folder."""
     match = NAMES["site"].match(path)
-    return f"{layer} ({match[1]})" if match else layer
+    if match:
+        return f"{layer} ({match[1]})"
+    return layer

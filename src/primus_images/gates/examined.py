@@ -1,8 +1,10 @@
-"""The input of a gate, an image with the facts about its layers, and its output, a report with findings.
+"""The input of a gate, an image with the facts about its layers, and its output, a report with
+findings.
 
-Facts are collected in one pass over the files of a layer, while the layer is written. They depend only on the layer's
-bytes and on the rules, so they are cached by its digest and the hash of this package's code: a check reads no blob, and
-after a change of a rule every blob is read. Only the machine that made a layer can find its own paths in it.
+Facts are collected in one pass over the files of a layer, while the layer is written. They depend
+only on the layer's bytes and on the rules, so they are cached by its digest and the hash of this
+package's code: a check reads no blob, and after a change of a rule every blob is read. Only the
+machine that made a layer can find its own paths in it.
 """
 
 import contextlib
@@ -25,10 +27,10 @@ from primus_images.oci.tar import Member
 from primus_images.plan.action import Composed, ImagePlan, stored
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.schema import build_typed
 
-# Files that a gate reads as text are short; even the dpkg status of a large image is well below this limit.
+# Files that a gate reads as text are short; even the dpkg status of a large image is well below
+# this limit.
 _TEXT_SIZE = 32 << 20
 _IN_MEMORY = 16 << 20
 
@@ -37,8 +39,9 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """Facts about a layer. ``folders`` maps each folder to the bytes of its files, ``unreadable`` paths
-    to reasons. ``copyrights`` maps Debian packages to the text about their licences, or to a package with the same one.
+    """Facts about a layer. ``folders`` maps each folder to the bytes of its files, ``unreadable``
+    paths to reasons. ``copyrights`` maps Debian packages to the text about their licences, or to a
+    package with the same one.
     """
 
     folders: Mapping[str, int] = field(default_factory=dict)
@@ -52,10 +55,11 @@ class LayerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One sentence about one thing. An ``error`` fails the gate. ``layer`` and ``path`` may be empty.
+    """One sentence about one thing. An ``error`` fails the gate. ``layer`` and ``path`` may be
+    empty.
 
-    ``path`` is a path in the image without a leading slash or, for gates that judge the pins, ``file:line:col`` of
-    the project.
+    ``path`` is a path in the image without a leading slash or, for gates that judge the pins,
+    ``file:line:col`` of the project.
     """
 
     severity: Severity
@@ -66,8 +70,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class GateReport:
-    """One gate's result. ``summary`` states briefly what was examined, so that an empty list of findings is not
-    misread. ``gate`` is the gate's name, which :func:`primus_images.gates.check.judge` adds.
+    """One gate's result. ``summary`` states briefly what was examined, so that an empty list of
+    findings is not misread. ``gate`` is the gate's name, which
+    :func:`primus_images.gates.check.judge` adds.
     """
 
     summary: str
@@ -86,7 +91,9 @@ class GateReport:
 
 
 class Examined(NamedTuple):
-    """An image, the facts about its layers by name (bottom first), and the workspace with its store."""
+    """An image, the facts about its layers by name (bottom first), and the workspace with its
+    store.
+    """
 
     image: Composed
     facts: Mapping[str, LayerFacts]
@@ -101,19 +108,19 @@ class Examined(NamedTuple):
 def observe(
     members: Iterable[Member], machine_paths: Sequence[bytes] = (), scratch: Path | None = None
 ) -> LayerFacts:
-    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain. Large
-    files are copied to the folder ``scratch``, or to that for temporary files.
+    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file
+    may contain. Large files are copied to the folder ``scratch``, or to that for temporary files.
     """
     folders: dict[str, int] = {}
-    code, libraries = list[Code](), list[Library]()
-    stated, traces, unreadable, copyrights = (
-        list[Stated](),
-        list[Trace](),
-        dict[str, str](),
-        dict[str, str](),
-    )
+    code = list[Code]()
+    libraries = list[Library]()
+    stated = list[Stated]()
+    traces = list[Trace]()
+    unreadable = dict[str, str]()
+    copyrights = dict[str, str]()
     for member in members:
-        path, size = member.path, member.size
+        path = member.path
+        size = member.size
         traces += contents.path_traces(path, member.kind)
         documented = contents.NAMES["copyright"].fullmatch(path)
         if documented and member.kind == "symlink" and not documented[2]:
@@ -167,7 +174,9 @@ def _contents(member: Member, scratch: Path | None) -> Iterator[tuple[IO[bytes],
 
 
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:
-    """Return the paths of this machine that no image may contain, but not those that folders of an image may have."""
+    """Return the paths of this machine that no image may contain, but not those that folders of an
+    image may have.
+    """
     paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
 
@@ -177,7 +186,9 @@ def _cache_path(workspace: Workspace, layer: Layer) -> Path:
 
 
 def save(workspace: Workspace, layer: Layer, facts: LayerFacts) -> None:
-    """Write the facts about the layer to the cache. Failures are ignored: the next check reads the blob."""
+    """Write the facts about the layer to the cache. Failures are ignored: the next check reads the
+    blob.
+    """
     path = _cache_path(workspace, layer)
     with contextlib.suppress(OSError, InputError):
         for old in path.parent.glob(path.name.partition("-")[0] + "-*"):
@@ -211,8 +222,13 @@ def examine_image(image: Composed, workspace: Workspace, progress: Progress) -> 
 
 
 def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
-    """Examine the stored image of the plan. Raises InputError if the store does not hold exactly this image."""
+    """Examine the stored image of the plan. Raises InputError if the store does not hold exactly
+    this image.
+    """
     image = stored(workspace.store, plan)
     if image is None:
-        raise refusal("not_current", ref=plan.ref, target=plan.resolved.name)
+        raise InputError(
+            f"{plan.ref} is not built from the current versions.yaml and lock",
+            hint=f"primus build {plan.resolved.name}",
+        )
     return examine_image(image, workspace, progress)

@@ -1,4 +1,5 @@
 """Reading and rewriting GPU code: ELF files, bundles, fat binaries and the architectures they name."""
 
-# How bundles are rewritten; part of the keys. Increase it whenever the same input would give other bytes.
+# How bundles are rewritten; part of the keys. Increase it whenever the same input would give other
+# bytes.
 FORMAT = 1

@@ -1,7 +1,9 @@
-"""Offload bundles, in which clang stores GPU code for several architectures: reading them, and reducing them to one.
+"""Offload bundles, in which clang stores GPU code for several architectures: reading them, and
+reducing them to one.
 
-The ``.hip_fatbin`` section of a host library contains several, each at the start of a page. Sources: clang's
-ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat binaries (ROCm/clr).
+The ``.hip_fatbin`` section of a host library contains several, each at the start of a page.
+Sources: clang's ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat
+binaries (ROCm/clr).
 """
 
 import hashlib
@@ -20,10 +22,12 @@ PLAIN = b"__CLANG_OFFLOAD_BUNDLE__"
 COMPRESSED = b"CCOB"
 # In a section, bundles begin at multiples of this page size.
 _PAGE = 4096
-# The limit for a bundle's list of entries. A library has a few entries, each id well below 100 bytes.
+# The limit for a bundle's list of entries. A library has a few entries, each id well below 100
+# bytes.
 _LIST_SIZE = 1 << 20
-# Version of a compressed bundle → format of its header: magic, version, method (0: zlib, 1: zstd), total length,
-# uncompressed length, first half of the uncompressed bundle's MD5. Version 1, of 2023, has no length.
+# Version of a compressed bundle → format of its header: magic, version, method (0: zlib, 1: zstd),
+# total length, uncompressed length, first half of the uncompressed bundle's MD5. Version 1, of
+# 2023, has no length.
 _HEADS = {2: "<4sHHII8s", 3: "<4sHHQQ8s"}
 _CHUNK = 1 << 20
 # A few compressed bytes may stand for many.
@@ -45,8 +49,8 @@ class Part(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed one; a compressed
-    one contains ``unpacked`` bytes.
+    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed
+    one; a compressed one contains ``unpacked`` bytes.
     """
 
     offset: int
@@ -58,11 +62,13 @@ class Bundle(NamedTuple):
 
 
 def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
-    """Yield the bundles in this part of the stream. Reads only their lists of entries, so the part may be large.
+    """Yield the bundles in this part of the stream. Reads only their lists of entries, so the part
+    may be large.
 
     Raises ValueError if a bundle is damaged.
     """
-    at, end = offset, offset + size
+    at = offset
+    end = offset + size
     while (at := _next_magic(stream, at, end)) >= 0:
         stream.seek(at)
         if stream.read(len(COMPRESSED)) != COMPRESSED:
@@ -85,14 +91,16 @@ def _next_magic(stream: IO[bytes], at: int, end: int) -> int:
         data = stream.read(min(1 << 20, end - at))
         if not data:
             return -1
-        if match := re.search(PLAIN + b"|" + COMPRESSED, data):
+        match = re.search(PLAIN + b"|" + COMPRESSED, data)
+        if match:
             return at + match.start()
         at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
     return -1
 
 
 def _parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
-    at, parts = len(PLAIN), []
+    at = len(PLAIN)
+    parts = []
     length = at + 8
     try:
         (count,) = struct.unpack_from("<Q", data, at)
@@ -142,7 +150,8 @@ class _Inflated:
             )
         self._stream, self._decoder = stream, _DECODERS[bundle.method]()
         head = struct.calcsize(_HEADS[bundle.version])
-        self._at, self._end = bundle.offset + head, bundle.offset + bundle.length
+        self._at = bundle.offset + head
+        self._end = bundle.offset + bundle.length
         self._remaining, self._data = bundle.unpacked, memoryview(b"")
 
     def read(self, amount: int, /) -> bytes:
@@ -150,36 +159,47 @@ class _Inflated:
         while amount and not self._data and self._at < self._end and not self._decoder.eof:
             self._stream.seek(self._at)
             compressed = self._stream.read(min(_COMPRESSED_CHUNK, self._end - self._at))
-            self._at = self._at + len(compressed) if compressed else self._end
+            if compressed:
+                self._at = self._at + len(compressed)
+            else:
+                self._at = self._end
             try:
                 self._data = memoryview(self._decoder.decompress(compressed))
             except (zlib.error, zstandard.ZstdError) as error:
                 raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
-        data, self._data = bytes(self._data[:amount]), self._data[amount:]
+        data = bytes(self._data[:amount])
+        self._data = self._data[amount:]
         self._remaining -= len(data)
         return data
 
 
 def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> bool:
-    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``, without code that does
-    not run on ``arch``.
+    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``,
+    without code that does not run on ``arch``.
 
-    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. A
-    compressed bundle is compressed again, by zstd, in the same version; it stays unchanged if it would become larger.
+    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its
+    old end. A compressed bundle is compressed again, by zstd, in the same version; it stays
+    unchanged if it would become larger.
 
-    Returns False, and copies nothing, if the file has no offload bundles. Raises ValueError if the file or one of its
-    bundles is damaged.
+    Returns False, and copies nothing, if the file has no offload bundles. Raises ValueError if the
+    file or one of its bundles is damaged.
     """
     source.seek(0)
     head = source.read(len(PLAIN))
     if head.startswith(b"\x7fELF"):
         place = read_elf(source).places().get(".hip_fatbin")
     else:
-        place = (0, size) if head.startswith((PLAIN, COMPRESSED)) else None
-    bundles = list(bundles_in(source, *place)) if place else []
+        place = None
+        if head.startswith((PLAIN, COMPRESSED)):
+            place = (0, size)
+    if place:
+        bundles = list(bundles_in(source, *place))
+    else:
+        bundles = []
     if not bundles:
         return False
-    at, end = 0, sum(place or ())
+    at = 0
+    end = sum(place or ())
     for bundle in bundles:
         if bundle.offset < at or bundle.offset + bundle.length > end:
             raise ValueError("an offload bundle reaches beyond its place")
@@ -193,7 +213,10 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> bool:
         _copy(source, at, bundle.offset - at, out)
         at = bundle.offset
         remaining = tuple(p for p in bundle.parts if p not in idle)
-        write = _write_compressed if bundle.version else _write_plain
+        if bundle.version:
+            write = _write_compressed
+        else:
+            write = _write_plain
         if write(source, bundle, remaining, out):
             at += bundle.length
     _copy(source, at, size - at, out)
@@ -230,14 +253,19 @@ def _write_plain(
     out.write(head)
     for part in remaining:
         _copy(source, bundle.offset + part.offset, part.size, out)
-    return max(len(head), *(p.offset + p.size for p in remaining)) if remaining else len(head)
+    if remaining:
+        return max(len(head), *(p.offset + p.size for p in remaining))
+    return len(head)
 
 
 def _write_compressed(
     source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]
 ) -> int | None:
-    """Write the entries, each moved up to the next page. Returns the length; None if it is larger than before."""
-    moved, end = [], len(_list_of(remaining))
+    """Write the entries, each moved up to the next page. Returns the length; None if it is larger
+    than before.
+    """
+    moved = []
+    end = len(_list_of(remaining))
     for part in remaining:
         start = end + -end % _PAGE
         moved.append(Part(id=part.id, offset=start, size=part.size))
@@ -245,10 +273,14 @@ def _write_compressed(
     form = _HEADS[bundle.version]
     # By zstd, whose version is pinned. What zlib writes depends on the machine's zlib.
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
-    digest, length = hashlib.md5(usedforsecurity=False), struct.calcsize(form)
+    digest = hashlib.md5(usedforsecurity=False)
+    length = struct.calcsize(form)
     for data in chain(_laid_out(_Inflated(source, bundle), remaining, moved), (None,)):
         digest.update(data or b"")
-        small = compressor.flush() if data is None else compressor.compress(data)
+        if data is None:
+            small = compressor.flush()
+        else:
+            small = compressor.compress(data)
         if length + len(small) > bundle.length:
             return None
         out.seek(bundle.offset + length)
@@ -263,7 +295,8 @@ def _laid_out(
     plain: _Inflated, remaining: Sequence[Part], moved: Sequence[Part]
 ) -> Iterator[bytes]:
     # The old bundle is read once from its start, because it may be larger than the memory.
-    head, done = _list_of(moved), 0
+    head = _list_of(moved)
+    done = 0
     yield head
     at = len(head)
     for part, new in zip(remaining, moved, strict=True):

@@ -1,9 +1,10 @@
 """Names of GPU architectures in files and paths, and which code runs on which GPU.
 
-The parts of ELF files that the gates need: processor, positions of sections, and the names of libraries.
+The parts of ELF files that the gates need: processor, positions of sections, and the names of
+libraries.
 
-A general reader creates an object per field and would take a third of the time of a whole check; this one reads two
-tables.
+A general reader creates an object per field and would take a third of the time of a whole check;
+this one reads two tables.
 """
 
 import re
@@ -20,7 +21,8 @@ _NOBITS = 8
 _DYNAMIC = 6
 _DT_NEEDED = 1
 _DT_SONAME = 14
-# Class → formats of the header after e_ident, of a section header, and of an entry of the dynamic section.
+# Class → formats of the header after e_ident, of a section header, and of an entry of the dynamic
+# section.
 _FORMS = {1: ("HHIIIIIHHHHHH", "IIIIIIIIII", "iI"), 2: ("HHIQQQIHHHHHH", "IIQQQQIIQQ", "qQ")}
 _ORDERS = {1: "<", 2: ">"}
 # The limit for tables of section names and dynamic entries; the largest seen is far smaller.
@@ -30,13 +32,16 @@ _TABLE = cast("dict[str, Any]", read_values(Path(__file__).with_name("archs.yaml
 MACH: Mapping[int, str] = {int(number, 16): name for number, name in _TABLE["mach"].items()}
 # A generic processor's code runs on each of these.
 _GENERIC: Mapping[str, Sequence[str]] = _TABLE["generic"]
-# Longest first: in MIOpen's names digits of the compute unit count follow the arch directly (gfx942130, gfx90a6e).
+# Longest first: in MIOpen's names digits of the compute unit count follow the arch directly
+# (gfx942130, gfx90a6e).
 _NAME = "|".join(sorted(set(MACH.values()), key=lambda n: (-len(n), n)))
 _ENTRY = r"(gfx[0-9a-f]+(?:(?:-[0-9]+)*-generic)?|amdgcnspirv)((?::[a-z]+[+-])*)$"
 
 
 class Section(NamedTuple):
-    """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the file."""
+    """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the
+    file.
+    """
 
     name: str
     kind: int
@@ -46,7 +51,9 @@ class Section(NamedTuple):
 
 
 class Elf(NamedTuple):
-    """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic section."""
+    """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic
+    section.
+    """
 
     kind: int
     machine: int
@@ -73,17 +80,27 @@ def _read(stream: IO[bytes]) -> Elf:
     ident = stream.read(16)
     head, row, entry = (_ORDERS[ident[5]] + form for form in _FORMS[ident[4]])
     fields = struct.unpack(head, stream.read(struct.calcsize(head)))
-    kind, machine, at, flags = fields[0], fields[1], fields[5], fields[6]
-    size, count, names_at = fields[10], fields[11], fields[12]
+    kind = fields[0]
+    machine = fields[1]
+    at = fields[5]
+    flags = fields[6]
+    size = fields[10]
+    count = fields[11]
+    names_at = fields[12]
     rows: list[tuple[int, ...]] = []
     if at:
         if size != struct.calcsize(row):
             raise ValueError(f"a damaged ELF file: section headers of {size} bytes")
         first = struct.unpack(row, _bytes(stream, at, size))
-        # If there are more sections than the header's field can hold, the first, empty section has the number.
-        count, names_at = count or first[5], first[6] if names_at == 0xFFFF else names_at
+        # If there are more sections than the header's field can hold, the first, empty section has
+        # the number.
+        count = count or first[5]
+        if names_at == 0xFFFF:
+            names_at = first[6]
         rows = list(struct.iter_unpack(row, _bytes(stream, at, count * size)))
-    names = _bytes(stream, rows[names_at][4], rows[names_at][5]) if rows and names_at else b""
+    names = b""
+    if rows and names_at:
+        names = _bytes(stream, rows[names_at][4], rows[names_at][5])
     sections = tuple(
         Section(
             name=_text(names, r[0]) if names else "", kind=r[1], offset=r[4], size=r[5], link=r[6]
@@ -94,8 +111,11 @@ def _read(stream: IO[bytes]) -> Elf:
 
 
 def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
-    """Return a library's own soname (empty without one) and the names that it needs. ValueError if it is damaged."""
-    soname, needed = "", []
+    """Return a library's own soname (empty without one) and the names that it needs. ValueError if
+    it is damaged.
+    """
+    soname = ""
+    needed = []
     try:
         for section in elf.sections:
             if section.kind == _DYNAMIC:
@@ -138,15 +158,21 @@ def in_path(path: str) -> tuple[str, ...]:
 
 
 def in_entry_id(entry: str) -> str | None:
-    """Return the target of a bundle's entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``) or None."""
+    """Return the target of a bundle's entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` →
+    ``gfx942:xnack-``) or None.
+    """
     if entry.startswith("host"):
         return None
     match = re.search(_ENTRY, entry)
-    return match[0] if match else None
+    if match:
+        return match[0]
+    return None
 
 
 def of_flags(flags: int, abi: int) -> str:
-    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with required features."""
+    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with required
+    features.
+    """
     name = MACH.get(flags & 0xFF, f"unknown mach {flags & 0xFF:#x}")
     if abi >= 2:  # Two bits each since code object V4: 0 unsupported, 1 any, 2 off, 3 on.
         for feature, bits in (("sramecc", flags >> 10 & 3), ("xnack", flags >> 8 & 3)):
@@ -158,8 +184,8 @@ def of_flags(flags: int, abi: int) -> str:
 def runs_on(targets: Iterable[str], arch: str) -> bool:
     """Whether code for one of ``targets`` runs on a GPU of ``arch``.
 
-    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not loaded. SPIR-V is
-    compiled when it is loaded.
+    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not
+    loaded. SPIR-V is compiled when it is loaded.
     """
     for target in targets:
         name, _, features = target.partition(":")

@@ -1,7 +1,8 @@
 """Detecting GPUs from the kernel's files, without loading torch or running a tool.
 
-For AMD GPUs, the kernel reports an architecture, which several products share, and a PCI device id, which identifies
-the product. ``Found.generation`` is known only if the product is identified and no GPU is a partition.
+For AMD GPUs, the kernel reports an architecture, which several products share, and a PCI device id,
+which identifies the product. ``Found.generation`` is known only if the product is identified and no
+GPU is a partition.
 """
 
 import subprocess
@@ -20,10 +21,11 @@ _SIMDS_PER_UNIT = 4
 class Found:
     """The GPUs of a machine.
 
-    ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generation`` is the name in the
-    table of all GPUs, or "" if they differ or are not identified. ``vendor`` is "amd", "nvidia" or "". ``driver`` is
-    the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware`` is that of the GPUs:
-    their VBIOS, and on AMD GPUs also that of their engines; "" if it is not known.
+    ``names`` has one entry per GPU; a GPU that is not in the table is called unknown.
+    ``generation`` is the name in the table of all GPUs, or "" if they differ or are not identified.
+    ``vendor`` is "amd", "nvidia" or "". ``driver`` is the version of the kernel driver, or of the
+    kernel if the driver is part of it. ``firmware`` is that of the GPUs: their VBIOS, and on AMD
+    GPUs also that of their engines; "" if it is not known.
     """
 
     vendor: str = ""
@@ -40,7 +42,9 @@ class Found:
 
 
 def detect(root: Path = Path("/")) -> Found:
-    """Look below ``root`` for AMD GPUs (KFD topology), then for NVIDIA GPUs (files of the driver). Never raises."""
+    """Look below ``root`` for AMD GPUs (KFD topology), then for NVIDIA GPUs (files of the driver).
+    Never raises.
+    """
     try:
         return _amd(root) or _nvidia(root) or Found()
     except (OSError, ValueError):
@@ -73,20 +77,26 @@ def memory_bytes(root: Path = Path("/")) -> float | None:
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the devices, out of ``count`` on the machine, that a process may use, as HIP_VISIBLE_DEVICES names them.
+    """Return the devices, out of ``count`` on the machine, that a process may use, as
+    HIP_VISIBLE_DEVICES names them.
 
-    ROCR_VISIBLE_DEVICES applies first, and the other variables count among the devices that it leaves.
+    ROCR_VISIBLE_DEVICES applies first, and the other variables count among the devices that it
+    leaves.
     """
-    if (outer := environment.get("ROCR_VISIBLE_DEVICES")) is not None:
+    outer = environment.get("ROCR_VISIBLE_DEVICES")
+    if outer is not None:
         count = len(_words(outer))
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        if (text := environment.get(name)) is not None:
+        text = environment.get(name)
+        if text is not None:
             return tuple(_words(text))
     return tuple(map(str, range(count)))
 
 
 def properties(path: Path) -> dict[str, str]:
-    """Return name → value of a file of KFD's topology, which has one pair in a line; empty if it cannot be read."""
+    """Return name → value of a file of KFD's topology, which has one pair in a line; empty if it
+    cannot be read.
+    """
     lines = (line.split(maxsplit=1) for line in text_if_readable(path).splitlines())
     return {words[0]: words[1].strip() for words in lines if len(words) == 2}
 
@@ -96,7 +106,9 @@ def _words(text: str) -> list[str]:
 
 
 def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
-    """Return the nodes of AMD GPUs in KFD's topology, with their properties. CPUs are nodes without SIMDs."""
+    """Return the nodes of AMD GPUs in KFD's topology, with their properties. CPUs are nodes without
+    SIMDs.
+    """
     nodes = sorted(
         (root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)
     )
@@ -105,12 +117,11 @@ def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
 
 
 def _amd(root: Path) -> Found | None:
-    names, generations = [], set()
+    names = []
+    generations = set()
     for facts in kfd_gpus(root).values():
-        version, device = (
-            int(facts.get("gfx_target_version", "0")),
-            int(facts.get("device_id", "0")),
-        )
+        version = int(facts.get("gfx_target_version", "0"))
+        device = int(facts.get("device_id", "0"))
         name, generation = _product(version, device, int(facts["simd_count"]))
         names.append(name)
         generations.add(generation)
@@ -180,11 +191,16 @@ def _nvidia(root: Path) -> Found | None:
 
 
 def _only(generations: set[str]) -> str:
-    return generations.pop() if len(generations) == 1 else ""
+    if len(generations) == 1:
+        return generations.pop()
+    return ""
 
 
 def _driver(root: Path, module: str) -> str:
-    if version := text_if_readable(root / "sys/module" / module / "version").strip():
+    version = text_if_readable(root / "sys/module" / module / "version").strip()
+    if version:
         return f"{module} {version}"
     kernel = text_if_readable(root / "proc/sys/kernel/osrelease").strip()
-    return f"{module} of Linux {kernel}" if kernel else ""
+    if kernel:
+        return f"{module} of Linux {kernel}"
+    return ""

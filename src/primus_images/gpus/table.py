@@ -1,4 +1,6 @@
-"""The table of GPU generations: the format of ``generations.yaml`` (see fields.yaml), and queries that never guess."""
+"""The table of GPU generations: the format of ``generations.yaml`` (see fields.yaml), and queries
+that never guess.
+"""
 
 import re
 from collections import Counter
@@ -120,21 +122,30 @@ class Table:
             if generation.arch not in archs:
                 message = f"{generation.name}: there is no architecture {generation.arch!r}"
                 raise WrongValue(message, "generations", index, "arch")
-            computed, rows = archs[generation.arch].dtypes, tuple(p.dtype for p in generation.peaks)
+            computed = archs[generation.arch].dtypes
+            rows = tuple(p.dtype for p in generation.peaks)
             if sorted(rows) != sorted(computed):
-                message = f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
+                message = (
+                    f"{generation.name} needs one peak for each of {', '.join(computed)}, "
+                    f"not {', '.join(rows)}"
+                )
                 raise WrongValue(message, "generations", index, "peaks")
         targets = {*archs, *(g.name for g in self.generations)}
         for place, variable in enumerate(self.environment):
-            if strange := [word for word in variable.for_ if word not in targets]:
-                message = f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation"
+            strange = [word for word in variable.for_ if word not in targets]
+            if strange:
+                message = (
+                    f"{variable.name} is for {strange[0]!r}, which is neither "
+                    "architecture nor generation"
+                )
                 raise WrongValue(message, "environment", place, "for")
         for generation in self.generations:
             _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
         self._require_variables()
 
     def _require_variables(self) -> None:
-        # Otherwise the images of a new architecture would silently lack a variable that others have.
+        # Otherwise the images of a new architecture would silently lack a variable that others
+        # have.
         imaged = {g.arch for g in self.generations if not g.no_image}
         archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
         of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
@@ -151,7 +162,10 @@ class Table:
                 if generation.arch in archs_of and name not in has
             ]
             if lacking:
-                message = f"{generation.name} has no entry for {', '.join(lacking)}, which other {generation.arch} have"
+                message = (
+                    f"{generation.name} has no entry for {', '.join(lacking)}, which "
+                    f"other {generation.arch} have"
+                )
                 raise WrongValue(
                     message + " (`value: null` leaves one unset)", "generations", index
                 )
@@ -195,7 +209,9 @@ def load_table() -> Table:
 
 
 def generation(name: str) -> Generation:
-    """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an unknown name."""
+    """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an
+    unknown name.
+    """
     generations = {g.name: g for g in load_table().generations}
     if name not in generations:
         hint = did_you_mean(name, generations) or "known: " + ", ".join(generations)
@@ -206,8 +222,8 @@ def generation(name: str) -> Generation:
 def by_product_name(text: str) -> Generation | None:
     """Return the generation that a tool calls ``text``, or None.
 
-    Only full names match: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are not the products whose names they begin
-    with.
+    Only full names match: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are not the products whose
+    names they begin with.
     """
     name = plain_name(text)
     return next((g for g in load_table().generations if name in map(plain_name, g.names)), None)
@@ -219,13 +235,17 @@ def arch_of(gpu: Generation) -> Arch:
 
 
 def words_for(name: str) -> frozenset[str]:
-    """Return the words that stand for a target in conditions: its name and, for a GPU, architecture and vendor."""
+    """Return the words that stand for a target in conditions: its name and, for a GPU, architecture
+    and vendor.
+    """
     gpu = next((row for row in load_table().generations if row.name == name), None)
     return frozenset({name, *((gpu.arch, arch_of(gpu).vendor) if gpu else ())})
 
 
 def peak(gpu: Generation, dtype: Dtype) -> tuple[float, str] | None:
-    """Return the peak in TFLOP/s and its source; None if the GPU does not support ``dtype`` or no source states it."""
+    """Return the peak in TFLOP/s and its source; None if the GPU does not support ``dtype`` or no
+    source states it.
+    """
     return next(
         ((p.tflops, p.source) for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None
     )
@@ -234,18 +254,23 @@ def peak(gpu: Generation, dtype: Dtype) -> tuple[float, str] | None:
 def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
     """Return the generation that a tool calls ``text``, and its peak in TFLOP/s with the source.
 
-    Raises UnknownPeak, whose message can be printed instead of an MFU, if the GPU or its peak is unknown.
+    Raises UnknownPeak, whose message can be printed instead of an MFU, if the GPU or its peak is
+    unknown.
     """
-    if (gpu := by_product_name(text)) is None:
+    gpu = by_product_name(text)
+    if gpu is None:
         raise UnknownPeak(f"no MFU: the peak of {text!r} is unknown")
     if dtype not in arch_of(gpu).dtypes:
         raise UnknownPeak(f"no MFU: {gpu.title} does not compute {dtype}")
-    if (published := peak(gpu, dtype)) is None:
+    published = peak(gpu, dtype)
+    if published is None:
         raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {gpu.title}")
     return gpu, *published
 
 
 def environment(target: str) -> tuple[Variable, ...]:
-    """Return the variables that an image for ``target`` sets, sorted by name. InputError for an unknown generation."""
+    """Return the variables that an image for ``target`` sets, sorted by name. InputError for an
+    unknown generation.
+    """
     variables = (v for v in load_table().of(generation(target)) if v.value is not None)
     return tuple(sorted(variables, key=lambda v: v.name))

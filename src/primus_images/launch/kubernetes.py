@@ -1,4 +1,6 @@
-"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. kubectl sends them to the cluster."""
+"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. kubectl sends them to
+the cluster.
+"""
 
 import json
 import os
@@ -15,7 +17,6 @@ from primus_images.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, 
 from primus_images.programs import captured
 from primus_images.recipes import load
 from primus_images.recipes.recipe import Recipe
-from primus_images.refusals import refusal
 from primus_images.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
@@ -27,7 +28,9 @@ _RECIPE = "/tmp/primus-recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The options of `primus launch k8s`. An empty text leaves the choice to the cluster. ``ttl`` is in seconds."""
+    """The options of `primus launch k8s`. An empty text leaves the choice to the cluster. ``ttl``
+    is in seconds.
+    """
 
     image: str
     name: str = ""
@@ -70,12 +73,14 @@ def name_of(plan: Plan, cluster: Cluster) -> str:
 
 
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
-    """Return the objects to create, in order: a headless Service, and the Indexed Job whose pods it names.
+    """Return the objects to create, in order: a headless Service, and the Indexed Job whose pods it
+    names.
 
     Raises InputError for data, weights or files of the recipe that pods would not see.
     """
     _refuse_unseen(plan.recipe)
-    name, maker = name_of(plan, cluster), vendor(plan.recipe.gpu)
+    name = name_of(plan, cluster)
+    maker = vendor(plan.recipe.gpu)
     device, _, count = cluster.rdma.partition("=")
     secret, _, key = cluster.token_secret.partition(":")
     limits = {
@@ -102,11 +107,10 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     }
     if maker:
         gpu = generation(plan.recipe.gpu)
-        products = (
-            [number.removeprefix("0x") for number in gpu.device_ids]
-            if maker == "amd"
-            else gpu.names
-        )
+        if maker == "amd":
+            products = [number.removeprefix("0x") for number in gpu.device_ids]
+        else:
+            products = gpu.names
         values |= {"gpu": f"{maker}.com/gpu", "label": _COMMON["labels"][maker]}
         values["products"] = [product.replace(" ", "-") for product in products]
     for option, parts in _COMMON["parts"].items():
@@ -125,16 +129,22 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
     verb, recipe, *others = plan.command
     if plan.recipe.by_path:
         path = plan.recipe.path
-        recipe = f"{_RECIPE}/{path.name}" if files else path.stem
+        if files:
+            recipe = f"{_RECIPE}/{path.name}"
+        else:
+            recipe = path.stem
     words = shlex.join([verb, recipe, *others])
-    resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
-    # A job that is applied again has a new id, so neither its folder nor its ranks collide with those of the earlier
-    # one.
+    resume = ""
+    if cluster.resume_from:
+        resume = f" --resume-from {shlex.quote(cluster.resume_from)}"
+    # A job that is applied again has a new id, so neither its folder nor its ranks collide with
+    # those of the earlier one.
     run = f"{name}-$RUN_ID"
     written = []
     for file_name, text in files.items():
         target = PurePosixPath(_RECIPE, file_name)
-        parent, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
+        parent = shlex.quote(str(target.parent))
+        file = shlex.quote(str(target))
         written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
     script = f'export RDZV_ID="{run}"; exec primus {words} --output "{RUNS}/{run}"{resume}'
     if cluster.claim and cluster.restarts:
@@ -152,7 +162,8 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
 
 
 def _own_files(recipe: Recipe) -> dict[str, str]:
-    """Return name → text of the recipe's files that are not in the image, relative to the folder of the recipe.
+    """Return name → text of the recipe's files that are not in the image, relative to the folder of
+    the recipe.
 
     Raises InputError if such a file is outside of this folder or contains what looks like a secret.
     """
@@ -182,8 +193,11 @@ def _refuse_unseen(recipe: Recipe) -> None:
         if path is None or str(recipe.settings[key].value).startswith("/"):
             continue
         if not path.resolve().is_relative_to(load.folder().resolve()):
-            raise refusal(
-                "unseen_by_pods", recipe.settings[key].origin, key=key, path=path, runs=RUNS
+            raise InputError(
+                f"{key}: pods do not see {path}",
+                where=recipe.settings[key].origin,
+                hint=f"name the absolute path that it has in the pods; --claim NAME is at {RUNS} "
+                "there",
             )
 
 
@@ -193,13 +207,17 @@ def _kubectl(*words: str, stdin: str) -> None:
             ["kubectl", "--request-timeout=20s", *words], f"kubectl {words[0]}", text=stdin
         )
     except FileNotFoundError:
-        raise refusal("no_kubectl") from None
+        raise HostError(
+            "kubectl is not installed",
+            hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
+        ) from None
     if ended.returncode:
         sentence = (
             " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
         )
         # Any other error is the cluster's or the machine's.
-        if bad := next((words for words in _COMMON["bad_input"] if words in sentence), None):
+        bad = next((words for words in _COMMON["bad_input"] if words in sentence), None)
+        if bad:
             raise InputError(f"kubectl: {sentence}", hint=_COMMON["bad_input"][bad])
         raise HostError(
             f"kubectl: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more"
@@ -207,7 +225,9 @@ def _kubectl(*words: str, stdin: str) -> None:
 
 
 def create(objects: Sequence[Manifest]) -> None:
-    """Create the objects. The server first judges all of them, so that none stays behind when one is refused."""
+    """Create the objects. The server first judges all of them, so that none stays behind when one
+    is refused.
+    """
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)
     _kubectl("create", "--filename=-", stdin=text)

@@ -1,4 +1,6 @@
-"""The plan of a job on several nodes: mesh, batch and tokens per step. Printed before anything is submitted."""
+"""The plan of a job on several nodes: mesh, batch and tokens per step. Printed before anything is
+submitted.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,8 @@ from primus_images.recipes.setting import CHOICES
 from primus_images.refusals import refusal
 from primus_images.yamlfile import read_values
 
-# Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer tokens.
+# Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub,
+# AWS, bearer tokens.
 _SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+"
 )
@@ -31,8 +34,8 @@ _OPTIONS: Any = read_values(Path(__file__).with_name("options.yaml")).data
 class Plan:
     """A resolved recipe, and the arguments of ``primus train`` that start it on each node.
 
-    ``options`` are more of these arguments. ``rate`` is the measured tokens (or images) per second and GPU; 0: the
-    recipe's reference.
+    ``options`` are more of these arguments. ``rate`` is the measured tokens (or images) per second
+    and GPU; 0: the recipe's reference.
     """
 
     recipe: Recipe
@@ -52,18 +55,20 @@ class Plan:
     @cached_property
     def memory(self) -> float | None:
         """The predicted peak in bytes per GPU; None for a CPU."""
-        return predict(self.recipe).peak if self.recipe.gpu != CPU else None
+        if self.recipe.gpu != CPU:
+            return predict(self.recipe).peak
+        return None
 
     @property
     def resumable(self) -> int:
-        """An attempt continues from a checkpoint before this step (any, for epochs). A judged run begins at step 1."""
-        return (
-            0
-            if "--judge" in self.options
-            else 2**62
-            if "epochs" in self.recipe.settings
-            else self.recipe.steps
-        )
+        """An attempt continues from a checkpoint before this step (any, for epochs). A judged run
+        begins at step 1.
+        """
+        if "--judge" in self.options:
+            return 0
+        if "epochs" in self.recipe.settings:
+            return 2**62
+        return self.recipe.steps
 
     @property
     def checkpoint_interval(self) -> int:
@@ -72,20 +77,27 @@ class Plan:
 
     @cached_property
     def step_seconds(self) -> float | None:
-        """The seconds of a step at the rate measured for the recipe on one node; None if none was measured."""
+        """The seconds of a step at the rate measured for the recipe on one node; None if none was
+        measured.
+        """
         rate = self.rate or self.recipe.find("validation.throughput", 0.0)
-        unit = 1 if self.recipe.architecture.of_images else self.recipe.seq_len
-        return self.recipe.global_batch * unit / (rate * self.recipe.world_size) if rate else None
+        if self.recipe.architecture.of_images:
+            unit = 1
+        else:
+            unit = self.recipe.seq_len
+        if rate:
+            return self.recipe.global_batch * unit / (rate * self.recipe.world_size)
+        return None
 
     def warnings(self, limit: float | None = None) -> list[str]:
-        """Return sentences about a job that does not fit its options. ``limit``: the seconds that it may run."""
+        """Return sentences about a job that does not fit its options. ``limit``: the seconds that
+        it may run.
+        """
         if "epochs" in self.recipe.settings:
             return []
-        steps, every, key = (
-            self.recipe.steps,
-            self.checkpoint_interval,
-            self.recipe.knows.key("checkpoint"),
-        )
+        steps = self.recipe.steps
+        every = self.checkpoint_interval
+        key = self.recipe.knows.key("checkpoint")
         sentences = []
         if every >= steps:
             sentences.append(refusal("late_checkpoint", every=every, steps=steps, key=key).message)
@@ -93,18 +105,17 @@ class Plan:
             return sentences
         needed = self.step_seconds * steps
         if needed > limit:
-            then = (
-                "the job is cut off and continues from a checkpoint"
-                if 0 < every < steps
-                else "the job never ends"
-            )
+            then = "the job never ends"
+            if 0 < every < steps:
+                then = "the job is cut off and continues from a checkpoint"
             sentences.append(
                 f"{steps} steps take about {span(needed)}, and the limit is {span(limit)}: {then}"
             )
         elif needed < limit / 4:
             whole = span(limit)
             sentences.append(
-                f"{steps} steps take about {span(needed)} of the {whole}: --train-for {whole} uses them"
+                f"{steps} steps take about {span(needed)} of the {whole}: --train-for {whole} "
+                "uses them"
             )
         return sentences
 
@@ -124,10 +135,15 @@ class Plan:
         """
         recipe = self.recipe
         chosen = [f"--{name}={recipe.get(name, str)}" for name in CHOICES[:4]]
-        proxy = "--proxy" if recipe.get("proxy", bool) else "proxy=false"
+        proxy = "proxy=false"
+        if recipe.get("proxy", bool):
+            proxy = "--proxy"
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
         # A file of the user is mounted at the same path.
-        name = str(recipe.path) if recipe.by_path else recipe.name
+        if recipe.by_path:
+            name = str(recipe.path)
+        else:
+            name = recipe.name
         command = ("train", name, *chosen, f"--nodes={self.nodes}", *self.options, proxy, *words)
         refuse_secrets(
             command, "export it in the shell that starts the job, and leave it out of the settings"
@@ -159,21 +175,28 @@ class Plan:
         """Return the plan as text, one line per subject."""
         recipe = self.recipe
         mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
-        unit = "images" if recipe.architecture.of_images else "sequences"
-        tokens = "" if unit == "images" else f", {recipe.global_batch * recipe.seq_len:,} tokens"
+        unit = "sequences"
+        if recipe.architecture.of_images:
+            unit = "images"
+        if unit == "images":
+            tokens = ""
+        else:
+            tokens = f", {recipe.global_batch * recipe.seq_len:,} tokens"
         has = gpu_bytes(recipe.gpu)
-        of = f" of {has / 2**30:.0f}" if has else ""
-        memory = (
-            f"{self.memory / 2**30:.1f}{of} GiB per GPU, predicted"
-            if self.memory is not None
-            else "not predicted"
-        )
-        every, seconds = self.checkpoint_interval, self.step_seconds
+        of = ""
+        if has:
+            of = f" of {has / 2**30:.0f}"
+        memory = "not predicted"
+        if self.memory is not None:
+            memory = f"{self.memory / 2**30:.1f}{of} GiB per GPU, predicted"
+        every = self.checkpoint_interval
+        seconds = self.step_seconds
         return [
             f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}",
             f"nodes        {self.nodes} × {self.ranks} ranks = {recipe.world_size}",
             f"mesh         {mesh}",
-            f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation {recipe.accumulation}",
+            f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation "
+            f"{recipe.accumulation}",
             f"memory       {memory}",
             *(
                 [f"time         {recipe.steps} steps in about {span(seconds * recipe.steps)}"]
@@ -182,12 +205,17 @@ class Plan:
             ),
             f"checkpoints  every {every} steps"
             if every
-            else f"checkpoints  none: a restarted job begins at step 1 ({recipe.knows.key('checkpoint')}=N writes them)",
+            else (
+                "checkpoints  none: a restarted job begins at step 1 "
+                f"({recipe.knows.key('checkpoint')}=N writes them)"
+            ),
         ]
 
 
 def bash(name: str, variables: Mapping[str, object], command: str) -> str:
-    """Return the script ``NAME.sh`` of this package after what it reads: variables, and ``run_ranks``, its command."""
+    """Return the script ``NAME.sh`` of this package after what it reads: variables, and
+    ``run_ranks``, its command.
+    """
     texts = (
         Path(__file__).with_name(f"{part}.sh").read_text(encoding="utf-8")
         for part in ("attempt", name)
@@ -197,7 +225,9 @@ def bash(name: str, variables: Mapping[str, object], command: str) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m``, ``12h`` or ``2d``."""
+    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m``, ``12h`` or
+    ``2d``.
+    """
     unit, size = next(
         (pair for pair in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * pair[1]),
         ("s", 1),
@@ -207,11 +237,14 @@ def span(seconds: float) -> str:
 
 def vendor(gpu: str) -> str:
     """Return ``amd`` or ``nvidia``; empty for ``cpu``."""
-    return "" if gpu == CPU else arch_of(generation(gpu)).vendor
+    if gpu == CPU:
+        return ""
+    return arch_of(generation(gpu)).vendor
 
 
 def refuse_unfit(options: Mapping[str, object], job: str) -> None:
-    """Raise InputError for an option that does not match its pattern below ``job`` in ``options.yaml``.
+    """Raise InputError for an option that does not match its pattern below ``job`` in
+    ``options.yaml``.
 
     An empty text is no option, and always matches.
     """
@@ -223,7 +256,8 @@ def refuse_unfit(options: Mapping[str, object], job: str) -> None:
 
 
 def refuse_secrets(words: Sequence[str], hint: str) -> None:
-    """Raise InputError if a word looks like a secret, because other people can read scripts and manifests.
+    """Raise InputError if a word looks like a secret, because other people can read scripts and
+    manifests.
 
     ``hint`` tells how to pass a secret instead.
     """
@@ -232,7 +266,10 @@ def refuse_secrets(words: Sequence[str], hint: str) -> None:
         if _SECRET.search(word) or (
             equals and value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)
         ):
-            shown = name[:40] if equals else f"{word[:6]}…"
+            if equals:
+                shown = name[:40]
+            else:
+                shown = f"{word[:6]}…"
             raise InputError(
                 f"{shown}: this looks like a secret, and others can read job files", hint=hint
             )

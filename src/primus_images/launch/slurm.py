@@ -12,7 +12,6 @@ from typing import Any, Literal
 from primus_images.errors import HostError, InputError
 from primus_images.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus_images.programs import captured
-from primus_images.refusals import refusal
 from primus_images.yamlfile import read_values
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
@@ -26,7 +25,9 @@ _REGISTRY = re.compile(r"^(docker://)?(\w[^/#]*[.:][^/#]*|localhost)/")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The options of `primus launch slurm`. An empty text leaves the choice to Slurm. ``grace`` is in seconds."""
+    """The options of `primus launch slurm`. An empty text leaves the choice to Slurm. ``grace`` is
+    in seconds.
+    """
 
     container: Container = "none"
     image: str = ""
@@ -54,25 +55,35 @@ class Site:
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
         if self.container != "none":
             image = self.image
-            # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user and a registry
-            # before #.
+            # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user
+            # and a registry before #.
             if self.container in ("pyxis", "apptainer"):
-                image = "" if _FILE.match(image) else _PROTOCOL.sub("", image).replace("#", "/", 1)
+                if _FILE.match(image):
+                    image = ""
+                else:
+                    image = _PROTOCOL.sub("", image).replace("#", "/", 1)
             refuse_unfit({**vars(self), "image": image}, "containers")
-        if (limit := limit_of(self.time)) and self.grace >= limit:
+        limit = limit_of(self.time)
+        if limit and self.grace >= limit:
             raise InputError(
-                f"--grace {self.grace}: the job would be told to end at its start: --time is {self.time}"
+                f"--grace {self.grace}: the job would be told to end at its start: --time is "
+                f"{self.time}"
             )
 
 
 def limit_of(text: str) -> float | None:
-    """Return the seconds of a time limit as Slurm reads it; None for 0 and words, which are no limit."""
+    """Return the seconds of a time limit as Slurm reads it; None for 0 and words, which are no
+    limit.
+    """
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     # The first part is hours after days or of three parts, and minutes otherwise.
-    sizes = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    if dash or len(parts) == 3:
+        sizes = (3600, 60, 1)
+    else:
+        sizes = (60, 1)
     return (
         int(days or 0) * 86400 + sum(part * size for part, size in zip(parts, sizes, strict=False))
         or None
@@ -80,8 +91,11 @@ def limit_of(text: str) -> float | None:
 
 
 def container_here() -> Container:
-    """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
-    if srun := shutil.which("srun"):
+    """Return the container runtime of this cluster: pyxis if srun supports it, else the first
+    installed program.
+    """
+    srun = shutil.which("srun")
+    if srun:
         with suppress(subprocess.TimeoutExpired, OSError):
             if "--container-image" in captured([srun, "--help"], "srun", timeout=20).stdout:
                 return "pyxis"
@@ -89,11 +103,15 @@ def container_here() -> Container:
 
 
 def script(plan: Plan, site: Site) -> str:
-    """Return the batch script. It contains no secret, and does not depend on the machine that renders it."""
+    """Return the batch script. It contains no secret, and does not depend on the machine that
+    renders it.
+    """
     name = site.name or "primus-" + re.sub(
         r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml")
     )
-    gpus = plan.ranks if vendor(plan.recipe.gpu) else None
+    gpus = None
+    if vendor(plan.recipe.gpu):
+        gpus = plan.ranks
     options = {
         "job-name": name,
         "nodes": plan.nodes,
@@ -120,10 +138,18 @@ def script(plan: Plan, site: Site) -> str:
         "#",
         *(f"# {line}" for line in plan.lines()),
     ]
-    resume = shlex.quote(site.resume_from) if site.resume_from else ""
+    resume = ""
+    if site.resume_from:
+        resume = shlex.quote(site.resume_from)
     # What one node runs. Its quotes are evaluated there.
-    engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
-    train = f'{shlex.join(plan.command)} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
+    if site.container in ("none", "pyxis"):
+        engine = ""
+    else:
+        engine = f"{_engine(plan, site)} "
+    train = (
+        f'{shlex.join(plan.command)} --output "$OUTPUT" '
+        f'${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
+    )
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
     variables = {
         "steps": plan.resumable,
@@ -145,13 +171,20 @@ def _names(site: Site) -> list[str]:
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
-    recipe = [plan.recipe.path.parent] if plan.recipe.by_path else []
-    resumed = [Path(site.resume_from)] if site.resume_from else []
+    if plan.recipe.by_path:
+        recipe = [plan.recipe.path.parent]
+    else:
+        recipe = []
+    if site.resume_from:
+        resumed = [Path(site.resume_from)]
+    else:
+        resumed = []
     return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *recipe)]
 
 
 def _engine(plan: Plan, site: Site) -> str:
-    image, words = shlex.quote(site.image), _DATA["engines"][site.container]
+    image = shlex.quote(site.image)
+    words = _DATA["engines"][site.container]
     if site.container == "apptainer" and not re.match(r"[./]|\w+://", site.image):
         image = f"docker://{image}"
     own = (words.get(name, "") for name in ("run", vendor(plan.recipe.gpu), "fabric"))
@@ -161,8 +194,8 @@ def _engine(plan: Plan, site: Site) -> str:
 
 
 def _srun(plan: Plan, site: Site) -> str:
-    # srun's exit code is the highest of the tasks. When a task fails, the others end by themselves with a message; any
-    # that remain are killed afterwards.
+    # srun's exit code is the highest of the tasks. When a task fails, the others end by themselves
+    # with a message; any that remain are killed afterwards.
     words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
     # The first node judges a run after the others have ended.
     words += ["--kill-on-bad-exit=0", f"--wait={60 if plan.resumable else 0}", "--label"]
@@ -175,7 +208,8 @@ def _srun(plan: Plan, site: Site) -> str:
 
 
 def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
-    """Submit the script with sbatch. Returns an exit code, the job's with ``wait`` and else 0, and the job's number.
+    """Submit the script with sbatch. Returns an exit code, the job's with ``wait`` and else 0, and
+    the job's number.
 
     Raises HostError if sbatch is missing or refuses the job.
     """
@@ -192,5 +226,11 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
         printed = (
             " ".join((done.stderr or done.stdout).split())[:400] or f"exit code {done.returncode}"
         )
-        raise refusal("no_batch_job" if done.returncode else "no_job_number", reason=printed)
+        if done.returncode:
+            raise HostError(
+                f"sbatch refused the job: {printed}", hint="--dry-run prints the script"
+            )
+        raise HostError(
+            f"sbatch names no job: {printed}", hint="squeue --me lists what it submitted"
+        )
     return (done.returncode if wait else 0), number

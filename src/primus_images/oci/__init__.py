@@ -1,1 +1,3 @@
-"""The image store: layers, tar archives, canonical JSON and root file systems, in the OCI image formats."""
+"""The image store: layers, tar archives, canonical JSON and root file systems, in the OCI image
+formats.
+"""

@@ -1,5 +1,6 @@
-"""Layers: written in one pass (tar, SHA-256 of the tar, compression, SHA-256 of the blob), read as a stream, from which
-nothing is unpacked, or adopted from an image of a registry, with unchanged bytes.
+"""Layers: written in one pass (tar, SHA-256 of the tar, compression, SHA-256 of the blob), read as
+a stream, from which nothing is unpacked, or adopted from an image of a registry, with unchanged
+bytes.
 """
 
 import contextlib
@@ -19,7 +20,6 @@ from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
 from primus_images.files import open_regular, reason_of
 from primus_images.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus_images.oci.tar import Entry, Kind, Member, chunks_of, in_order, write_tar
-from primus_images.refusals import refusal
 from primus_images.sandbox.container import LayerRef
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
@@ -47,9 +47,10 @@ def assembler() -> str:
 
 class _Packer(io.RawIOBase):
     def __init__(self, out: IO[bytes], advance: Callable[[int], None]) -> None:
-        self._out, self._advance = out, advance
-        # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker
-        # takes about 20 MB, and layers are written in parallel.
+        self._out = out
+        self._advance = advance
+        # zstd's output does not depend on the number of threads, as long as there is at least one
+        # worker. Each worker takes about 20 MB, and layers are written in parallel.
         threads = max(1, min(4, (os.cpu_count() or 1) // 2))
         compressor = zstandard.ZstdCompressor(
             level=_ZSTD_LEVEL, threads=threads, write_checksum=True
@@ -84,10 +85,11 @@ def write_layer(
     advance: Callable[[int], None] = lambda _: None,
     look: Callable[[Iterator[Member]], object] = list,
 ) -> Layer:
-    """Write the entries as a layer blob into the store. ``look`` gets each as it is written, and must take them all.
+    """Write the entries as a layer blob into the store. ``look`` gets each as it is written, and
+    must take them all.
 
-    Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
-    HostError if the disk is full or an archive is damaged. The store is then unchanged.
+    Raises InputError for paths that an image may not contain, CheckFailed if a source changes while
+    it is read, HostError if the disk is full or an archive is damaged. The store is then unchanged.
     """
     ordered = in_order(entries)
     try:
@@ -111,17 +113,22 @@ def write_layer(
             ) from None
         raise storage_error(error, Path(error.filename or store.root)) from None
     lines = (f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in ordered)
-    diff_id, paths = f"sha256:{packer.tar.hexdigest()}", save_paths(store, lines)
+    diff_id = f"sha256:{packer.tar.hexdigest()}"
+    paths = save_paths(store, lines)
     return Layer(blob=blob, diff_id=diff_id, unpacked=packer.unpacked, paths=paths)
 
 
 def save_paths(store: Store, lines: Iterable[str]) -> str:
-    """Store the list of a layer's paths, lines of ``kind mode uid:gid path``, and return its digest."""
+    """Store the list of a layer's paths, lines of ``kind mode uid:gid path``, and return its
+    digest.
+    """
     return store.put("\n".join(sorted(lines)).encode(), "text/plain").digest
 
 
 def read_paths(store: Store, layer: Layer) -> dict[str, str]:
-    """Return path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError if the list is damaged."""
+    """Return path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError if the
+    list is damaged.
+    """
     result: dict[str, str] = {}
     for line in store.read(layer.paths).decode().split("\n"):
         if line:
@@ -133,10 +140,10 @@ def read_paths(store: Store, layer: Layer) -> dict[str, str]:
 def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None:
     """Raise CheckFailed, with the first conflicts, if two layers of an image contain the same path.
 
-    ``layers`` are name, whether the layer is of the base image, and path → ``kind mode uid:gid``, lowest first. The
-    base image's own layers may replace each other's files, so they count as one. Folders may be shared if kind, mode
-    and owner agree. No path may lie below another layer's symbolic link, because unpacking would replace the link
-    (``/lib`` on a merged /usr).
+    ``layers`` are name, whether the layer is of the base image, and path → ``kind mode uid:gid``,
+    lowest first. The base image's own layers may replace each other's files, so they count as one.
+    Folders may be shared if kind, mode and owner agree. No path may lie below another layer's
+    symbolic link, because unpacking would replace the link (``/lib`` on a merged /usr).
     """
     base: dict[str, str] = {}
     components = []
@@ -145,9 +152,16 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
             base |= paths
         else:
             components.append((name, paths))
-    if conflicts := list(_overlaps([("the base image", base), *components])):
-        more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
-        raise refusal("two_owners", conflicts="; ".join(conflicts[:5]) + more)
+    conflicts = list(_overlaps([("the base image", base), *components]))
+    if conflicts:
+        more = ""
+        if len(conflicts) > 5:
+            more = f" (and {len(conflicts) - 5} more)"
+        conflicts_text = "; ".join(conflicts[:5]) + more
+        raise CheckFailed(
+            f"two layers own one path: {conflicts_text}",
+            hint="let one component own it, or leave the file out of the other",
+        )
 
 
 def _overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
@@ -164,7 +178,8 @@ def _overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
     folders = {path.rpartition("/")[0] for path in owners}
     below = {folder: link for folder in folders if (link := _link_at(folder, links))}
     for path, (owner, _) in owners.items() if below else ():
-        if above := below.get(path.rpartition("/")[0]):
+        above = below.get(path.rpartition("/")[0])
+        if above:
             yield f"/{path} of {owner} lies below the symbolic link /{above} of {owners[above][0]}"
 
 
@@ -175,10 +190,11 @@ def _link_at(folder: str, links: set[str]) -> str:
 
 
 def members(archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """Yield (path without a leading slash, member) of the archive, in order; the path of its root is empty.
+    """Yield (path without a leading slash, member) of the archive, in order; the path of its root
+    is empty.
 
-    tarfile itself would keep every member, and a layer may have a million. Raises tarfile.ReadError for a member of an
-    impossible size.
+    tarfile itself would keep every member, and a layer may have a million. Raises tarfile.ReadError
+    for a member of an impossible size.
     """
     while (member := archive.next()) is not None:
         # tarfile would look for the next member for years.
@@ -190,9 +206,14 @@ def members(archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
 
 
 def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
-    """Return the entry of an archive's member, one of :data:`MEMBER_KINDS`. ``more`` are fields such as its bytes."""
+    """Return the entry of an archive's member, one of :data:`MEMBER_KINDS`. ``more`` are fields
+    such as its bytes.
+    """
     kind = MEMBER_KINDS[member.type]
-    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
+    if kind == "hardlink":
+        link = member.linkname.removeprefix("./")
+    else:
+        link = member.linkname
     return Entry(
         path=path, kind=kind, mode=member.mode, uid=member.uid, gid=member.gid, link=link, **more
     )
@@ -201,8 +222,8 @@ def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
 def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
     """Yield every member of the layer, in its order, in bounded memory.
 
-    Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does not match its
-    digest.
+    Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does
+    not match its digest.
     """
     with _reader(layer, blob) as reader:
         try:
@@ -218,7 +239,8 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
                         if info.isreg()
                         else (),
                     )
-        # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended headers in a row.
+        # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended
+        # headers in a row.
         except (tarfile.TarError, ValueError, RecursionError) as error:
             raise reader.damaged(f"no tar is in it ({error})") from None
         reader.finish()
@@ -227,7 +249,8 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
 def unpacked(layer: LayerRef, blob: Path) -> Iterator[bytes]:
     """Yield the bytes of the layer's tar.
 
-    Raises HostError if the blob cannot be read or, after its end was read, does not match its digest.
+    Raises HostError if the blob cannot be read or, after its end was read, does not match its
+    digest.
     """
     with _reader(layer, blob) as reader:
         while data := reader.read(_CHUNK):
@@ -240,8 +263,9 @@ def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
     try:
         file = blob.open("rb", buffering=0)
     except OSError as error:
-        raise refusal(
-            "unreadable_blob", digest=layer.digest, error=reason_of(error), blob=blob
+        raise HostError(
+            f"blob {layer.digest} of the image cannot be read: {reason_of(error)} ({blob})",
+            hint="build the image again",
         ) from None
     with file:
         yield _BlobReader(layer, blob, file)
@@ -249,7 +273,8 @@ def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
 
 class _BlobReader:
     def __init__(self, layer: LayerRef, path: Path, file: IO[bytes]) -> None:
-        self._layer, self._path = layer, path
+        self._layer = layer
+        self._path = path
         self._packed = _Tee(file)
         self._plain = _Tee(_decompressed(self._packed, layer.media_type))
 
@@ -262,7 +287,8 @@ class _BlobReader:
     def finish(self) -> None:
         while self.read(_CHUNK) or self._packed.read(_CHUNK):
             pass
-        digest, diff_id = self._packed.digest, self._plain.digest
+        digest = self._packed.digest
+        diff_id = self._plain.digest
         if digest != self._layer.digest:
             raise self.damaged(f"its bytes hash to {digest}")
         if diff_id != self._layer.diff_id:
@@ -271,12 +297,15 @@ class _BlobReader:
             )
 
     def damaged(self, reason: str) -> PrimusError:
-        return refusal("damaged_blob", digest=self._layer.digest, reason=reason, path=self._path)
+        return HostError(
+            f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
+            hint="delete that file and build the image again; nothing of it was kept",
+        )
 
 
 def require_sane(unpacked: int, packed: int) -> None:
-    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more than a disk
-    holds. ``unpacked`` is the size so far or the total.
+    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more
+    than a disk holds. ``unpacked`` is the size so far or the total.
     """
     if unpacked > _FREE + _MOST_RATIO * packed:
         raise ValueError(
@@ -288,8 +317,10 @@ class _Tee:
     def __init__(
         self, stream: IO[bytes], passed_on: Callable[[bytes], object] = lambda _: None
     ) -> None:
-        self._stream, self._passed_on = stream, passed_on
-        self._hash, self.size = hashlib.sha256(), 0
+        self._stream = stream
+        self._passed_on = passed_on
+        self._hash = hashlib.sha256()
+        self.size = 0
 
     def read(self, amount: int = -1) -> bytes:
         data = self._stream.read(amount)
@@ -319,8 +350,8 @@ def adopt_layer(
 ) -> Layer:
     """Add the layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
 
-    Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
-    change while they are read, HostError if the disk is full.
+    Raises InputError if it is not a layer or has an entry that an image may not contain,
+    CheckFailed if its bytes change while they are read, HostError if the disk is full.
     """
     try:
         with open_regular(path) as file, store.temporary() as out:
@@ -359,7 +390,8 @@ def _lines(plain: _Tee) -> Iterator[str]:
             if member.type not in MEMBER_KINDS or member.issparse():
                 raise InputError(f"/{path} is not a plain file, folder or link")
             entry = entry_of(path, member)
-            # A folder may appear twice, but of two files with one path, it is unclear which one counts.
+            # A folder may appear twice, but of two files with one path, it is unclear which one
+            # counts.
             if path in seen and entry.kind != "dir":
                 raise InputError(f"it contains /{path} twice")
             if entry.kind == "hardlink" and entry.link not in seen:

@@ -1,10 +1,11 @@
 """The store: one OCI image layout, and the records of the actions that created its blobs.
 
-Layout: ``oci-layout``, ``index.json`` and ``blobs/sha256/*`` as in the OCI image-layout specification;
-``actions/<key>.json`` is the record of a finished action; ``targets/<target>.json`` describes the last build;
-``locks/`` and ``tmp/`` are for work in progress. A blob appears by rename when it is complete, and a record only after
-its blobs, so the store is valid after an interrupt at any moment. A name proves nothing: bytes that ship are hashed
-again (GHSA-3fqg-8hpf-5682), see :meth:`Store.check`.
+Layout: ``oci-layout``, ``index.json`` and ``blobs/sha256/*`` as in the OCI image-layout
+specification; ``actions/<key>.json`` is the record of a finished action; ``targets/<target>.json``
+describes the last build; ``locks/`` and ``tmp/`` are for work in progress. A blob appears by rename
+when it is complete, and a record only after its blobs, so the store is valid after an interrupt at
+any moment. A name proves nothing: bytes that ship are hashed again (GHSA-3fqg-8hpf-5682), see
+:meth:`Store.check`.
 """
 
 import contextlib
@@ -22,7 +23,6 @@ from typing import IO, Any, Self
 
 from primus_images import files
 from primus_images.errors import HostError, InputError, PrimusError
-from primus_images.refusals import refusal
 from primus_images.schema import build_typed, read_json
 from primus_images.waits import InUse, lock
 
@@ -38,7 +38,9 @@ _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 
 
 def canonical_json(data: object) -> bytes:
-    """Return canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""
+    """Return canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on
+    every machine.
+    """
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
@@ -132,12 +134,16 @@ class Store:
         return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
 
     def check(self, digest: str) -> str | None:
-        """Read the blob and hash it. Returns None if it is intact, else one sentence that says what is wrong."""
+        """Read the blob and hash it. Returns None if it is intact, else one sentence that says what
+        is wrong.
+        """
         try:
             seen = f"sha256:{files.sha256_of(self.blob_path(digest))}"
         except (OSError, InputError) as error:
             return f"blob {digest} cannot be read: {_reason(error)}"
-        return None if seen == digest else f"blob {digest} is damaged: its bytes hash to {seen}"
+        if seen == digest:
+            return None
+        return f"blob {digest} is damaged: its bytes hash to {seen}"
 
     def read(self, digest: str) -> bytes:
         """Read and verify a small blob. Raises HostError if it is damaged or missing."""
@@ -172,8 +178,11 @@ class Store:
 
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
-        """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process is killed."""
-        # Take the sweepers' lock: between its creation and its locking, a folder looks like one of a killed builder.
+        """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process
+        is killed.
+        """
+        # Take the sweepers' lock: between its creation and its locking, a folder looks like one of
+        # a killed builder.
         with self.lock("tmp"):
             path = self.root / "tmp" / f"{prefix}-{os.urandom(6).hex()}"
             path.mkdir(mode=0o700)
@@ -187,8 +196,8 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, name: str, what: str = "") -> Iterator[None]:
-        """Hold ``locks/<name>``. A second builder of the same thing waits here. The kernel releases the lock if
-        the process dies. ``what`` names it in messages.
+        """Hold ``locks/<name>``. A second builder of the same thing waits here. The kernel releases
+        the lock if the process dies. ``what`` names it in messages.
         """
         path = self.root / "locks" / name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -199,22 +208,29 @@ class Store:
             os.close(handle)
 
     def layer(self, key: str) -> Layer | None:
-        """Return the layer that an action created. None if it did not run, its blob is missing or truncated, or
-        its list of paths is missing.
+        """Return the layer that an action created. None if it did not run, its blob is missing or
+        truncated, or its list of paths is missing.
         """
         record = self.record("actions", key)
         try:
             layer = build_typed(Layer, (record or {})["layer"], key)
         except (KeyError, TypeError, ValueError, InputError):
             return None
-        return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
+        if self.has(layer.blob) and self.blob_path(layer.paths).is_file():
+            return layer
+        return None
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
-        """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""
+        """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is
+        then created again).
+        """
         path = self._record(room, name)
-        if (data := files.read_sealed(path)) is None:
+        data = files.read_sealed(path)
+        if data is None:
             files.require_readable(path)
-        return data if isinstance(data, dict) else None
+        if isinstance(data, dict):
+            return data
+        return None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
         """Write a record atomically."""
@@ -242,16 +258,19 @@ class Store:
         except PermissionError:
             raise
         except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-            reason = (
-                _reason(error)
-                if isinstance(error, InputError | OSError)
-                else "it is not an index of images"
-            )
-            raise refusal("damaged_index", path, reason=reason) from None
+            reason = "it is not an index of images"
+            if isinstance(error, InputError | OSError):
+                reason = _reason(error)
+            raise HostError(
+                f"the store's index is damaged: {reason}",
+                where=path,
+                hint="primus build --rehash creates it again",
+            ) from None
         return images
 
     def names(self, ref: str, manifest: Blob) -> bool:
-        """Whether ``ref`` points to the manifest, and ``index.json`` and ``oci-layout`` are exactly as written here.
+        """Whether ``ref`` points to the manifest, and ``index.json`` and ``oci-layout`` are exactly
+        as written here.
 
         Raises HostError if the index is damaged.
         """
@@ -282,7 +301,9 @@ class Store:
             self._replace(self._index, _index_bytes(images))
 
     def reset_index(self) -> None:
-        """Replace a damaged index. Every image gets its name back when it is built again, from the same layers."""
+        """Replace a damaged index. Every image gets its name back when it is built again, from the
+        same layers.
+        """
         with self.lock("index"):
             files.remove_path(self._index)
             self._replace(self._index, _index_bytes({}))
@@ -342,18 +363,27 @@ def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def _reason(error: OSError | InputError) -> str:
-    return error.message if isinstance(error, InputError) else files.reason_of(error)
+    if isinstance(error, InputError):
+        return error.message
+    return files.reason_of(error)
 
 
 def storage_error(error: OSError, path: Path) -> PrimusError:
     """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return refusal("full_disk_of_store", folder=path.parent)
+        return HostError(
+            f"the disk that holds {path.parent} is full",
+            hint="free space and run it again: finished work is kept",
+        )
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return HostError(
             f"{error.filename} is not a folder", hint="remove it, or choose another with --store"
         )
     refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    return refusal(
-        "store_refused" if refused else "store_failed", path=path, error=files.reason_of(error)
-    )
+    if refused:
+        return HostError(
+            f"cannot write {path}: {files.reason_of(error)}",
+            hint="run this as a user who may write there, or choose a folder on another file "
+            "system with --store",
+        )
+    return HostError(f"cannot write {path}: {files.reason_of(error)}")

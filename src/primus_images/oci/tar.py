@@ -1,9 +1,10 @@
-"""A deterministic tar writer: the same entries give the same bytes on any machine, at any time, in any directory order.
+"""A deterministic tar writer: the same entries give the same bytes on any machine, at any time, in
+any directory order.
 
-Entries are ordered by path. Owner and mode are the entry's, every time stamp is :data:`MTIME`, and parents are written
-once. Headers are ustar; a PAX header precedes an entry only if ustar cannot represent it (long path or link, 8 GiB or
-more, extended attributes, non-ASCII text). Headers are formatted here, because Python's tarfile reaches only about 100
-MB/s on many small files.
+Entries are ordered by path. Owner and mode are the entry's, every time stamp is :data:`MTIME`, and
+parents are written once. Headers are ustar; a PAX header precedes an entry only if ustar cannot
+represent it (long path or link, 8 GiB or more, extended attributes, non-ASCII text). Headers are
+formatted here, because Python's tarfile reaches only about 100 MB/s on many small files.
 """
 
 import errno
@@ -14,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from primus_images.errors import InputError, PrimusError
+from primus_images.errors import CheckFailed, InputError, PrimusError
 from primus_images.files import link_fault, open_regular, path_fault
-from primus_images.refusals import refusal
 
-# The oldest time that a zip file can represent (1980-01-01 UTC), so that files of an image can be zipped again.
+# The oldest time that a zip file can represent (1980-01-01 UTC), so that files of an image can be
+# zipped again.
 MTIME = 315532800
 BLOCK = 512
 _CHUNK = 1 << 20
@@ -29,8 +30,8 @@ Source = bytes | Path | Callable[[], Iterable[bytes]]
 
 
 class Member(NamedTuple):
-    """One path of a layer, without a leading slash. ``chunks`` are a file's bytes, which can be read once, while it is
-    the current member. ``link`` is where a symlink leads.
+    """One path of a layer, without a leading slash. ``chunks`` are a file's bytes, which can be
+    read once, while it is the current member. ``link`` is where a symlink leads.
     """
 
     path: str
@@ -46,9 +47,9 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One clean path (:func:`primus_images.files.path_fault`) of a layer. ``link`` is the target of a hard or symbolic link
-    (a hard link's target is a path of the same layer). ``source`` yields exactly ``size`` bytes, with the hash
-    ``sha256`` if the layer's key states one.
+    """One clean path (:func:`primus_images.files.path_fault`) of a layer. ``link`` is the target of
+    a hard or symbolic link (a hard link's target is a path of the same layer). ``source`` yields
+    exactly ``size`` bytes, with the hash ``sha256`` if the layer's key states one.
 
     Raises InputError for a path or a link that an image may not contain.
     """
@@ -65,20 +66,28 @@ class Entry:
     sha256: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if fault := path_fault(self.path):
+        fault = path_fault(self.path)
+        if fault:
             raise InputError(f"the path {self.path[:200]!r} cannot be in an image: {fault}")
         if self.kind in ("symlink", "hardlink"):
-            fault = link_fault(self.link) if self.kind == "symlink" else path_fault(self.link)
+            if self.kind == "symlink":
+                fault = link_fault(self.link)
+            else:
+                fault = path_fault(self.link)
             if fault:
                 raise InputError(
-                    f"the target {self.link[:200]!r} of the link {self.path} cannot be used: {fault}"
+                    f"the target {self.link[:200]!r} of the link {self.path} cannot be used: "
+                    f"{fault}"
                 )
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes. Raises CheckFailed if they are not ``size`` bytes with the hash ``sha256``,
-        or if the source is no longer a regular file.
+        """Yield the file's bytes. Raises CheckFailed if they are not ``size`` bytes with the hash
+        ``sha256``, or if the source is no longer a regular file.
         """
-        digest, done = hashlib.sha256() if self.sha256 else None, 0
+        digest = None
+        if self.sha256:
+            digest = hashlib.sha256()
+        done = 0
         for chunk in self._pieces():
             done += len(chunk)
             # A source that keeps growing must not fill the disk.
@@ -108,7 +117,14 @@ class Entry:
             yield from self.source()
 
     def _changed(self) -> PrimusError:
-        return refusal("changed", what=self.source if isinstance(self.source, Path) else self.path)
+        if isinstance(self.source, Path):
+            what = self.source
+        else:
+            what = self.path
+        return CheckFailed(
+            f"{what} changed while the build read it",
+            hint="build again, and do not change the files meanwhile",
+        )
 
 
 def chunks_of(stream: IO[bytes]) -> Iterator[bytes]:
@@ -126,8 +142,8 @@ def part(path: Path, offset: int, size: int) -> Iterator[bytes]:
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises InputError for a
-    duplicate path or a path below something that is not a folder.
+    """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises
+    InputError for a duplicate path or a path below something that is not a folder.
     """
     by_path: dict[str, Entry] = {}
     for entry in entries:
@@ -148,12 +164,15 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def write_tar(entries: Iterable[Entry], write: Callable[[bytes], object]) -> Iterator[Member]:
-    """Write the entries in the given order and the end mark. Yields each entry while it is written, so that its bytes,
-    which exist only now, can be examined.
+    """Write the entries in the given order and the end mark. Yields each entry while it is written,
+    so that its bytes, which exist only now, can be examined.
     """
     for entry in entries:
         write(_header(entry))
-        chunks = _written(entry, write) if entry.kind == "file" else iter(())
+        if entry.kind == "file":
+            chunks = _written(entry, write)
+        else:
+            chunks = iter(())
         yield Member(
             path=entry.path, kind=entry.kind, size=entry.size, link=entry.link, chunks=chunks
         )
@@ -171,16 +190,22 @@ def _written(entry: Entry, write: Callable[[bytes], object]) -> Iterator[bytes]:
 
 
 def _header(entry: Entry) -> bytes:
-    path = entry.path + "/" if entry.kind == "dir" else entry.path
+    if entry.kind == "dir":
+        path = entry.path + "/"
+    else:
+        path = entry.path
     pax: dict[str, bytes] = {f"SCHILY.xattr.{k}": v for k, v in entry.xattrs.items()}
     prefix, name = _split(path)
     if len(name) > 100 or not path.isascii():
         pax["path"] = path.encode()
-        prefix, name = b"", path.encode("ascii", "replace")
+        prefix = b""
+        name = path.encode("ascii", "replace")
     link = entry.link.encode("ascii", "replace")
     if len(link) > 100 or not entry.link.isascii():
         pax["linkpath"] = entry.link.encode()
-    size = entry.size if entry.kind == "file" else 0
+    size = 0
+    if entry.kind == "file":
+        size = entry.size
     if size >= 8 << 30:
         pax["size"] = str(size).encode()
         size = 0
@@ -201,7 +226,9 @@ def _split(path: str) -> tuple[bytes, bytes]:
         return b"", raw
     # The name after the slash must not be empty.
     cut = raw.rfind(b"/", 0, min(156, len(raw) - 1))
-    return (raw[:cut], raw[cut + 1 :]) if cut > 0 else (b"", raw)
+    if cut > 0:
+        return (raw[:cut], raw[cut + 1 :])
+    return (b"", raw)
 
 
 def _block(

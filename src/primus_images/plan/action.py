@@ -1,4 +1,5 @@
-"""The units of build work, and the image that a plan makes of their layers: config, manifest, whether it is built.
+"""The units of build work, and the image that a plan makes of their layers: config, manifest,
+whether it is built.
 
 The key of an action is a hash of everything that can affect its bytes.
 """
@@ -29,7 +30,9 @@ Tree = tuple[tuple[str, str, str], ...]
 
 
 class Input(NamedTuple):
-    """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that set it."""
+    """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that
+    set it.
+    """
 
     name: str
     value: str
@@ -38,13 +41,13 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as JSON data. The result
-    is a layer of the image, or a wheel if its ``kind`` is ``build``.
+    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as
+    JSON data. The result is a layer of the image, or a wheel if its ``kind`` is ``build``.
 
-    ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder
-    ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its bytes.
-    ``tools`` are the actions in whose result it runs; their keys are not part of its key, because what matters of
-    them is among the inputs.
+    ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256)
+    of the folder ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions
+    whose result affects its bytes. ``tools`` are the actions in whose result it runs; their keys
+    are not part of its key, because what matters of them is among the inputs.
     """
 
     name: str
@@ -72,8 +75,8 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """The plan of one image: its target, the actions of its layers, bottom first, and what else its config and manifest
-    contain. Later steps look nothing up elsewhere.
+    """The plan of one image: its target, the actions of its layers, bottom first, and what else its
+    config and manifest contain. Later steps look nothing up elsewhere.
     """
 
     resolved: ResolvedTarget = field(repr=False, compare=False)
@@ -103,8 +106,8 @@ class ImagePlan:
 
 
 def ordered(actions: Iterable[Action], done: Callable[[Action], bool]) -> list[Action]:
-    """Return ``actions`` and those that they need, each once and after its own needs; none that is ``done``, and none
-    that only these need.
+    """Return ``actions`` and those that they need, each once and after its own needs; none that is
+    ``done``, and none that only these need.
     """
     result: dict[str, Action] = {}
 
@@ -137,7 +140,9 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
 
 
 class Composed(NamedTuple):
-    """An image without a name. All its layers are in the store; the fields hold the bytes of config and manifest."""
+    """An image without a name. All its layers are in the store; the fields hold the bytes of config
+    and manifest.
+    """
 
     plan: ImagePlan
     layers: tuple[Layer, ...]
@@ -164,7 +169,8 @@ def compose(store: Store, plan: ImagePlan) -> Composed | None:
     """Return the image of the plan, or None if one of its layers is not in the store."""
     layers = []
     for action in plan.layers:
-        if (layer := store.layer(action.key)) is None:
+        layer = store.layer(action.key)
+        if layer is None:
             return None
         layers.append(layer)
     config = canonical_json(
@@ -183,18 +189,22 @@ def compose(store: Store, plan: ImagePlan) -> Composed | None:
 def stored(store: Store, plan: ImagePlan) -> Composed | None:
     """Return the image of the plan if the store holds all of it under its name, else None.
 
-    Layers must exist with their full size. Index, manifest and config are small, so their bytes are compared.
+    Layers must exist with their full size. Index, manifest and config are small, so their bytes are
+    compared.
     """
     image = compose(store, plan)
     if image is None or not store.names(plan.ref, Blob.of(image.manifest, MANIFEST_TYPE)):
         return None
     intact = all(store.check(digest_of(data)) is None for data in (image.manifest, image.config))
-    return image if intact else None
+    if intact:
+        return image
+    return None
 
 
 class Built(NamedTuple):
-    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
-    each gate that the image failed, and ``ran`` the seconds of the actions that this build ran, by key.
+    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed``
+    has one sentence for each gate that the image failed, and ``ran`` the seconds of the actions
+    that this build ran, by key.
     """
 
     image: Composed
@@ -203,7 +213,9 @@ class Built(NamedTuple):
     ran: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
+        """Return the image as JSON data. Its ``content`` does not depend on how layers are
+        compressed.
+        """
         plan = self.image.plan
         layers = [
             {
@@ -228,7 +240,9 @@ class Built(NamedTuple):
 
 
 def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
-    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have judged it, else None."""
+    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have
+    judged it, else None.
+    """
     image = stored(store, plan)
     record = store.record("targets", plan.state) or {}
     if image is None or (record.get("digest"), record.get("judged")) != (

@@ -1,5 +1,5 @@
-"""What a build would do, and why: the layers to build, download and reuse, and the inputs that changed since the last
-build, old → new, with their lines.
+"""What a build would do, and why: the layers to build, download and reuse, and the inputs that
+changed since the last build, old → new, with their lines.
 """
 
 import re
@@ -25,9 +25,15 @@ class Change(NamedTuple):
 
     def text(self) -> str:
         """The change without the action's name."""
-        place = f"  ({self.where})" if self.where else ""
-        old = _short(self.old) if self.old is not None else "nothing"
-        new = _short(self.new) if self.new is not None else "removed"
+        place = ""
+        if self.where:
+            place = f"  ({self.where})"
+        old = "nothing"
+        if self.old is not None:
+            old = _short(self.old)
+        new = "removed"
+        if self.new is not None:
+            new = _short(self.new)
         return f"{self.input}: {old} → {new}{place}"
 
 
@@ -36,10 +42,11 @@ def _short(value: str) -> str:
 
 
 def changes(record: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
-    """Return the differences between the last build's record and the plan; empty if there is nothing to do.
+    """Return the differences between the last build's record and the plan; empty if there is
+    nothing to do.
 
-    Changes of a local tree are listed by file. Actions that are rebuilt only because of an action they need are
-    left out: only the cause is listed.
+    Changes of a local tree are listed by file. Actions that are rebuilt only because of an action
+    they need are left out: only the cause is listed.
     """
     try:
         return list(_changes((record or {})["inputs"], tree_record(plan)))
@@ -50,9 +57,12 @@ def changes(record: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     for name in {**new["actions"], **old["actions"]}:
-        before, after = old["actions"].get(name), new["actions"].get(name)
+        before = old["actions"].get(name)
+        after = new["actions"].get(name)
         if before is None or after is None:
-            what = "build" if (after or before)["kind"] == "build" else "layer"
+            what = "layer"
+            if (after or before)["kind"] == "build":
+                what = "build"
             where = next(
                 (str(where) for _, where in (after or {"inputs": {}})["inputs"].values() if where),
                 "",
@@ -93,7 +103,8 @@ def _values(
     action: str, part: str, old: Mapping[str, Any], new: Mapping[str, Any], separator: str = " "
 ) -> Iterator[Change]:
     for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
+        before = old.get(key)
+        after = new.get(key)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
@@ -125,15 +136,19 @@ def explain_text(
 
 
 def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob]) -> list[dict[str, Any]]:
-    """Return one row per layer: name, kind, key, ``build``, ``download`` or ``reuse``, and the known bytes.
+    """Return one row per layer: name, kind, key, ``build``, ``download`` or ``reuse``, and the
+    known bytes.
 
-    ``bytes`` is the compressed size of a layer in the store or of its blob in ``cached`` (by the action's key), else
-    the size of the files it is made from.
+    ``bytes`` is the compressed size of a layer in the store or of its blob in ``cached`` (by the
+    action's key), else the size of the files it is made from.
     """
     rows = []
     for action in plan.layers:
         layer = store.layer(action.key)
-        blob = layer.blob if layer else cached.get(action.key)
+        if layer:
+            blob = layer.blob
+        else:
+            blob = cached.get(action.key)
         row = {
             "name": action.name,
             "kind": action.kind,
@@ -160,11 +175,11 @@ def outline_text(
     *,
     full: bool = True,
 ) -> str:
-    """Return the layers as text: ``+`` to build, with the reason, ``<`` to download from the cache, ``=`` to reuse;
-    then their number and bytes.
+    """Return the layers as text: ``+`` to build, with the reason, ``<`` to download from the cache,
+    ``=`` to reuse; then their number and bytes.
 
-    ``changed`` are the changes since the last build, None if there was none. Without ``full``, layers to reuse are
-    only counted, and so are all layers of an image that was never built.
+    ``changed`` are the changes since the last build, None if there was none. Without ``full``,
+    layers to reuse are only counted, and so are all layers of an image that was never built.
     """
     build, download, reuse = (
         [row for row in rows if row["do"] == do] for do in ("build", "download", "reuse")
@@ -174,20 +189,25 @@ def outline_text(
         "download": Styled("<", "cyan"),
         "reuse": Styled("=", "dim"),
     }
-    shown = rows if full else build if changed is not None else []
+    if full:
+        shown = rows
+    elif changed is not None:
+        shown = build
+    else:
+        shown = []
     table = []
     for row in shown:
-        size = bytes_text(row["bytes"]) if row["bytes"] else ""
+        size = ""
+        if row["bytes"]:
+            size = bytes_text(row["bytes"])
         table.append((signs[row["do"]], row["name"], row["kind"], size, _origin(row, changed)))
     lines = screen.table(table, right=(3,), indent="  ")
     for change in changed or ():
         if change.action == "image":
             lines += screen.wrap(change.text(), f"  {screen.paint('~', 'yellow')} ", "    ")
-    what = (
-        f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}"
-        if build
-        else "nothing to build"
-    )
+    what = "nothing to build"
+    if build:
+        what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}"
     what += (
         f", {len(download)} to download ({bytes_text(sum(r['bytes'] for r in download))})"
         if download
@@ -205,9 +225,10 @@ def outline_text(
 def _origin(row: Mapping[str, Any], changed: Sequence[Change] | None) -> str:
     if row["digest"]:
         return str(row["digest"])[7:19]
-    words = (
-        [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"] if row["inputs"] else []
-    )
+    if row["inputs"]:
+        words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"]
+    else:
+        words = []
     if changed is not None:
         reasons = [change.text() for change in changed if change.action == row["name"]]
         words += reasons[:_REASONS] or [

@@ -1,4 +1,6 @@
-"""Pins, lock and local files → the actions of an image. Pure, except that local files are hashed (by stat)."""
+"""Pins, lock and local files → the actions of an image. Pure, except that local files are hashed
+(by stat).
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,6 +10,7 @@ from typing import cast
 
 import zstandard
 
+from primus_images.errors import InputError
 from primus_images.gpucode import FORMAT
 from primus_images.oci.layer import assembler
 from primus_images.oci.store import key_of
@@ -16,17 +19,18 @@ from primus_images.plan.action import Action, ImagePlan, Input
 from primus_images.plan.resolve import ResolvedTarget, with_lock
 from primus_images.plan.stats import StatIndex
 from primus_images.plan.target import build_root, extra_root
-from primus_images.refusals import refusal
 from primus_images.versions.components import Base, Build, Pin
 from primus_images.versions.lock import Lock, LockedFile, normalised, upstream
 
-# A wheel of the closure at least this large gets its own layer: small wheels change together, large ones rarely.
+# A wheel of the closure at least this large gets its own layer: small wheels change together, large
+# ones rarely.
 _OWN_LAYER = 8_000_000
 
 
 def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
     """Return the plan of one image, whose lock is not stale; ``stats`` hashes local files."""
-    planner, constraints = _Planner(resolved, stats), skeleton.constraints(resolved)
+    planner = _Planner(resolved, stats)
+    constraints = skeleton.constraints(resolved)
     return ImagePlan(
         resolved=resolved,
         layers=tuple(planner.layers(constraints)),
@@ -53,7 +57,8 @@ class _Planner:
             self.root = self.root_called(self.base_name)
 
     def layers(self, constraints: str) -> list[Action]:
-        resolved, layers = self.resolved, list(self.root)
+        resolved = self.resolved
+        layers = list(self.root)
         if self.base_name:
             if self.base.kernels:
                 layers.append(self.kernels())
@@ -71,12 +76,13 @@ class _Planner:
             layers.append(self.inline("facts", entries))
         # Gates and records know layers by their names, so they would miss one of two.
         names = [action.name for action in layers]
-        if name := next((name for name in resolved.pins if names.count(name) > 1), None):
-            raise refusal(
-                "layer_name",
-                resolved.pin_place(name, resolved.pins[name]),
-                name=name,
-                target=resolved.name,
+        name = next((name for name in resolved.pins if names.count(name) > 1), None)
+        if name:
+            raise InputError(
+                f"no component can be called {name!r}, because a layer of {resolved.name} has "
+                "this name",
+                where=resolved.pin_place(name, resolved.pins[name]),
+                hint="give it another name",
             )
         return layers
 
@@ -90,9 +96,13 @@ class _Planner:
         return Input(name=name, value="sha256:" + self.stats.sha256(str(path)))
 
     def root_called(self, root: str) -> tuple[Action, ...]:
-        """Return the layers of the base, or of the ``root`` of a build, which is the base with more packages."""
+        """Return the layers of the base, or of the ``root`` of a build, which is the base with more
+        packages.
+        """
         where = self.resolved.base_place(self.base_name)
-        files = self.lock.of("layer", root) if self.base.image else ()
+        files = ()
+        if self.base.image:
+            files = self.lock.of("layer", root)
         digests = [
             (file, Input(name=file.name, value=f"sha256:{file.sha256}", where=where))
             for file in files
@@ -105,12 +115,17 @@ class _Planner:
         return (*layers, self.packages(root, where))
 
     def packages(self, root: str, where: str) -> Action:
-        debs, base = self.lock.of("deb", root), self.base
+        debs = self.lock.of("deb", root)
+        base = self.base
         inputs = [Input(name="suite", value=base.suite, where=where)]
         if not base.image:
-            # Not part of the spec, which also affects builds in this root: both ways give the same packages.
+            # Not part of the spec, which also affects builds in this root: both ways give the same
+            # packages.
             inputs.append(Input(name="variant", value=skeleton.VARIANT))
-        spec = {"kernels": _patterns(base)} if base.kernels else {}
+        if base.kernels:
+            spec = {"kernels": _patterns(base)}
+        else:
+            spec = {}
         return self.debs(
             f"base {root}",
             debs,
@@ -142,7 +157,12 @@ class _Planner:
         debs = self.lock.of("deb", extra_root(base, extra))
         if not debs:
             where = self.resolved.place("extras", self.resolved.choice.channel)
-            raise refusal("idle_extra", where, extra=extra, target=self.resolved.name, base=base)
+            raise InputError(
+                f"extra {extra} adds nothing to {self.resolved.name}: base {base} already has "
+                "its packages",
+                where=where,
+                hint="leave it out",
+            )
         return self.debs(
             f"extra {extra}", debs, self.resolved.base_place(base, "extras", extra), over=base
         )
@@ -150,8 +170,11 @@ class _Planner:
     def kernels(self) -> Action:
         resolved = self.resolved
         if resolved.arch is None:
-            raise refusal(
-                "kernels_without_gpu", resolved.place(), base=self.base_name, target=resolved.name
+            raise InputError(
+                f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} "
+                "has no GPU",
+                where=resolved.place(),
+                hint="set `gpu`",
             )
         debs = tuple(
             file for file in self.lock.of("deb", self.base_name) if file.name in self.base.kernels
@@ -165,10 +188,15 @@ class _Planner:
         )
 
     def components(self) -> list[Action]:
-        resolved, pins = self.resolved, self.resolved.pins
-        wheels = {file.name: file for file in resolved.lock.of("wheel")} if resolved.lock else {}
+        resolved = self.resolved
+        pins = self.resolved.pins
+        if resolved.lock:
+            wheels = {file.name: file for file in resolved.lock.of("wheel")}
+        else:
+            wheels = {}
         layers: dict[str, Action] = {}
-        # A component built with another built component follows it, whatever their order in the target.
+        # A component built with another built component follows it, whatever their order in the
+        # target.
         for component, pin in sorted(
             pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)
         ):
@@ -178,8 +206,10 @@ class _Planner:
             elif pin.path is not None:
                 layers[component] = self.folder(component, pin, where)
             elif not self.base_name:
-                raise refusal(
-                    "package_without_base", where, component=component, target=resolved.name
+                raise InputError(
+                    f"{component} is a Python package, but target {resolved.name} has no base "
+                    "for it",
+                    where=where,
                 )
             elif pin.wheel is not None:
                 file = (wheels.pop(normalised(pin.wheel)),)
@@ -188,18 +218,24 @@ class _Planner:
                 layers[component] = self.wheels(
                     component, (), where, built=self.build(pin, where, layers)
                 )
-        closure = self.closure("python", wheels.values()) if self.base_name else []
+        if self.base_name:
+            closure = self.closure("python", wheels.values())
+        else:
+            closure = []
         ordered = [layers[component] for component in pins if component in layers]
         # Local trees change most often, so they lie on top.
         return [*closure, *sorted(ordered, key=lambda action: action.kind == "files")]
 
     def closure(self, name: str, wheels: Iterable[LockedFile]) -> list[Action]:
-        wheels, where = tuple(wheels), self.resolved.lock_name
+        wheels = tuple(wheels)
+        where = self.resolved.lock_name
         small = tuple(file for file in wheels if file.size < _OWN_LAYER)
         layers = [
             self.wheels(f"python-{f.name}", (f,), where) for f in wheels if f.size >= _OWN_LAYER
         ]
-        return [*layers, self.wheels(name, small, where)] if small else layers
+        if small:
+            return [*layers, self.wheels(name, small, where)]
+        return layers
 
     def check_deb(self, pin: Pin, where: str) -> None:
         base = self.base_name
@@ -207,9 +243,18 @@ class _Planner:
             (file.version for file in self.lock.of("deb", base) if file.name == pin.deb), None
         )
         if version is None:
-            raise refusal("not_in_base", where, base=base, package=pin.deb)
+            raise InputError(
+                f"base {base} does not contain {pin.deb}",
+                where=where,
+                hint=f"add it under bases.{base}.packages",
+            )
         if upstream(version) != pin.version:
-            raise refusal("base_has", where, pin=pin.text, base=base, version=upstream(version))
+            version_text = upstream(version)
+            raise InputError(
+                f"{pin.text} is pinned, but base {base} has {version_text}",
+                where=where,
+                hint=f"pin {version_text}",
+            )
 
     def folder(self, component: str, pin: Pin, where: str) -> Action:
         project = self.resolved.root
@@ -220,16 +265,27 @@ class _Planner:
         }
         for name, path in followed.items():
             if not path.resolve().is_relative_to(project.resolve()):
-                raise refusal("outside", where, component=component, name=name)
-        tree, to = tuple(self.stats.tree(root, pin.include)), pin.to or "/"
+                raise InputError(
+                    f"{component}: {name} is outside of this repository",
+                    where=where,
+                    hint="copy it into the repository",
+                )
+        tree = tuple(self.stats.tree(root, pin.include))
+        to = pin.to or "/"
         if "{site}" in to and not self.base_name:
-            raise refusal("site_without_base", where, component=component)
+            raise InputError(
+                f"{component} is installed with the Python packages, but its target has no base",
+                where=where,
+            )
         to = (to.replace("{site}", self.prefix.site) if "{site}" in to else to).strip("/")
         extra = dict(skeleton.working_folders(to, (path for path, _, _ in tree)))
         if component == "primus":
             extra = dict(skeleton.own_command(to))
         # Names of inputs must differ, or the key would lack one of them.
-        name = f"./{pin.path}" if pin.path in ("assembler", "to") else pin.path or ""
+        if pin.path in ("assembler", "to"):
+            name = f"./{pin.path}"
+        else:
+            name = pin.path or ""
         place = Input(name="to", value="/" + to, where=where)
         inputs = (self.tool, Input(name=name, value=f"tree:{key_of(tree)}", where=where), place)
         spec = {"to": to, "inline": extra}
@@ -246,7 +302,8 @@ class _Planner:
         built: Action | None = None,
         without: Sequence[str] = (),
     ) -> Action:
-        # The image's own interpreter compiles the bytecode, so its packages, not the whole base, are an input.
+        # The image's own interpreter compiles the bytecode, so its packages, not the whole base,
+        # are an input.
         python = [i for action in self.root for i in action.inputs if "python3" in i.name]
         inputs = (
             self.tool,
@@ -257,7 +314,9 @@ class _Planner:
         spec: dict[str, object] = {"prefix": self.prefix.root, "python": self.prefix.python}
         spec["built"] = built.key if built else None
         spec |= {"without": list(without)} if without else {}
-        needs = (built,) if built else ()
+        needs = ()
+        if built:
+            needs = (built,)
         return Action(
             name=name,
             kind="wheels",
@@ -269,16 +328,29 @@ class _Planner:
         )
 
     def build(self, pin: Pin, where: str, components: Mapping[str, Action]) -> Action:
-        resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
+        resolved = self.resolved
+        package = normalised(pin.source or "")
+        build = pin.build or Build()
         source = next(f for f in self.lock.of("git" if pin.git else "sdist") if f.name == package)
-        root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
-        system = self.root_called(root) if build.debs else self.root
-        if lacking := [name for name in build.built if name not in components]:
-            raise refusal("built_with", where, pin=pin.text, other=lacking[0], target=resolved.name)
+        root = build_root(package)
+        wheels = self.lock.of("wheel", build_root(package))
+        if build.debs:
+            system = self.root_called(root)
+        else:
+            system = self.root
+        lacking = [name for name in build.built if name not in components]
+        if lacking:
+            other = lacking[0]
+            raise InputError(
+                f"{pin.text} is built with {other}, which {resolved.name} lacks or builds with "
+                "other packages",
+                where=where,
+            )
         built = [components[name] for name in build.built]
         variables = dict(build.environment)
         if pin.git:
-            # A source archive has no git history, from which setuptools-scm would derive the version.
+            # A source archive has no git history, from which setuptools-scm would derive the
+            # version.
             variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
         layers: list[Action] = []
         if wheels or built:
@@ -309,8 +381,8 @@ class _Planner:
                 "root": [action.spec for action in system],
             },
             needs=tuple(needed for action in built for needed in action.needs),
-            # The wheels do not depend on how the tools' layers are compressed, so their packages are inputs, not
-            # their keys.
+            # The wheels do not depend on how the tools' layers are compressed, so their packages
+            # are inputs, not their keys.
             tools=(*system, *layers, *built),
             files=(source,),
         )

@@ -1,6 +1,8 @@
-"""A project folder on disk: find and read versions.yaml, images/*.yaml and the locks, and choose a target's channel.
+"""A project folder on disk: find and read versions.yaml, images/*.yaml and the locks, and choose a
+target's channel.
 
-The workspace has the folders that a build writes to: image store, fetched files, unpacked layers, caches and logs.
+The workspace has the folders that a build writes to: image store, fetched files, unpacked layers,
+caches and logs.
 
 An image never mixes files of two channels.
 """
@@ -20,7 +22,6 @@ from primus_images.gpus.table import load_table
 from primus_images.oci.store import Store
 from primus_images.plan.stats import StatIndex
 from primus_images.plan.target import Target
-from primus_images.refusals import refusal
 from primus_images.schema import build
 from primus_images.versions.components import Versions
 from primus_images.versions.filecache import FileCache
@@ -28,7 +29,8 @@ from primus_images.versions.lock import Lock, load as load_lock
 from primus_images.waits import InUse
 from primus_images.yamlfile import Document, read
 
-# With the release, `-preview` and a publisher's mark, it is a tag, whose rule is in primus_images.release.registry.
+# With the release, `-preview` and a publisher's mark, it is a tag, whose rule is in
+# primus_images.release.registry.
 _TARGET = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # Pure Python packages come from PyPI in every channel, and every channel uses local folders.
@@ -57,9 +59,16 @@ class Project:
         cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None
     ) -> Self:
         """Return the project at ``start``, or else the nearest one from the current folder upwards."""
-        folder = start.absolute() if start else cls.here()
+        if start:
+            folder = start.absolute()
+        else:
+            folder = cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
-            raise refusal("no_project", folder=folder or f"{Path.cwd()} or above it")
+            folder_text = folder or f"{Path.cwd()} or above it"
+            raise InputError(
+                f"there is no versions.yaml in {folder_text}",
+                hint="change to a checkout of the project, or name its folder with --project",
+            )
         return cls(folder, store=store, channel=channel)
 
     @staticmethod
@@ -73,14 +82,17 @@ class Project:
     @cached_property
     def versions(self) -> Versions:
         """The pins. Raises InputError for a pin of a target that does not exist."""
-        versions, names = build(Versions, self.versions_document), self.target_names()
+        versions = build(Versions, self.versions_document)
+        names = self.target_names()
         for component, about in versions.components.items():
             for index, pin in enumerate(about.pins):
                 for number, target in enumerate(pin.targets):
-                    # A GPU, or a name that resembles no target, may be a target that this checkout does not contain.
+                    # A GPU, or a name that resembles no target, may be a target that this checkout
+                    # does not contain.
                     if target in names or target in (gpu.name for gpu in load_table().generations):
                         continue
-                    if hint := did_you_mean(target, names):
+                    hint = did_you_mean(target, names)
+                    if hint:
                         key = ("components", component, "pins", index, "targets", number)
                         where = self.versions_document.where(key)
                         raise InputError(f"no target is called {target!r}", where=where, hint=hint)
@@ -96,22 +108,32 @@ class Project:
         return stems(self.root / "images")
 
     def target(self, name: str) -> tuple[Target, Document]:
-        """Return the target called ``name``, and its file with places. InputError suggests the nearest name."""
+        """Return the target called ``name``, and its file with places. InputError suggests the
+        nearest name.
+        """
         if name not in self._targets:
             path = self.root / "images" / f"{name}.yaml"
             names = self.target_names()
             if name not in names:
                 hint = did_you_mean(name, names) or f"targets: {', '.join(names) or 'none'}"
-                if reason := next(
+                reason = next(
                     (gpu.no_image for gpu in load_table().generations if gpu.name == name), None
-                ):
+                )
+                if reason:
                     raise InputError(
                         f"no image is built for {name}: {reason}",
                         hint=f"targets: {', '.join(names)}",
                     )
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
-                raise refusal("name_of_target", f"images/{path.name}", name=name)
+                raise InputError(
+                    f"{name!r} cannot be the name of a target, because it is part of an image's "
+                    "tag",
+                    where=f"images/{path.name}",
+                    hint=(
+                        "use at most 64 lower-case letters, digits, '-', '_' and '.', as in mi300x"
+                    ),
+                )
             document = read(path, f"images/{path.name}")
             target = build(Target, document)
             self._targets[name] = (
@@ -145,8 +167,8 @@ class Project:
 
 
 class Choice(NamedTuple):
-    """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason why its image is
-    not a release, ``reason`` why the channel was chosen.
+    """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason
+    why its image is not a release, ``reason`` why the channel was chosen.
     """
 
     channel: str
@@ -162,7 +184,9 @@ class Choice(NamedTuple):
     @property
     def suffix(self) -> str:
         """The suffix of the image's name."""
-        return "-preview" if self.preview else ""
+        if self.preview:
+            return "-preview"
+        return ""
 
 
 def choose(
@@ -170,12 +194,14 @@ def choose(
 ) -> Choice:
     """Return the ``requested`` channel, else the best one with a committed lock, else the best one.
 
-    The choice depends on locks, not on the network, so the same checkout chooses the same channel on every machine.
-    ``locked`` returns whether a channel has a lock. Raises InputError for a channel that the target does not have.
+    The choice depends on locks, not on the network, so the same checkout chooses the same channel
+    on every machine. ``locked`` returns whether a channel has a lock. Raises InputError for a
+    channel that the target does not have.
     """
     channel = requested or next(filter(locked, target.channels), None)
     if channel is None:
-        channel, reason = target.channels[0], "the best channel; none has a lock yet"
+        channel = target.channels[0]
+        reason = "the best channel; none has a lock yet"
     elif channel not in target.channels:
         raise InputError(
             f"{name} has no channel {channel!r}", hint="its channels: " + ", ".join(target.channels)
@@ -184,7 +210,9 @@ def choose(
         reason = "selected by --channel"
     else:
         better = target.channels[: target.channels.index(channel)]
-        reason = "the only channel" if len(target.channels) == 1 else "the best channel with a lock"
+        reason = "the best channel with a lock"
+        if len(target.channels) == 1:
+            reason = "the only channel"
         if better:
             reason += (
                 f"; {', '.join(better)} has none here (primus lock {name} --channel {better[0]})"
@@ -194,10 +222,11 @@ def choose(
 
 
 class Workspace:
-    """The store, and the folder that contains everything else (``.primus`` of a project). It contains no input.
+    """The store, and the folder that contains everything else (``.primus`` of a project). It
+    contains no input.
 
-    ``files`` are fetched ones, ``unpacked`` layers for the sandbox, ``facts`` the cached results of gates for each
-    layer, and ``logs`` those of actions that ran in the sandbox.
+    ``files`` are fetched ones, ``unpacked`` layers for the sandbox, ``facts`` the cached results of
+    gates for each layer, and ``logs`` those of actions that ran in the sandbox.
     """
 
     def __init__(self, store: Store, folder: Path) -> None:
@@ -220,7 +249,9 @@ class Workspace:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other commands from using the store and the folder. Raises HostError if one is using them."""
+        """Keep other commands from using the store and the folder. Raises HostError if one is using
+        them.
+        """
         with self.store.in_use.alone(), self._in_use.alone():
             yield
 

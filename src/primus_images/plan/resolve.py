@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 class ResolvedTarget:
     """One target of a project, read and checked. Later steps take this and nothing wider.
 
-    ``pins`` are by component, in the target's order. ``inside`` are the pins of components that are part of other
-    components' files. ``lock`` is the committed lock; it may be stale (see :attr:`stale`). ``environment`` has the
-    variables of every container, ``extras`` the optional layers. ``root`` is the project's folder.
+    ``pins`` are by component, in the target's order. ``inside`` are the pins of components that are
+    part of other components' files. ``lock`` is the committed lock; it may be stale (see
+    :attr:`stale`). ``environment`` has the variables of every container, ``extras`` the optional
+    layers. ``root`` is the project's folder.
     """
 
     name: str
@@ -58,13 +59,17 @@ class ResolvedTarget:
 
     @property
     def ref(self) -> str:
-        """The image's name in the store: release, target, and ``-preview`` if its channel makes no release."""
+        """The image's name in the store: release, target, and ``-preview`` if its channel makes no
+        release.
+        """
         return f"{self.versions.release}-{self.name}{self.choice.suffix}"
 
     @property
     def arch(self) -> str | None:
         """The GPU architecture that the target's libraries must contain code for."""
-        return self.gpu.arch if self.gpu else None
+        if self.gpu:
+            return self.gpu.arch
+        return None
 
     @property
     def budget_gb(self) -> float | None:
@@ -86,21 +91,23 @@ class ResolvedTarget:
     def roots(self) -> tuple[str, ...]:
         """The names in the lock of the base and its extras, whose packages are in the image."""
         base = self.choice.base
-        return (base, *(extra_root(base, extra) for extra in self.extras)) if base else ()
+        if base:
+            return (base, *(extra_root(base, extra) for extra in self.extras))
+        return ()
 
     @property
     def debs(self) -> tuple[LockedFile, ...]:
         """The Debian packages of the image; none without a lock."""
-        return (
-            tuple(file for root in self.roots for file in self.lock.of("deb", root))
-            if self.lock
-            else ()
-        )
+        if self.lock:
+            return tuple(file for root in self.roots for file in self.lock.of("deb", root))
+        return ()
 
     @property
     def stale(self) -> tuple[Drift, ...]:
         """The pins that the lock does not match; none if there is no lock."""
-        return drift(self.lock, self.request) if self.lock else ()
+        if self.lock:
+            return drift(self.lock, self.request)
+        return ()
 
     @cached_property
     def known_issues(self) -> list[Issue]:
@@ -115,7 +122,9 @@ class ResolvedTarget:
 
     @property
     def trained_with(self) -> dict[str, str]:
-        """Component → the package or library that a run loads; without tools, and what is from the repository."""
+        """Component → the package or library that a run loads; without tools, and what is from the
+        repository.
+        """
         about = self.versions.components
         pins = {**self.pins, **self.inside}.items()
         return {
@@ -128,7 +137,10 @@ class ResolvedTarget:
 
     def pin_place(self, component: str, pin: Pin) -> str:
         """Return ``versions.yaml:line:col`` of a pin."""
-        index = pin.place if pin.place >= 0 else self.versions.components[component].pins.index(pin)
+        if pin.place >= 0:
+            index = pin.place
+        else:
+            index = self.versions.components[component].pins.index(pin)
         return self.versions_document.where(("components", component, "pins", index))
 
     def base_place(self, base: str, *key: str) -> str:
@@ -136,7 +148,9 @@ class ResolvedTarget:
         return self.versions_document.where(("bases", base, *key))
 
     def drift_place(self, pin: str) -> tuple[str, str]:
-        """Return the component of a pin of the lock (empty for a base's) and its place; only the file if it is gone."""
+        """Return the component of a pin of the lock (empty for a base's) and its place; only the
+        file if it is gone.
+        """
         kind, _, rest = pin.partition(" ")
         name, _, key = rest.rpartition(" ")
         base, _, extra = name.partition(" ")
@@ -148,7 +162,8 @@ class ResolvedTarget:
         return component if kind != "build" else "", where or "versions.yaml"
 
     def pin_of(self, about: str) -> tuple[str, str]:
-        """Return the component that pins the package, image, repository or file ``about``, and its place.
+        """Return the component that pins the package, image, repository or file ``about``, and its
+        place.
 
         Both are empty if no pin names it, as for a dependency of a pinned package.
         """
@@ -173,7 +188,9 @@ class ResolvedTarget:
 
 
 def _names(pin: Pin) -> set[str]:
-    repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git") if pin.git else None
+    repository = None
+    if pin.git:
+        repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git")
     return {
         normalised(name)
         for name in (pin.wheel, pin.sdist, pin.package, pin.deb, repository)
@@ -184,8 +201,8 @@ def _names(pin: Pin) -> set[str]:
 def resolve(project: Project, name: str) -> ResolvedTarget:
     """Resolve the target ``name`` of the project.
 
-    Raises InputError, with its place, for an unknown target, component, base or GPU, for a component without a pin
-    for this target, and for a lock that cannot be read.
+    Raises InputError, with its place, for an unknown target, component, base or GPU, for a
+    component without a pin for this target, and for a lock that cannot be read.
     """
     target, document = project.target(name)
     choice = choose(
@@ -198,12 +215,16 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         return document.where(key)
 
     try:
-        gpu = generation(target.gpu) if target.gpu is not None else None
+        gpu = None
+        if target.gpu is not None:
+            gpu = generation(target.gpu)
     except InputError as error:
         raise InputError(
             error.message, where=error.where or place("gpu"), hint=error.hint
         ) from None
-    baked = environment(gpu.name) if gpu else ()
+    baked = ()
+    if gpu:
+        baked = environment(gpu.name)
     where = {c: place("components", i) for i, c in enumerate(target.components)}
     where |= {
         c: place("more", choice.channel, i)
@@ -211,7 +232,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     }
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)
     base = versions.bases.get(choice.base or "")
-    packages = {name_of(p) for p in base.packages} if base else set()
+    if base:
+        packages = {name_of(p) for p in base.packages}
+    else:
+        packages = set()
     extras = extras_of(versions, target, choice.channel, choice.base, place)
     return ResolvedTarget(
         name=name,
@@ -244,14 +268,20 @@ def lock_target(
     gone: Sequence[LockedFile] = (),
     write: bool,
 ) -> Lock:
-    """Resolve the target's request to exact files and ``write`` its lock; see :func:`primus_images.versions.relock.resolve`.
+    """Resolve the target's request to exact files and ``write`` its lock; see
+    :func:`primus_images.versions.relock.resolve`.
 
-    With ``refresh``, no version of the lock is kept. An error about a package gets the line of its pin.
+    With ``refresh``, no version of the lock is kept. An error about a package gets the line of its
+    pin.
     """
-    # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
+    # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock
+    # does not need.
     from primus_images.versions import relock
 
-    previous = None if refresh else resolved.lock
+    if refresh:
+        previous = None
+    else:
+        previous = resolved.lock
     try:
         lock = relock.resolve(resolved.request, previous, shared, progress, gone)
     except PrimusError as error:
@@ -264,7 +294,8 @@ def lock_target(
 
 
 def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
-    """Return the target if it needs no lock, or has one. Raises InputError for a missing or stale lock.
+    """Return the target if it needs no lock, or has one. Raises InputError for a missing or stale
+    lock.
 
     Only ``primus lock`` writes a lock, so that its changes are seen and committed.
     """
@@ -272,9 +303,10 @@ def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
     if not resolved.request.asks:
         return resolved
     if resolved.lock is not None and not stale:
-        if refused := next(
+        refused = next(
             (issue for issue in resolved.known_issues if issue.severity == "refuse"), None
-        ):
+        )
+        if refused:
             where = resolved.pin_of(refused.component)[1] or None
             raise InputError(
                 f"{resolved.name} would be wrong: {refused}",
@@ -285,11 +317,10 @@ def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
     what = "; ".join(map(str, stale[:5])) + (
         f"; and {len(stale) - 5} more" if len(stale) > 5 else ""
     )
-    sentence = (
-        f"the lock of {resolved.name} is stale: {what}"
-        if resolved.lock
-        else f"{resolved.name} has no lock yet"
-    )
+    if resolved.lock:
+        sentence = f"the lock of {resolved.name} is stale: {what}"
+    else:
+        sentence = f"{resolved.name} has no lock yet"
     where = next(
         (place for item in stale if ":" in (place := resolved.drift_place(item.pin)[1])), None
     )

@@ -1,5 +1,5 @@
-"""What of an image comes from no package: how its root file system is installed, its Python environment, the ``primus``
-command, its settings and labels.
+"""What of an image comes from no package: how its root file system is installed, its Python
+environment, the ``primus`` command, its settings and labels.
 
 Entries are plain data (path → text or link, mode), because they are part of an action's key.
 """
@@ -21,7 +21,8 @@ CONSTRAINTS = "etc/primus/constraints.txt"
 # Commands of older documents that no other program of the image has.
 _COMMANDS = f"/{WORKSPACE}/bin"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
-# mmdebstrap unpacks the packages of the variant itself, and dpkg then unpacks them again, so use the smallest one.
+# mmdebstrap unpacks the packages of the variant itself, and dpkg then unpacks them again, so use
+# the smallest one.
 VARIANT = "essential"
 
 # Compiles a layer's modules, and lists folders in sorted order while a wheel is built.
@@ -36,7 +37,9 @@ TRIM: Mapping[str, Sequence[str]] = _DATA["trim"]
 
 
 class Prefix(NamedTuple):
-    """The Python environment of the image: ``root`` without a leading slash, ``python`` as major.minor."""
+    """The Python environment of the image: ``root`` without a leading slash, ``python`` as
+    major.minor.
+    """
 
     python: str
     root: str = "opt/venv"
@@ -55,11 +58,14 @@ class Prefix(NamedTuple):
 def environment(prefix: Prefix, system: bool = False) -> Inline:
     """Return a virtual environment, laid out as by ``python -m venv``, and the working folder.
 
-    Users expect ``pip install`` to work, and Debian and Ubuntu mark their own site-packages as externally managed (PEP
-    668). With ``system``, the environment also sees the base's packages.
+    Users expect ``pip install`` to work, and Debian and Ubuntu mark their own site-packages as
+    externally managed (PEP 668). With ``system``, the environment also sees the base's packages.
     """
     root = prefix.root
-    config = f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\nversion = {prefix.python}\n"
+    config = (
+        f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\nversion = "
+        f"{prefix.python}\n"
+    )
     return {
         f"{root}/pyvenv.cfg": {"text": config},
         f"{root}/bin/python{prefix.python}": {"link": f"/usr/bin/python{prefix.python}"},
@@ -70,7 +76,9 @@ def environment(prefix: Prefix, system: bool = False) -> Inline:
 
 
 def working_folders(to: str, paths: Iterable[str]) -> Inline:
-    """Return the folders of a tree in the working folder. Users of any id start jobs in them, which write there."""
+    """Return the folders of a tree in the working folder. Users of any id start jobs in them, which
+    write there.
+    """
     if PurePosixPath(to).parts[:1] != (WORKSPACE,):
         return {}
     folders = {str(parent) for path in paths for parent in PurePosixPath(to, path).parents} - {"."}
@@ -78,17 +86,22 @@ def working_folders(to: str, paths: Iterable[str]) -> Inline:
 
 
 def own_command(package: str) -> Inline:
-    """Return the ``primus`` command of the environment that contains the folder ``package``: its script, the metadata
-    that pip and importlib.metadata find, and the files that give it to every bash, with completion.
+    """Return the ``primus`` command of the environment that contains the folder ``package``: its
+    script, the metadata that pip and importlib.metadata find, and the files that give it to every
+    bash, with completion.
 
     Login shells start with the distribution's own PATH and read ``profile.d``. The entry point
     (``primus_images.system.banner``) passes ``bashrc`` to other shells.
     """
-    root, site = PurePosixPath(package).parents[3], PurePosixPath(package).parent
+    root = PurePosixPath(package).parents[3]
+    site = PurePosixPath(package).parent
     info = f"primus_images-{__version__}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\n"
     metadata += "".join(f"Requires-Dist: {name}\n" for name in ("Jinja2>=3.1", "PyYAML>=6.0"))
-    script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus_images.cli.main import main\n\nsys.exit(main())\n"
+    script = (
+        f"#!/{root}/bin/python3\nimport sys\n\nfrom primus_images.cli.main import "
+        "main\n\nsys.exit(main())\n"
+    )
     profile = (_SHELL / "profile.sh").read_text(encoding="utf-8")
     profile = profile.replace("@BIN@", f"{root}/bin").replace("@COMMANDS@", _COMMANDS)
     return {
@@ -102,7 +115,9 @@ def own_command(package: str) -> Inline:
 
 
 def constraints(resolved: ResolvedTarget) -> str:
-    """Return pip's constraints file with the version of each protected Python package; empty if there is none."""
+    """Return pip's constraints file with the version of each protected Python package; empty if
+    there is none.
+    """
     held = {
         normalised(pin.wheel or pin.source or (pin.deb or "").removeprefix("python3-")): pin.version
         for component, pin in resolved.pins.items()
@@ -111,7 +126,10 @@ def constraints(resolved: ResolvedTarget) -> str:
     }
     if not held:
         return ""
-    why = "# `pip install` keeps these versions: they are built for each other and for this image's GPU.\n"
+    why = (
+        "# `pip install` keeps these versions: they are built for each other and for this "
+        "image's GPU.\n"
+    )
     return why + "".join(f"{name}=={version}\n" for name, version in sorted(held.items()))
 
 
@@ -134,8 +152,11 @@ def inline_entries(inline: Inline) -> list[Entry]:
 
 
 def image_config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> dict[str, object]:
-    """Return the config: platform, environment, command and labels. ``held``: pip's constraints, if there are any."""
-    target, preview = resolved.target, resolved.choice.preview
+    """Return the config: platform, environment, command and labels. ``held``: pip's constraints, if
+    there are any.
+    """
+    target = resolved.target
+    preview = resolved.choice.preview
     env = dict(resolved.environment)
     if prefix:
         system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -1,7 +1,8 @@
 """Sorted folder listings: the ``sitecustomize`` module of every build.
 
-Each file system lists folders in its own order. A build that links its objects in that order (``os.walk``, ``glob``)
-would create other bytes on another disk. This file runs in the build root's Python.
+Each file system lists folders in its own order. A build that links its objects in that order
+(``os.walk``, ``glob``) would create other bytes on another disk. This file runs in the build root's
+Python.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-_listdir, _scandir = os.listdir, os.scandir
+_listdir = os.listdir
+_scandir = os.scandir
 
 
 class _Sorted:
@@ -43,4 +45,5 @@ def _entries(path: Any = ".") -> Any:
     return _Sorted(path)
 
 
-os.listdir, os.scandir = _names, _entries
+os.listdir = _names
+os.scandir = _entries

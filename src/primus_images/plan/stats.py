@@ -16,13 +16,16 @@ from primus_images.files import (
     write_sealed,
 )
 
-# A file may change again within the resolution of its times, so the hash of one that has just changed is not kept.
+# A file may change again within the resolution of its times, so the hash of one that has just
+# changed is not kept.
 _RACY_NS = 50_000_000
 _RENAME = "rename it, or leave it out with `include`"
 
 
 class StatIndex:
-    """The SHA-256 of local files with their sizes, times and inodes, in one file. Losing it costs only time."""
+    """The SHA-256 of local files with their sizes, times and inodes, in one file. Losing it costs
+    only time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,7 +39,9 @@ class StatIndex:
         self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
-        """Return the file's SHA-256, as hex. Raises InputError if it is not a regular file or cannot be read."""
+        """Return the file's SHA-256, as hex. Raises InputError if it is not a regular file or
+        cannot be read.
+        """
         status = status or os.stat(path)
         mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         match self._entries.get(path):
@@ -57,10 +62,12 @@ class StatIndex:
         return digest
 
     def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
-        """Return every file below ``root`` in order, except caches, as in :data:`primus_images.plan.action.Tree`.
+        """Return every file below ``root`` in order, except caches, as in
+        :data:`primus_images.plan.action.Tree`.
 
-        ``include`` restricts it to some of its children. Raises InputError for one that is missing or unreadable, and
-        for files that an image may not contain: pipes, devices, sockets and unclean paths.
+        ``include`` restricts it to some of its children. Raises InputError for one that is missing
+        or unreadable, and for files that an image may not contain: pipes, devices, sockets and
+        unclean paths.
         """
         if (str(root), include) in self._trees:
             return self._trees[str(root), include]
@@ -95,7 +102,8 @@ class StatIndex:
                     self._file(entry.path, prefix + entry.name, files)
 
     def _file(self, path: str, name: str, files: list[tuple[str, str, str]]) -> None:
-        if fault := path_fault(name):
+        fault = path_fault(name)
+        if fault:
             raise InputError(
                 f"{name!r} cannot be in an image: {fault}",
                 where=path[: -len(name) - 1],
@@ -104,7 +112,8 @@ class StatIndex:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(path)
-            if fault := link_fault(target):
+            fault = link_fault(target)
+            if fault:
                 raise InputError(
                     f"the target of this link cannot be used: {fault}", where=path, hint=_RENAME
                 )

@@ -1,11 +1,12 @@
-"""images/<target>.yaml: the contents of one image (fields.yaml describes them), and its requirements for the pins."""
+"""images/<target>.yaml: the contents of one image (fields.yaml describes them), and its
+requirements for the pins.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from primus_images.errors import InputError, did_you_mean
-from primus_images.refusals import refusal
 from primus_images.schema import WrongValue
 from primus_images.versions.components import Pin, Versions
 from primus_images.versions.lock import BaseRequest, Commit, Request, normalised
@@ -67,8 +68,9 @@ class Target:
 def _pins(
     versions: Versions, component: str, name: str, sources: Sequence[str], *, inside: bool = False
 ) -> list[Pin]:
-    """Return the pins of a component for target ``name`` from ``sources`` (channels), best first. A pin that names the
-    target takes precedence over a pin for all targets. ``inside``: those of parts of other components.
+    """Return the pins of a component for target ``name`` from ``sources`` (channels), best first. A
+    pin that names the target takes precedence over a pin for all targets. ``inside``: those of
+    parts of other components.
     """
     fits = [
         pin
@@ -87,10 +89,11 @@ def pins_of(
     arch: str | None,
     where: Mapping[str, str],
 ) -> dict[str, Pin]:
-    """Return component → the pin that target ``name`` uses, for the components of ``where``, in their order.
+    """Return component → the pin that target ``name`` uses, for the components of ``where``, in
+    their order.
 
-    ``where`` gives the place of each component's line in the target file, for errors. ``sources`` are the channels that
-    may be used, best first. ``arch`` replaces ``{arch}``.
+    ``where`` gives the place of each component's line in the target file, for errors. ``sources``
+    are the channels that may be used, best first. ``arch`` replaces ``{arch}``.
     """
     result: dict[str, Pin] = {}
     for component, place in where.items():
@@ -99,8 +102,11 @@ def pins_of(
             raise InputError(f"no component is called {component!r}", where=place, hint=hint)
         pins = _pins(versions, component, name, sources)
         if not pins:
-            raise refusal(
-                "no_pin", place, component=component, target=name, sources=", ".join(sources)
+            sources_text = ", ".join(sources)
+            raise InputError(
+                f"{component} has no pin for {name} from {sources_text}",
+                where=place,
+                hint=f"add one to components.{component}.pins in versions.yaml",
             )
         try:
             result[component] = pins[0].resolved(
@@ -118,8 +124,8 @@ def inside_of(
     pins: Mapping[str, Pin],
     packages: Collection[str],
 ) -> dict[str, Pin]:
-    """Return component → pin of what is part of the files of the target's components (``pins``) or of its base's
-    ``packages``.
+    """Return component → pin of what is part of the files of the target's components (``pins``) or
+    of its base's ``packages``.
     """
     result: dict[str, Pin] = {}
     for component in versions.components.keys() - pins.keys():
@@ -139,18 +145,23 @@ def inside_of(
 def extras_of(
     versions: Versions, target: Target, channel: str, base: str | None, where: Callable[..., str]
 ) -> tuple[str, ...]:
-    """Return the target's extras on ``channel``. ``where`` gives the place of a key in the target file.
+    """Return the target's extras on ``channel``. ``where`` gives the place of a key in the target
+    file.
 
     Raises InputError for an unknown channel, and for an extra that ``base`` does not have.
     """
-    if unknown := next((name for name in target.extras if name not in target.channels), None):
-        raise refusal(
-            "no_channel",
-            where("extras", unknown),
-            channel=unknown,
-            channels=", ".join(target.channels),
+    unknown = next((name for name in target.extras if name not in target.channels), None)
+    if unknown:
+        channels = ", ".join(target.channels)
+        raise InputError(
+            f"extras: there is no channel {unknown!r} here",
+            where=where("extras", unknown),
+            hint=f"its channels: {channels}",
         )
-    defined = versions.bases[base].extras if base and base in versions.bases else {}
+    if base and base in versions.bases:
+        defined = versions.bases[base].extras
+    else:
+        defined = {}
     chosen = target.extras.get(channel, ())
     for index, extra in enumerate(chosen):
         if extra not in defined:
@@ -171,12 +182,16 @@ def request_of(
     pins: Mapping[str, Pin],
     extras: Sequence[str] = (),
 ) -> Request:
-    """Return what the target requests of the sources: the input of its lock. Raises InputError for an unknown base."""
+    """Return what the target requests of the sources: the input of its lock. Raises InputError for
+    an unknown base.
+    """
     if base and base not in versions.bases:
         raise InputError(
             f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml"
         )
-    root = versions.bases[base] if base else None
+    root = None
+    if base:
+        root = versions.bases[base]
     builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
     indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
     bases: dict[str, BaseRequest] = {}

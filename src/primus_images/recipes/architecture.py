@@ -1,4 +1,5 @@
-"""The sizes of a model, which each backend translates to its own arguments, and its number of parameters.
+"""The sizes of a model, which each backend translates to its own arguments, and its number of
+parameters.
 
 ``meanings.yaml`` explains the fields. Sizes count elements, and lengths count tokens.
 """
@@ -55,7 +56,9 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); ``kv_lora_rank`` 0: ordinary attention."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); ``kv_lora_rank`` 0: ordinary
+    attention.
+    """
 
     q_lora_rank: int = bounded(0, "[0, inf)")
     kv_lora_rank: int = bounded(0, "[0, inf)")
@@ -85,7 +88,9 @@ class DiffusionTransformer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes of one model. Which of them a family has, and with which values, is in ``families/``."""
+    """The sizes of one model. Which of them a family has, and with which values, is in
+    ``families/``.
+    """
 
     family: str = field(metadata={"choices": families()})
     hf_repo: str = ""
@@ -120,12 +125,19 @@ class Architecture:
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
     def objections(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield a recipe's key, the reason and a remedy of each size that does not fit; the first may cause more."""
+        """Yield a recipe's key, the reason and a remedy of each size that does not fit; the first
+        may cause more.
+        """
         for switch, keys in family(self.family).needed.items():
-            value = attrgetter(switch)(self) if switch else None
-            where = f", where model.{switch} is {value}" if switch else ""
+            value = None
+            if switch:
+                value = attrgetter(switch)(self)
+            where = ""
+            if switch:
+                where = f", where model.{switch} is {value}"
             for key in keys if value not in (0, "none", "linear") else ():
-                if (size := attrgetter(key)(self)) < 1:
+                size = attrgetter(key)(self)
+                if size < 1:
                     yield f"model.{key}", f"must be at least 1, not {size}{where}", None
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
@@ -146,7 +158,10 @@ class Architecture:
                 hint,
             )
         latent = self.mla.kv_lora_rank > 0
-        rotated = self.mla.qk_rope_head_dim if latent else self.head_size
+        if latent:
+            rotated = self.mla.qk_rope_head_dim
+        else:
+            rotated = self.head_size
         if rotated % 2:
             why = f"a head's size must be even for rotary positions, not {rotated}"
             if latent:
@@ -172,7 +187,9 @@ class Architecture:
 
     @property
     def has_formula(self) -> bool:
-        """Whether its weights and what it computes are described here, and not by transformers alone."""
+        """Whether its weights and what it computes are described here, and not by transformers
+        alone.
+        """
         return self.family != OTHER
 
     @property
@@ -183,16 +200,16 @@ class Architecture:
     @property
     def query_size(self) -> int:
         """Elements of one head of queries."""
-        return (
-            self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-            if self.mla.kv_lora_rank
-            else self.head_size
-        )
+        if self.mla.kv_lora_rank:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        return self.head_size
 
     @property
     def value_size(self) -> int:
         """Elements of one head of values."""
-        return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_size
+        if self.mla.kv_lora_rank:
+            return self.mla.v_head_dim
+        return self.head_size
 
     def has_window(self, layer: int) -> bool:
         """Whether the tokens of the layer, counted from 0, attend to the last ``window`` ones only."""
@@ -203,16 +220,22 @@ class Architecture:
     @property
     def sparse_layers(self) -> int:
         """The number of layers with experts."""
-        return self.layers - self.moe.dense_layers if self.moe.experts else 0
+        if self.moe.experts:
+            return self.layers - self.moe.dense_layers
+        return 0
 
 
 def architecture(model: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a ``model`` section that was checked before, with dotted keys or nested mappings."""
+    """Return the architecture of a ``model`` section that was checked before, with dotted keys or
+    nested mappings.
+    """
     return built(Architecture, dict(flat(model)))
 
 
 def built(cls: type[Kind], values: Mapping[str, Value]) -> Kind:
-    """Build a dataclass from dotted keys that were checked before. Other fields keep their defaults."""
+    """Build a dataclass from dotted keys that were checked before. Other fields keep their
+    defaults.
+    """
     arguments: dict[str, object] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
         if isinstance(part := entry.default_factory, type) and is_dataclass(part):
@@ -226,8 +249,8 @@ def built(cls: type[Kind], values: Mapping[str, Value]) -> Kind:
 class Size:
     """The number of parameters of a model, and of those, ``active``, that process one token.
 
-    ``embedding`` is the input embedding, which is part of both counts and multiplies nothing; 0 if it is tied to the
-    output layer.
+    ``embedding`` is the input embedding, which is part of both counts and multiplies nothing; 0 if
+    it is tied to the output layer.
     """
 
     total: int
@@ -237,10 +260,14 @@ class Size:
 
 @cache
 def size(model: Architecture) -> Size:
-    """Count the parameters of ``model``. Balancing biases of routers are included, as in published totals."""
+    """Count the parameters of ``model``. Balancing biases of routers are included, as in published
+    totals.
+    """
     if not model.has_formula:
         return Size(total=model.parameters, active=model.parameters, embedding=0)
-    sparse, moe, dit = model.sparse_layers, model.moe, model.dit
+    sparse = model.sparse_layers
+    moe = model.moe
+    dit = model.dit
     copies = {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
     if model.of_images:
         copies = {"outer": 1, "double": dit.double_layers, "single": dit.single_layers}
@@ -250,13 +277,19 @@ def size(model: Architecture) -> Size:
             every = count * math.prod(weight.sizes(model))
             total += every * (moe.experts if "{}" in weight.name else 1)
             active += every * (moe.top_k if "{}" in weight.name else 1)
-    embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    if model.tied_embeddings:
+        embedding = 0
+    else:
+        embedding = model.vocab_size * model.hidden_size
     return Size(total=total, active=active, embedding=embedding)
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the model, by Hugging Face's name; balancing biases are none."""
-    dit, dense = model.dit, model.layers - model.sparse_layers
+    """Return the shape of every parameter of the model, by Hugging Face's name; balancing biases
+    are none.
+    """
+    dit = model.dit
+    dense = model.layers - model.sparse_layers
     blocks: dict[str, tuple[str, ...]] = {
         f"transformer_blocks.{n}": ("double",) for n in range(dit.double_layers)
     }
@@ -285,7 +318,9 @@ def readable(count: int) -> str:
 
 
 def arguments(source: Any, file: Path, *tables: str) -> dict[str, Any]:
-    """Return a backend's arguments by name: the fields of ``source`` that the ``tables`` of its ``file`` name."""
+    """Return a backend's arguments by name: the fields of ``source`` that the ``tables`` of its
+    ``file`` name.
+    """
     content: Any = read_values(file).data
     return {
         name: attrgetter(field)(source)

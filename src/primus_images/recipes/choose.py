@@ -1,4 +1,6 @@
-"""Choosing and checking the backend, mode, precision and GPU of a recipe. Unsupported combinations are errors."""
+"""Choosing and checking the backend, mode, precision and GPU of a recipe. Unsupported combinations
+are errors.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,7 +12,6 @@ from primus_images.gpus import detect
 from primus_images.gpus.table import arch_of, generation, load_table, words_for
 from primus_images.recipes.schema import backends
 from primus_images.recipes.setting import CHOICES, Choices, Setting
-from primus_images.refusals import refusal
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
@@ -25,14 +26,20 @@ LENGTH = "seq_len"
 def choose(
     settings: Mapping[str, Setting], choices: Choices, path: Path, *, sized: bool = False
 ) -> dict[str, Setting]:
-    """Return every choice as a setting with its origin. ``settings`` are those that do not depend on a choice.
+    """Return every choice as a setting with its origin. ``settings`` are those that do not depend
+    on a choice.
 
-    ``sized``: the model has the sizes of its initial weights, which may be small enough for a CPU. Raises InputError
-    for a combination that the recipe does not support, or a precision that the GPU does not.
+    ``sized``: the model has the sizes of its initial weights, which may be small enough for a CPU.
+    Raises InputError for a combination that the recipe does not support, or a precision that the
+    GPU does not.
     """
     cells = supported(settings)
     if not cells:
-        raise refusal("no_backend", f"{path}:1:1")
+        raise InputError(
+            "the recipe supports no backend",
+            where=f"{path}:1:1",
+            hint="add a section such as supports: {torchtitan: {pretrain: [bf16]}}",
+        )
     _check_defaults(settings, cells)
     proxy = settings.get("default.proxy") or Setting(value=False, origin="default")
     if choices.proxy is not None:
@@ -46,18 +53,28 @@ def choose(
     if choices.mode not in (None, *modes) and (
         others := [b for b, m in cells if m == choices.mode]
     ):
-        where, names = f"--mode {choices.mode}", " or ".join(others)
-        raise refusal(
-            "mode_elsewhere", where, backend=backend.value, mode=choices.mode, names=names
+        where = f"--mode {choices.mode}"
+        names = " or ".join(others)
+        raise InputError(
+            f"backend {backend.value} does not support mode {choices.mode!r} with this recipe",
+            where=where,
+            hint=f"--backend {names} supports it",
         )
     mode = _pick("mode", choices.mode, settings, modes, {"backend": backend})
     # A wrong word is named before a machine that lacks the GPU.
     gpu = _gpu(choices, settings)
     if gpu.value == CPU and proxy.value is not True and not sized:
-        raise refusal("too_large_for_a_cpu", gpu.origin, name=path.stem)
-    offered, defaults = list(cells[str(backend.value), str(mode.value)]), settings
+        raise InputError(
+            f"{path.stem} at full size is not trained on a CPU",
+            where=gpu.origin,
+            hint="--proxy trains a small model; `primus show`, `primus fit` and --dry-run need "
+            "only --gpu NAME",
+        )
+    offered = list(cells[str(backend.value), str(mode.value)])
+    defaults = settings
     if proxy.value is True or gpu.value == CPU:
-        offered, defaults = list(dict.fromkeys([PROXY_PRECISION, *offered])), {}
+        offered = list(dict.fromkeys([PROXY_PRECISION, *offered]))
+        defaults = {}
     precision = _pick(
         "precision", choices.precision, defaults, offered, {"backend": backend, "mode": mode}
     )
@@ -80,10 +97,13 @@ def _check_defaults(
     kinds, modes = zip(*cells, strict=True)
     offered = {"backend": kinds, "mode": modes, "precision": tuple(chain(*cells.values()))}
     for what, names in offered.items():
-        if (default := settings.get(f"default.{what}")) is not None and default.value not in names:
+        default = settings.get(f"default.{what}")
+        if default is not None and default.value not in names:
             supported = ", ".join(dict.fromkeys(names))
-            raise refusal(
-                "no_default", default.origin, what=what, value=default.value, names=supported
+            raise InputError(
+                f"default.{what} is {default.value!r}, which the recipe does not support",
+                where=default.origin,
+                hint=f"supports names {supported}",
             )
 
 
@@ -97,11 +117,9 @@ def _pick(
     if value in offered:
         return Setting(value=value, origin=f"--{what} {value}")
     if value is not None:
-        context = (
-            " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items())
-            if decided
-            else ""
-        )
+        context = ""
+        if decided:
+            context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items())
         message = (
             f"{what} {value!r} is not supported by this recipe{context}{nearest(value, offered)}"
         )
@@ -125,7 +143,10 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     if not machine.names:
         return Setting(value=CPU, origin="this machine has no GPU")
     if not machine.generation:
-        raise refusal("unknown_gpus", gpus=machine.sentence())
+        raise InputError(
+            f"the GPUs of this machine cannot be identified: {machine.sentence()}",
+            hint="choose the settings with --gpu NAME",
+        )
     return Setting(value=machine.generation, origin="the GPUs of this machine")
 
 
@@ -144,10 +165,8 @@ def _check_precision(precision: Setting, gpu: str, backend: str) -> None:
     hint = f"on a CPU: {', '.join(backends()[backend].cpu)}"
     if gpu != CPU:
         able = [row.name for row in load_table().generations if computes(row.name, kind, backend)]
-        message, hint = (
-            f"{gpu} ({generation(gpu).arch}) does not compute {kind}",
-            f"those that do: {', '.join(able)}",
-        )
+        message = f"{gpu} ({generation(gpu).arch}) does not compute {kind}"
+        hint = f"those that do: {', '.join(able)}"
     raise InputError(message, where=precision.origin, hint=hint)
 
 
@@ -157,7 +176,10 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
     for key, setting in settings.items():
         if key.startswith("supports."):
             _, backend, mode = (*key.split("."), "", "")[:3]
-            value = setting.value if isinstance(setting.value, list) else [setting.value]
+            if isinstance(setting.value, list):
+                value = setting.value
+            else:
+                value = [setting.value]
             among("backend", backend, list(backends()), setting.origin)
             if not mode and backend in backends():
                 raise InputError(
@@ -176,25 +198,27 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
     """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
     if word not in offered:
         near = nearest(word.lower(), offered)
-        raise refusal(
-            "none_here", where, what=what, word=word, nearest=near, offered=", ".join(offered)
+        offered_text = ", ".join(offered)
+        raise InputError(
+            f"there is no {what} {word!r} here{near}",
+            where=where,
+            hint=f"there are: {offered_text}",
         )
 
 
 def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> None:
     """Raise InputError if there is no such choice, or if ``setting`` is none of its values.
 
-    The ``condition`` of a case may name several values, a sequence length, ``multi`` for a number of nodes, and an
-    architecture or a vendor for GPUs.
+    The ``condition`` of a case may name several values, a sequence length, ``multi`` for a number
+    of nodes, and an architecture or a vendor for GPUs.
     """
     where = setting.origin
     if choice not in (names := (*CHOICES, LENGTH) if condition else CHOICES):
-        raise refusal(
-            "no_choice",
-            where,
-            choice=choice,
-            nearest=nearest(choice, names),
-            names=", ".join(names),
+        names_text = ", ".join(names)
+        raise InputError(
+            f"there is no choice {choice!r}{nearest(choice, names)}",
+            where=where,
+            hint=f"choices: {names_text}",
         )
     if isinstance(setting.value, list) and not condition:
         raise InputError(f"{choice} must be one word", where=where)
@@ -213,11 +237,9 @@ def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> N
             raise InputError(f"{LENGTH} must be a whole number, not {word!r}", where=where)
         if choice in CHOICES[:4]:
             offered = values_of(choice)
-            wider = (
-                {group for value in offered for group in words_for(value)} - {*offered}
-                if condition
-                else ()
-            )
+            wider = ()
+            if condition:
+                wider = {group for value in offered for group in words_for(value)} - {*offered}
             among(choice, str(word), [*offered, *sorted(wider)], where)
 
 

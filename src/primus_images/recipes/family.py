@@ -1,4 +1,5 @@
-"""What is known about a family of models, from its file in ``families/``; ``decoder.yaml`` there explains the fields.
+"""What is known about a family of models, from its file in ``families/``; ``decoder.yaml`` there
+explains the fields.
 
 Fields of a model and its ``config.json`` are translated in both directions.
 """
@@ -87,7 +88,9 @@ class Family:
 
     def has(self, key: str, backend: str = "") -> bool:
         """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
-        lacks = self.backends[backend].lacks if backend else ()
+        lacks = ()
+        if backend:
+            lacks = self.backends[backend].lacks
         computed = ("family", *_COMMON["fields"], *_COMMON["computed"].get(backend, ["*"]))
         both = (("family", *self.fields), computed)
         return key not in lacks and all(
@@ -95,11 +98,15 @@ class Family:
         )
 
     def allowed(self, key: str, default: Scalar) -> Sequence[Scalar]:
-        """Return the only values of the field ``key`` that models have; nothing if it has any. ``default``: of all."""
+        """Return the only values of the field ``key`` that models have; nothing if it has any.
+        ``default``: of all.
+        """
         return self.values.get(key, () if self.has(key) else (default,))
 
     def needs(self, name: str) -> bool:
-        """Whether a ``config.json`` has to have the key ``name``: that of a field without a default."""
+        """Whether a ``config.json`` has to have the key ``name``: that of a field without a
+        default.
+        """
         keys = [
             key
             for key, field in self.config.items()
@@ -144,7 +151,10 @@ def _read(name: str) -> dict[str, Any]:
         key: _COMMON[key]
         for key in ("fields", "config", "defaults", "computes", "ignored", "linears")
     }
-    base = common if above == _DECODER else _read(above)
+    if above == _DECODER:
+        base = common
+    else:
+        base = _read(above)
     both = {
         key: {**base[key], **own[key]}
         for key in base.keys() & own.keys()
@@ -159,14 +169,19 @@ def _weights(part: str, images: str = "") -> tuple[Weight, ...]:
     rows = []
     for name, row in (_read(images)["weights"] if images else _COMMON)[part].items():
         names = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
-        shape, when = names.pop("shape"), names.pop("when", ())
+        shape = names.pop("shape")
+        when = names.pop("when", ())
         rows.append(Weight(name=name, shape=shape, when=when, names=names))
     return tuple(rows)
 
 
 def weights_of(model: Any, *parts: str) -> Iterator[Weight]:
-    """Yield the weights that ``model`` (an Architecture) has: outer, layer, dense, sparse, double or single ones."""
-    images = model.family if model.of_images else ""
+    """Yield the weights that ``model`` (an Architecture) has: outer, layer, dense, sparse, double
+    or single ones.
+    """
+    images = ""
+    if model.of_images:
+        images = model.family
     yield from (
         weight for part in parts for weight in _weights(part, images) if weight.belongs(model)
     )
@@ -174,7 +189,9 @@ def weights_of(model: Any, *parts: str) -> Iterator[Weight]:
 
 @cache
 def renamed(model: Any, backend: str) -> Mapping[str, str]:
-    """Return a backend's names of weights, within their layer, → transformers'. Weights of other models are there."""
+    """Return a backend's names of weights, within their layer, → transformers'. Weights of other
+    models are there.
+    """
     every = [weight for part in ("outer", "layer", "dense", "sparse") for weight in _weights(part)]
     every.sort(key=lambda weight: weight.belongs(model))
     return {name: weight.name for weight in every for name in weight.names.get(backend, ())}
@@ -183,20 +200,31 @@ def renamed(model: Any, backend: str) -> Mapping[str, str]:
 def described(
     known: Family, config: Mapping[str, Any], file: Path
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield field of ``model.``, key and value of a published ``config``, read from ``file``, of a model of a family.
+    """Yield field of ``model.``, key and value of a published ``config``, read from ``file``, of a
+    model of a family.
 
     Values may have any type. Raises InputError if rope scaling is no mapping.
     """
     # transformers 5 writes it under another name.
-    renamed = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    if "num_local_experts" in config:
+        renamed = {"num_experts": config["num_local_experts"]}
+    else:
+        renamed = {}
     whole = {**known.defaults, **renamed, **config}
-    heads, width = whole["num_attention_heads"], whole.get("hidden_size")
-    part = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    rope = {} if config.get(part) is None else config[part]
+    heads = whole["num_attention_heads"]
+    width = whole.get("hidden_size")
+    part = "rope_scaling"
+    if config.get("rope_parameters") is not None:
+        part = "rope_parameters"
+    if config.get(part) is None:
+        rope = {}
+    else:
+        rope = config[part]
     if not isinstance(rope, dict):
         raise InputError(f"{part} is not a mapping", where=f"{file}: {part}")
     # Where layers with a window rotate in another way, each kind of layer has its own mapping.
-    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention", rope)
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention", rope)
     for key, name in known.config.items():
         # A field that the family lacks is of interest if the file sets it.
         if name is None or not (
@@ -221,7 +249,10 @@ def described(
         elif key == "local_rope_theta":
             value = local.get("rope_theta", value)
         elif key == "window_pattern" and isinstance(layers := whole.get("layer_types"), list):
-            value = layers.index(FULL) + 1 if FULL in layers else value or 0
+            if FULL in layers:
+                value = layers.index(FULL) + 1
+            else:
+                value = value or 0
             near = next((kind for kind in layers if kind in _NEAR), None)
             if layers != [
                 FULL if value and (n + 1) % value == 0 else near for n in range(len(layers))
@@ -251,26 +282,36 @@ def described(
 
 
 def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a ``config.json`` that make another model than the family's, and the reason."""
+    """Yield the keys of a ``config.json`` that make another model than the family's, and the
+    reason.
+    """
     for key, values in known.computes.items():
         value = config.get(key, values[0])
         if (list(dict.fromkeys(value)) if isinstance(value, list) else value) not in values:
             yield (
                 key,
-                f"{spell(value)}, and the family {known.name} is computed with {' or '.join(map(spell, values))}",
+                f"{spell(value)}, and the family {known.name} is computed with "
+                f"{' or '.join(map(spell, values))}",
             )
     for name in known.config.values():
         if name and known.needs(name) and name not in config:
             yield name, "missing, and transformers has no value for it"
     described = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
-    if unknown := sorted(config.keys() - described):
-        why = "unknown; what changes no result belongs to `ignored`, and the values that are computed to `computes`"
+    unknown = sorted(config.keys() - described)
+    if unknown:
+        why = (
+            "unknown; what changes no result belongs to `ignored`, and the values that are "
+            "computed to `computes`"
+        )
         yield ", ".join(unknown), f"{why}, in families/{known.name}.yaml"
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the keys of ``config.json`` of a decoder ``model`` (an Architecture): what :func:`described` reads."""
-    known, scaling = family(model.family), model.rope_scaling
+    """Return the keys of ``config.json`` of a decoder ``model`` (an Architecture): what
+    :func:`described` reads.
+    """
+    known = family(model.family)
+    scaling = model.rope_scaling
     config = {
         field: attrgetter(key)(model)
         for key, field in known.config.items()

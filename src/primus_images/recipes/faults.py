@@ -1,6 +1,8 @@
-"""What a recipe asks for and its backend cannot do: layouts that do not divide, and fields of a model that it lacks.
+"""What a recipe asks for and its backend cannot do: layouts that do not divide, and fields of a
+model that it lacks.
 
-No field of a model is silently dropped. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
+No field of a model is silently dropped. Fields without effect (``moe.top_k`` of a dense model) are
+refused as well.
 """
 
 import math
@@ -22,7 +24,8 @@ _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "
 
 def data_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield what is asked of epochs, evaluation and packing, and is not possible."""
-    asked, packing = recipe.section("eval"), f"{recipe.backend}.packing"
+    asked = recipe.section("eval")
+    packing = f"{recipe.backend}.packing"
     for key in asked:
         if not recipe.knows.evaluates:
             yield (
@@ -31,7 +34,10 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
                 "--backend finetune does",
             )
         if ("corpus" in asked) == ("fraction" in asked):
-            why = "give either eval.corpus or eval.fraction, the share of the documents that is held out"
+            why = (
+                "give either eval.corpus or eval.fraction, the share of the documents that is "
+                "held out"
+            )
             yield f"eval.{key}", why, "for example eval.fraction=0.05"
         if (
             key == "every"
@@ -84,7 +90,9 @@ def _asked(recipe: Recipe, *keys: str) -> str:
 
 def rank_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield degrees of parallelism that do not divide the ranks."""
-    world, ranks, nodes = recipe.world_size, recipe.get("ranks", int), recipe.get("nodes", int)
+    world = recipe.world_size
+    ranks = recipe.get("ranks", int)
+    nodes = recipe.get("nodes", int)
     degrees = {kind: recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas")}
     product = math.prod(degrees.values())
     if world % product:
@@ -92,16 +100,23 @@ def rank_faults(recipe: Recipe) -> Iterator[Fault]:
         hint = f"ranks={math.lcm(world, product) // nodes}, or lower {' or '.join(lower)}"
         wrong = _asked(recipe, "ranks", "nodes", *(_degree(recipe, kind) for kind in lower))
         yield wrong, f"{world} ranks are not divisible by TP·PP·CP·replicas = {product}", hint
-    expert, stages = recipe.degree("ep"), recipe.degree("pp")
+    expert = recipe.degree("ep")
+    stages = recipe.degree("pp")
     if world // stages % expert:
         least = math.lcm(ranks, expert * stages) // ranks
-        remedies = [f"ep={math.gcd(world // stages, expert)}"] if world >= stages else []
+        if world >= stages:
+            remedies = [f"ep={math.gcd(world // stages, expert)}"]
+        else:
+            remedies = []
         remedies += [f"--nodes {least}"] if least > nodes else []
         divisor = f"EP = {expert}" + (f" × PP = {stages}" if stages > 1 else "")
         wrong = _asked(recipe, "ranks", "nodes", _degree(recipe, "ep"), _degree(recipe, "pp"))
         yield wrong, f"{world} ranks are not divisible by {divisor}", " or ".join(remedies)
     key = f"{recipe.backend}.{recipe.knows.shard}"
-    shard = recipe.find(key, -1) if recipe.knows.shard else -1
+    if recipe.knows.shard:
+        shard = recipe.find(key, -1)
+    else:
+        shard = -1
     if shard not in (-1, world // product):
         why = f"{shard} × TP·PP·CP·replicas = {shard * product} is not the number of ranks, {world}"
         yield (
@@ -113,7 +128,8 @@ def rank_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def layout_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield sizes of the model, and lengths of sequences, that do not divide among the ranks."""
-    knows, model = recipe.knows, recipe.architecture
+    knows = recipe.knows
+    model = recipe.architecture
     tensor, expert, stages, context = (recipe.degree(kind) for kind in ("tp", "ep", "pp", "cp"))
 
     for what, size in (
@@ -141,7 +157,8 @@ def layout_faults(recipe: Recipe) -> Iterator[Fault]:
         )
     if model.of_images:
         return
-    length, parts = recipe.seq_len, tensor * context * (2 if context > 1 else 1)
+    length = recipe.seq_len
+    parts = tensor * context * (2 if context > 1 else 1)
     if model.max_seq_len and length > model.max_seq_len:
         why = f"{length} is more than model.max_seq_len = {model.max_seq_len}"
         yield knows.key("seq_len"), why, f"seq_len={model.max_seq_len} at most"
@@ -153,13 +170,15 @@ def layout_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def batch_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield batches that do not divide as required."""
-    knows, together = recipe.knows, recipe.local_batch * recipe.data_parallel
-    batch, parts = (
-        recipe.find(knows.key("global_batch"), -1),
-        recipe.find("validation.accumulation", 1),
-    )
+    knows = recipe.knows
+    together = recipe.local_batch * recipe.data_parallel
+    batch = recipe.find(knows.key("global_batch"), -1)
+    parts = recipe.find("validation.accumulation", 1)
     if batch > 0 and batch % together:
-        why = f"a global batch of {batch} is not a multiple of local batch × data parallel size = {together}"
+        why = (
+            f"a global batch of {batch} is not a multiple of local batch × data parallel size "
+            f"= {together}"
+        )
         near = f"global_batch={math.ceil(batch / together) * together}"
         wrong = _asked(
             recipe, knows.key("global_batch"), knows.key("local_batch"), "ranks", "nodes"
@@ -172,18 +191,25 @@ def batch_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def model_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield each field of the model that its family or the recipe's backend lacks: its key, the reason and a remedy."""
-    rules, known = model_rules(), family(recipe.architecture.family)
+    """Yield each field of the model that its family or the recipe's backend lacks: its key, the
+    reason and a remedy.
+    """
+    rules = model_rules()
+    known = family(recipe.architecture.family)
     values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
     changed = [key for key, rule in rules.items() if values[key] != rule.default]
     yield from _idle(recipe, values, changed)
     if recipe.backend not in known.backends:
-        hint = f"--backend {' or '.join(known.backends)}" if known.backends else None
+        hint = None
+        if known.backends:
+            hint = f"--backend {' or '.join(known.backends)}"
         yield "model.family", f"{recipe.backend} has no model of the family {known.name}", hint
         return
     yield from _foreign(known, values)
     yield from _uncomputed(recipe, known, values, [key for key in changed if not _off(key, values)])
-    targets = recipe.section(recipe.backend).get("lora.targets") if recipe.mode == "lora" else None
+    targets = None
+    if recipe.mode == "lora":
+        targets = recipe.section(recipe.backend).get("lora.targets")
     for name in targets if isinstance(targets, list) else ():
         if name not in known.linears:
             why = f"no linear layer of the family {known.name} is named {name!r}"
@@ -198,16 +224,18 @@ def _off(key: str, values: Mapping[str, Value]) -> bool:
 def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
     """Yield fields whose values no model of the family has."""
     for key, rule in model_rules().items():
-        only, value = known.allowed(key, cast(Scalar, rule.default)), values[key]
+        only = known.allowed(key, cast(Scalar, rule.default))
+        value = values[key]
         if only and value not in only:
             having = [other for other in map(family, families()) if other.has(key)]
             others = [other.name for other in having if value in other.values.get(key, (value,))]
-            amount = (
-                f"have {' or '.join(map(spell, only))}, not {spell(value)}"
-                if known.has(key)
-                else f"have no {key}"
-            )
-            other = f", or another model.family: {', '.join(others)}" if others else ""
+            if known.has(key):
+                amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}"
+            else:
+                amount = f"have no {key}"
+            other = ""
+            if others:
+                other = f", or another model.family: {', '.join(others)}"
             yield (
                 f"model.{key}",
                 f"models of the family {known.name} {amount}",
@@ -220,7 +248,9 @@ def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
 
 
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
-    """Yield fields of a part that is disabled. A file may set them if it disables the part explicitly."""
+    """Yield fields of a part that is disabled. A file may set them if it disables the part
+    explicitly.
+    """
     kind = str(values["rope_scaling.kind"])
     read = {"kind", "factor", "original_max_position", *STRETCH.get(kind, ())}
     read -= {"original_max_position"} if kind == "linear" else set()
@@ -250,7 +280,8 @@ def _uncomputed(
     recipe: Recipe, known: Family, values: Mapping[str, Value], active: list[str]
 ) -> Iterator[Fault]:
     """Yield fields of enabled parts that the backend lacks, or computes with other values only."""
-    row, title = known.backends[recipe.backend], f"the family {known.name}"
+    row = known.backends[recipe.backend]
+    title = f"the family {known.name}"
 
     def remedy(key: str, value: Value) -> str:
         computes = {
@@ -261,7 +292,10 @@ def _uncomputed(
             for name, those in computes.items()
             if values[key] in those and known.has(key, name)
         ]
-        ways = [f"model.{key}={spell(value)}"] if value in known.values.get(key, (value,)) else []
+        if value in known.values.get(key, (value,)):
+            ways = [f"model.{key}={spell(value)}"]
+        else:
+            ways = []
         return ", or ".join(ways + ([f"--backend {' or '.join(others)}"] if others else []))
 
     for key in active:

@@ -1,4 +1,6 @@
-"""Finding recipe files and reading each to a flat table of settings with their places; the entries of all recipes."""
+"""Finding recipe files and reading each to a flat table of settings with their places; the entries
+of all recipes.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,19 +16,20 @@ from primus_images.recipes.architecture import Architecture, Size, architecture,
 from primus_images.recipes.choose import check_choice, computes, supported
 from primus_images.recipes.schema import backends
 from primus_images.recipes.setting import Setting, Value
-from primus_images.refusals import refusal
 from primus_images.yamlfile import Document, Key, Tree, parse_values, read_text, section
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
 
 def folder() -> Path:
-    """Return the folder of recipes: ``PRIMUS_RECIPES``, that of this source checkout, or that of the image.
+    """Return the folder of recipes: ``PRIMUS_RECIPES``, that of this source checkout, or that of
+    the image.
 
-    If the package is installed as a copy outside an image, the folder is that of the project in the current folder or
-    the nearest parent.
+    If the package is installed as a copy outside an image, the folder is that of the project in the
+    current folder or the nearest parent.
     """
-    if variable := os.environ.get("PRIMUS_RECIPES"):
+    variable = os.environ.get("PRIMUS_RECIPES")
+    if variable:
         return Path(variable)
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file() and (checkout / "recipes").is_dir():
@@ -40,7 +43,9 @@ def folder() -> Path:
 
 
 def names(among: Path | None = None) -> list[str]:
-    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`), without editors' hidden files."""
+    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`), without
+    editors' hidden files.
+    """
     return stems(among or folder())
 
 
@@ -50,7 +55,8 @@ def is_path(name: str) -> bool:
 
 
 def find(name: str, among: Path | None = None) -> Path:
-    """Return the file of a recipe, given by path, or by name in ``among`` (default: :func:`folder`).
+    """Return the file of a recipe, given by path, or by name in ``among`` (default:
+    :func:`folder`).
 
     Raises InputError, with the available recipes, for a name without a file.
     """
@@ -61,20 +67,23 @@ def find(name: str, among: Path | None = None) -> Path:
     recipes = names(among)
     if name not in recipes:
         if not recipes:
-            raise refusal("no_recipes", folder=among)
-        raise refusal(
-            "no_recipe",
-            name=name,
-            nearest=nearest(name, recipes),
-            folder=among,
-            recipes=", ".join(recipes),
+            raise InputError(
+                f"{among} has no recipes",
+                hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
+            )
+        recipes_text = ", ".join(recipes)
+        raise InputError(
+            f"there is no recipe {name!r}{nearest(name, recipes)}",
+            hint=f"recipes in {among}: {recipes_text}",
         )
     return path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings that apply if every choice in ``when``, and the sequence length, has one of the listed values."""
+    """Settings that apply if every choice in ``when``, and the sequence length, has one of the
+    listed values.
+    """
 
     when: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Setting]
@@ -94,7 +103,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The contents of a recipe file: the settings that always apply, the cases in order, and the files read."""
+    """The contents of a recipe file: the settings that always apply, the cases in order, and the
+    files read.
+    """
 
     settings: dict[str, Setting]
     cases: list[Case]
@@ -102,7 +113,9 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
+    """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with
+    the place.
+    """
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
     files: dict[str, Path] = {}  # by its real path
@@ -130,16 +143,22 @@ def read(path: Path) -> Source:
 
 
 def beside(path: Path, name: str) -> Path:
-    """Return the file that the recipe at ``path`` calls ``name``: next to it, or else among primus's own recipes."""
+    """Return the file that the recipe at ``path`` calls ``name``: next to it, or else among
+    primus's own recipes.
+    """
     near = path.parent / name
-    return near if near.exists() or not (folder() / name).exists() else folder() / name
+    if near.exists() or not (folder() / name).exists():
+        return near
+    return folder() / name
 
 
 @lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
-    """Parse recipe text. Returns settings under dotted keys, and the files it uses. ``file`` names it in origins.
+    """Parse recipe text. Returns settings under dotted keys, and the files it uses. ``file`` names
+    it in origins.
 
-    Raises InputError for duplicate keys, and for anything but mappings, plain values and lists of plain values.
+    Raises InputError for duplicate keys, and for anything but mappings, plain values and lists of
+    plain values.
     """
     document = parse_values(text, file)
     if not isinstance(document.data, dict):
@@ -159,7 +178,10 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
 
 
 def _items(document: Document, key: str) -> list[Tree]:
-    value = document.data.get(key, []) if isinstance(document.data, dict) else []
+    if isinstance(document.data, dict):
+        value = document.data.get(key, [])
+    else:
+        value = []
     if not isinstance(value, list):
         raise InputError(f"{key} must be a list", where=document.origin((key,)))
     return value
@@ -200,21 +222,31 @@ def _case(document: Document, index: int, data: Tree) -> Case:
 
 def words(value: Value) -> tuple[str, ...]:
     """Return a choice's value, or each of its values, as conditions of cases compare it."""
-    items = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        items = value
+    else:
+        items = [value]
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
 def _settings(
     document: Document, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()
 ) -> dict[str, Setting]:
-    """Return the settings in ``data`` by dotted names; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
+    """Return the settings in ``data`` by dotted names; ``a.b: 1`` and ``a: {b: 1}`` are the same
+    key.
+    """
     settings: dict[str, Setting] = {}
     for at, value in _leaves(
         place, {key: value for key, value in data.items() if key not in other}
     ):
         key = ".".join(map(str, at[len(place) :]))
         if key in settings:
-            raise refusal("duplicate_key", document.where(at), key=key, origin=settings[key].origin)
+            origin = settings[key].origin
+            raise InputError(
+                f"duplicate key {key!r}",
+                where=document.where(at),
+                hint=f"it is also set at {origin}",
+            )
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, list | dict):
                 raise InputError(
@@ -236,8 +268,8 @@ def _leaves(place: Key, data: Tree) -> Iterator[tuple[Key, Tree]]:
 class Entry:
     """One recipe with one backend in one mode.
 
-    ``precisions``: precision of the full model → GPUs that support it. ``proxy``: precisions of the proxy on a CPU.
-    ``only_proxy``: there is no full model.
+    ``precisions``: precision of the full model → GPUs that support it. ``proxy``: precisions of the
+    proxy on a CPU. ``only_proxy``: there is no full model.
     """
 
     recipe: str

@@ -25,7 +25,9 @@ Kind = TypeVar("Kind", str, int, float, bool)
 
 
 class _Property(Generic[Kind]):
-    """A property of recipes: the value of a choice, or of a setting that every backend has under the name ``what``."""
+    """A property of recipes: the value of a choice, or of a setting that every backend has under
+    the name ``what``.
+    """
 
     def __init__(self, what: str, default: Kind, doc: str) -> None:
         self._what = what
@@ -42,8 +44,9 @@ class _Property(Generic[Kind]):
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` and ``choices`` are the user's; with both, the same recipe can be resolved again. ``precisions`` are
-    all that it supports with this backend in this mode. ``by_path``: the user gave a path. ``files`` were read.
+    ``overrides`` and ``choices`` are the user's; with both, the same recipe can be resolved again.
+    ``precisions`` are all that it supports with this backend in this mode. ``by_path``: the user
+    gave a path. ``files`` were read.
     """
 
     name: str
@@ -56,7 +59,9 @@ class Recipe:
     files: tuple[Path, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
-        """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is accepted as float."""
+        """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is
+        accepted as float.
+        """
         setting = self.settings[key]
         value = setting.value
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -69,7 +74,9 @@ class Recipe:
 
     def find(self, key: str, default: Kind) -> Kind:
         """Return the value of ``key``, or ``default`` if the recipe does not set it."""
-        return self.get(key, type(default)) if key in self.settings else default
+        if key in self.settings:
+            return self.get(key, type(default))
+        return default
 
     def section(self, prefix: str) -> dict[str, Value]:
         """Return all values below ``prefix`` in the recipe's order. Keys omit the prefix."""
@@ -78,15 +85,20 @@ class Recipe:
     def asset(self, key: str) -> Path | None:
         """Return the path that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).
 
-        ``assets.`` can be omitted. Paths are relative to the recipe; on the command line, first to the current folder.
+        ``assets.`` can be omitted. Paths are relative to the recipe; on the command line, first to
+        the current folder.
         """
-        key = key if "." in key else f"assets.{key}"
+        if "." not in key:
+            key = f"assets.{key}"
         name = self.get(key, str)
         if name == MOCK or name.startswith("hf:"):
             return None
-        here, there = Path.cwd() / name, beside(self.path, name)
+        here = Path.cwd() / name
+        there = beside(self.path, name)
         typed = self.settings[key].origin.startswith("command line")
-        return here if typed and (here.exists() or not there.exists()) else there
+        if typed and (here.exists() or not there.exists()):
+            return here
+        return there
 
     backend = _Property("backend", "", "The name of the backend.")
     mode = _Property("mode", "", "``pretrain``, ``full`` or ``lora``.")
@@ -116,7 +128,9 @@ class Recipe:
     def global_batch(self) -> int:
         """Sequences (or images) of one optimizer step over all ranks."""
         batch = self.find(self.knows.key("global_batch"), -1)
-        return batch if batch > 0 else self.local_batch * self.data_parallel
+        if batch > 0:
+            return batch
+        return self.local_batch * self.data_parallel
 
     @property
     def accumulation(self) -> int:
@@ -129,9 +143,13 @@ class Recipe:
         return self.get("ranks", int) * self.get("nodes", int)
 
     def degree(self, kind: str) -> int:
-        """Return a parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 if the backend has none."""
+        """Return a parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 if the backend
+        has none.
+        """
         key = self.knows.degrees.get(kind)
-        return self.find(f"{self.backend}.{key}", 1) if key else 1
+        if key:
+            return self.find(f"{self.backend}.{key}", 1)
+        return 1
 
     @property
     def data_parallel(self) -> int:
@@ -140,7 +158,9 @@ class Recipe:
 
     @property
     def unsharded(self) -> bool:
-        """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or context parallelism."""
+        """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or
+        context parallelism.
+        """
         shards = self.data_parallel // self.degree("replicas") * self.degree("cp")
         return shards == 1 and self.degree("tp") * self.degree("pp") > 1
 
@@ -148,16 +168,24 @@ class Recipe:
     def weights(self) -> Path | None:
         """The folder of the weights to start from; None if they are random or come from the hub."""
         name = self.find(f"{self.backend}.weights", "random")
-        return None if name == "random" or name.startswith("hf:") else Path(name)
+        if name == "random" or name.startswith("hf:"):
+            return None
+        return Path(name)
 
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
-        """Asset → sha256 over the names and bytes of its files, without weights of a tokenizer; empty if no file."""
+        """Asset → sha256 over the names and bytes of its files, without weights of a tokenizer;
+        empty if no file.
+        """
         digests = {}
         for key in sorted(self.section("assets")):
-            root, hasher = self.asset(key), hashlib.sha256()
+            root = self.asset(key)
+            hasher = hashlib.sha256()
             if root is not None:
-                files = filter(Path.is_file, below(root)) if root.is_dir() else [root]
+                if root.is_dir():
+                    files = filter(Path.is_file, below(root))
+                else:
+                    files = [root]
                 for file in sorted(
                     file for file in files if key != "tokenizer" or file.suffix not in _WEIGHTS
                 ):
@@ -169,22 +197,28 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal training."""
+        """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal
+        training.
+        """
         values = {key: setting.value for key, setting in self.settings.items()}
         return digest_of_recipe(values, self.asset_digests)
 
 
 def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
-    """Return the digest of a recipe with these resolved values and digests of assets, as a record has them."""
+    """Return the digest of a recipe with these resolved values and digests of assets, as a record
+    has them.
+    """
     return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()
 
 
 def misstated(about: Mapping[str, Any]) -> str:
-    """Return what a record says wrongly of its recipe, whose name and choices are among the settings that it hashes.
+    """Return what a record says wrongly of its recipe, whose name and choices are among the
+    settings that it hashes.
 
     Empty if nothing is wrong. Raises what damaged JSON raises.
     """
-    settings, number = about["settings"], about["sha256"]
+    settings = about["settings"]
+    number = about["sha256"]
     if "assets" in about and number != digest_of_recipe(settings, about["assets"]):
         return f"its settings are not those of recipe {number[:12]}"
     # A recipe given by path is called by it.

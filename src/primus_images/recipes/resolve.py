@@ -28,7 +28,6 @@ from primus_images.recipes.rules import USABLE, gpu_bytes, holds, predict, rules
 from primus_images.recipes.schema import Backend, backends
 from primus_images.recipes.setting import CHOICES, Choices, Setting, Value
 from primus_images.recipes.weights import kind_faults, model_of, published_faults
-from primus_images.refusals import refusal
 from primus_images.yamlfile import LARGEST, read_values, spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
@@ -48,15 +47,17 @@ def resolve(
     here: bool = True,
     memory: float | None = None,
 ) -> Recipe:
-    """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
+    """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its
+    cases and overrides.
 
-    ``overrides`` are ``key=value`` words, one for each key, which may omit the backend's name or be a short name or a
-    choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``. ``replacing`` are further ones, which replace those of
-    the same key. If the run is not ``here``, files at absolute paths are not looked for.
+    ``overrides`` are ``key=value`` words, one for each key, which may omit the backend's name or be
+    a short name or a choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``. ``replacing``
+    are further ones, which replace those of the same key. If the run is not ``here``, files at
+    absolute paths are not looked for.
 
-    Of a list of values, the first whose predicted memory fits is taken, else the last. ``memory`` are the bytes of one
-    GPU if they differ from those of the generation. With weights to fine-tune, the model is that of their
-    ``config.json``. Raises InputError with the place of the wrong value.
+    Of a list of values, the first whose predicted memory fits is taken, else the last. ``memory``
+    are the bytes of one GPU if they differ from those of the generation. With weights to fine-tune,
+    the model is that of their ``config.json``. Raises InputError with the place of the wrong value.
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
@@ -76,8 +77,14 @@ def resolve(
     for number, word in enumerate([*words, *replacing]):
         full, key, setting = _override(word, knows)
         if key in overriding and number < len(words):
-            raise refusal("twice", "command line", key=key, first=spelled[key], second=full)
-        spelled[key], overriding[key] = full, setting
+            first = spelled[key]
+            raise InputError(
+                f"{key} is set twice: {first} and {full}",
+                where="command line",
+                hint="keep one of the two",
+            )
+        spelled[key] = full
+        overriding[key] = setting
     body = settings
     settings = _with_cases(body, source, facts, overriding, knows) | chosen
     others = backends().keys() - {knows.name}
@@ -105,7 +112,8 @@ def resolve(
         by_path=load.is_path(name),
         files=source.files,
     )
-    whole, batch = recipe.find(knows.key("global_batch"), -1), knows.keys["local_batch"]
+    whole = recipe.find(knows.key("global_batch"), -1)
+    batch = knows.keys["local_batch"]
     trying[batch] = [
         size for size in trying[batch] if whole < 1 or whole % (size * recipe.data_parallel) == 0
     ]
@@ -130,7 +138,8 @@ def resolve(
         ),
     )
     if facts["proxy"] == "true":
-        # A proxy has sizes of its own. Those of the full model are in the same file, and have to be the published ones.
+        # A proxy has sizes of its own. Those of the full model are in the same file, and have to be
+        # the published ones.
         complete = _with_cases(body, source, {**facts, "proxy": "false"}, {}, knows)
         mixed = {k: s for k, s in settings.items() if not k.startswith("model.")}
         mixed |= {k: s for k, s in complete.items() if k.startswith("model.")}
@@ -139,7 +148,8 @@ def resolve(
             replace(recipe, settings=mixed),
             (lambda r: r.architecture.objections(), published_faults),
         )
-    if memory := memory or gpu_bytes(recipe.gpu):
+    memory = memory or gpu_bytes(recipe.gpu)
+    if memory:
         lists = [[(key, value) for value in values] for key, values in trying.items() if values]
         every = (
             reduce(lambda each, pair: _with(each, *pair), pairs, recipe)
@@ -156,7 +166,9 @@ def _with_cases(
     overriding: Mapping[str, Setting],
     knows: Backend,
 ) -> dict[str, Setting]:
-    """Return ``body``, settings that do not depend on a choice, with those of the cases that hold for ``facts``."""
+    """Return ``body``, settings that do not depend on a choice, with those of the cases that hold
+    for ``facts``.
+    """
     settings = dict(body)
     for case in source.cases:
         length = overriding.get(knows.key(LENGTH)) or settings.get(knows.key(LENGTH))
@@ -166,7 +178,9 @@ def _with_cases(
 
 
 def runs_on(entry: load.Entry, precision: str, gpu: str) -> bool:
-    """Whether a ``gpu`` holds the recipe of ``entry`` on its own number of nodes, with some micro batch."""
+    """Whether a ``gpu`` holds the recipe of ``entry`` on its own number of nodes, with some micro
+    batch.
+    """
     choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
     try:
         return entry.only_proxy or holds(resolve(str(entry.path), (), choices))
@@ -179,7 +193,9 @@ _SPELLINGS = {"nodes": "[0-9]{1,9}", "proxy": "true|false"}
 
 
 def choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
-    """Return the choices with those that ``overrides`` make, and the other overrides. Raises InputError."""
+    """Return the choices with those that ``overrides`` make, and the other overrides. Raises
+    InputError.
+    """
     words = []
     for word in overrides:
         key, _, text = word.partition("=")
@@ -187,11 +203,17 @@ def choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, 
             # The shell leaves ~ as it is after =.
             words.append(f"{key}={expanduser(text)}" if text.startswith("~/") else word)
             continue
-        if (before := getattr(choices, key)) is not None:
+        before = getattr(choices, key)
+        if before is not None:
             first = f"{key}={str(before).lower() if key == 'proxy' else before}"
-            raise refusal("twice", "command line", key=key, first=first, second=word)
+            raise InputError(
+                f"{key} is set twice: {first} and {word}",
+                where="command line",
+                hint="keep one of the two",
+            )
         value: object = text
-        if spelling := _SPELLINGS.get(key):
+        spelling = _SPELLINGS.get(key)
+        if spelling:
             where = f"command line: {key}"
             typed = Setting(
                 value=typed_value(text, where) if re.fullmatch(spelling, text) else text,
@@ -206,22 +228,29 @@ def choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, 
 def _of_weights(
     folder: Path, settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
 ) -> dict[str, Setting]:
-    name = str(settings["model.family"].value) if "model.family" in settings else ""
+    name = ""
+    if "model.family" in settings:
+        name = str(settings["model.family"].value)
     if not (
         name in families()
         and not family(name).images
         and "weights" in schema.backend_rules(knows.name)
     ):
         return settings
-    if (typed := overriding.get("model.family")) and typed.value == OTHER:
+    typed = overriding.get("model.family")
+    if typed and typed.value == OTHER:
         name = OTHER
     described = model_of(folder, name)
     for key, setting in overriding.items():
         if setting.value != (theirs := described.get(key, setting)).value:
-            raise refusal(
-                "another_size", theirs.origin, key=key, mine=setting.value, theirs=theirs.value
+            raise InputError(
+                f"{key} is {setting.value}, and the weights have {theirs.value}",
+                where=theirs.origin,
+                hint="leave it out: the sizes are those of the weights",
             )
-    kept = ("model.hf_repo", "model.moe.auxiliary_loss") if name != OTHER else ()
+    kept = ()
+    if name != OTHER:
+        kept = ("model.hf_repo", "model.moe.auxiliary_loss")
     settings = {
         key: s for key, s in settings.items() if not key.startswith("model.") or key in kept
     } | described
@@ -238,7 +267,8 @@ def _of_weights(
 def _scale_batch(
     settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend
 ) -> None:
-    key, nodes = knows.key("global_batch"), int(facts["nodes"])
+    key = knows.key("global_batch")
+    nodes = int(facts["nodes"])
     batch = settings.get(key)
     set_by_case = any(
         "nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases
@@ -250,7 +280,9 @@ def _scale_batch(
 
 
 def _listed(settings: dict[str, Setting], key: str, knows: Backend) -> list[Any]:
-    """Return the values of a list, of which its last becomes the setting; empty if it is not a list."""
+    """Return the values of a list, of which its last becomes the setting; empty if it is not a
+    list.
+    """
     full = f"{knows.name}.{key}"
     setting = settings.get(full)
     if setting is None or not isinstance(setting.value, list):
@@ -258,7 +290,11 @@ def _listed(settings: dict[str, Setting], key: str, knows: Backend) -> list[Any]
     rule = schema.backend_rules(knows.name)[key]
     values = [v for v in setting.value if not rule.objection(v) and not (type(v) is int and v < 1)]
     if not values or len(values) < len(setting.value):
-        raise refusal("no_list", setting.origin, key=full, value=spell(setting.value))
+        raise InputError(
+            f"{full} is {spell(setting.value)}",
+            where=setting.origin,
+            hint="give one value, or a list of values to try in this order",
+        )
     origin = f"{setting.origin}, the first of {', '.join(map(spell, values))} that fits"
     settings[full] = replace(setting, value=values[-1], origin=origin)
     return values
@@ -274,8 +310,11 @@ def _with(recipe: Recipe, key: str, value: Value) -> Recipe:
 def _settle_steps(
     settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
 ) -> None:
-    """Leave the steps to ``epochs``, which a run counts, or to the user, who may shorten the run and its warm-up."""
-    key, warmup = knows.key("steps"), f"{knows.name}.{knows.warmup}"
+    """Leave the steps to ``epochs``, which a run counts, or to the user, who may shorten the run
+    and its warm-up.
+    """
+    key = knows.key("steps")
+    warmup = f"{knows.name}.{knows.warmup}"
     if "epochs" in settings and key in overriding:
         if "epochs" in overriding:
             raise InputError("give either epochs or steps", where=overriding["epochs"].origin)
@@ -284,7 +323,8 @@ def _settle_steps(
         settings[key] = replace(
             settings[key], origin="replaced by those of epochs when a run starts"
         )
-    steps, before = overriding.get(key), settings.get(warmup)
+    steps = overriding.get(key)
+    before = settings.get(warmup)
     if not steps or not before or warmup in overriding:
         return
     if (
@@ -311,7 +351,9 @@ def _having(key: str) -> list[str]:
 
 
 def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
-    """Return ``word`` with the whole name of its key, the key in the recipe's settings, and the setting."""
+    """Return ``word`` with the whole name of its key, the key in the recipe's settings, and the
+    setting.
+    """
     key, separator, text = word.partition("=")
     if not separator or not key:
         raise InputError(
@@ -322,7 +364,8 @@ def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
     elif native_key := knows.keys.get(key) or knows.degrees.get(key):
         key = f"{knows.name}.{native_key}"
     section = key.partition(".")[0]
-    # A size in the recipe's model section, from which primus sets the backend's key of the same name.
+    # A size in the recipe's model section, from which primus sets the backend's key of the same
+    # name.
     sized = (
         key in knows.owned
         and key.startswith("model.")
@@ -331,7 +374,10 @@ def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
     own = schema.backend_rules(knows.name)
     native = key in knows.owned or key in own or section not in _OWN_SECTIONS
     whole = section == knows.name or key in schema.recipe_rules() or sized
-    place = f"{knows.name}.{key}" if native and not whole else key
+    if native and not whole:
+        place = f"{knows.name}.{key}"
+    else:
+        place = key
     # A path may look like a number, or contain what is a comment in YAML.
     rule = schema.recipe_rules().get(place) or own.get(place.removeprefix(f"{knows.name}."))
     plain = not text or (
@@ -345,11 +391,9 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
     needed = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
     for key in (*needed, *map(knows.key, ("steps", "seq_len", "local_batch"))):
         if key not in settings:
-            more = (
-                ", or add `uses: [shared/data.yaml]`, which sets it"
-                if key.startswith(("ranks", "assets."))
-                else ""
-            )
+            more = ""
+            if key.startswith(("ranks", "assets.")):
+                more = ", or add `uses: [shared/data.yaml]`, which sets it"
             hint = f"set {key}" + (
                 f" to one of {', '.join(families())}" if key == "model.family" else more
             )
@@ -358,8 +402,11 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
     typed = (key for key, setting in settings.items() if setting.origin.startswith("command line"))
     adapters = [key for key in typed if key.startswith(f"{head}lora.")]
     if adapters and settings["mode"].value != "lora":
-        raise refusal(
-            "lora_alone", settings[adapters[0]].origin, key=adapters[0].removeprefix(head)
+        key_text = adapters[0].removeprefix(head)
+        raise InputError(
+            f"{key_text} has no effect in another mode than LoRA",
+            where=settings[adapters[0]].origin,
+            hint="--mode lora",
         )
     sections = {
         "": schema.recipe_rules(),
@@ -377,11 +424,14 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
             raise InputError(
                 f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}"
             )
-        if (rule := rules.get(key)) is None:
+        rule = rules.get(key)
+        if rule is None:
             raise _unknown(key, setting, rules, knows)
-        if (objection := rule.objection(setting.value)) is not None:
+        objection = rule.objection(setting.value)
+        if objection is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
-    # What a case or an override replaces has its type, too. Of some settings, a list holds values to try.
+    # What a case or an override replaces has its type, too. Of some settings, a list holds values
+    # to try.
     for key, setting in chain(
         source.settings.items(), *(case.settings.items() for case in source.cases)
     ):
@@ -398,7 +448,8 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
     # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
         for key in rules:
-            if wrong := schema.out_of_bounds(key, rules, settings, related=related):
+            wrong = schema.out_of_bounds(key, rules, settings, related=related)
+            if wrong:
                 reason, remedy = wrong
                 raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
 
@@ -408,20 +459,21 @@ def _unknown(
 ) -> PrimusError:
     native = key.removeprefix(f"{knows.name}.")
     if native in (names := read_values(Path(__file__).with_name("other_names.yaml")).data):
-        return refusal("other_name", setting.origin, key=key, name=names[native])
+        name_text = names[native]
+        return InputError(f"there is no key {key!r}; here it is {name_text}", where=setting.origin)
     other = native.partition(".")[0]
     if other != knows.name and other in backends():
-        return refusal(
-            "key_of_another", setting.origin, key=native, backend=knows.name, other=other
+        return InputError(
+            f"{native} is not a key of the backend {knows.name}",
+            where=setting.origin,
+            hint=f"--backend {other} has it",
         )
     if key.startswith("model."):
         fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
         # Compared without the prefix, which makes any two keys of a model similar.
-        near = (
-            nearest(key, map("model.{}".format, fields))
-            if nearest(key.removeprefix("model."), fields)
-            else ""
-        )
+        near = ""
+        if nearest(key.removeprefix("model."), fields):
+            near = nearest(key, map("model.{}".format, fields))
         groups = dict.fromkeys(
             f"{head}.*" if rest else head for head, _, rest in (f.partition(".") for f in fields)
         )
@@ -439,8 +491,10 @@ def _unknown(
             near,
         )
         hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
-        if having := _having(native):
-            near, hint = "", f"{native} is a setting of --backend {' or '.join(having)}"
+        having = _having(native)
+        if having:
+            near = ""
+            hint = f"{native} is a setting of --backend {' or '.join(having)}"
     return InputError(
         f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint
     )
@@ -452,7 +506,10 @@ def _refuse_first(recipe: Recipe, checks: Iterable[Callable[[Recipe], Iterable[F
         named = next(
             (word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None
         )
-        origin = recipe.settings[named].origin if named else f"{recipe.path}:1:1"
+        if named:
+            origin = recipe.settings[named].origin
+        else:
+            origin = f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
 
@@ -461,10 +518,10 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     for name in (
         key for key in names if here or not str(recipe.settings[key].value).startswith("/")
     ):
-        asset, kind = (
-            recipe.asset(name),
-            "a folder" if name == "assets.tokenizer" else "a file or a folder",
-        )
+        asset = recipe.asset(name)
+        kind = "a file or a folder"
+        if name == "assets.tokenizer":
+            kind = "a folder"
         if not re.fullmatch(
             r"(?!hf:|\w+://).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)
         ):
@@ -484,7 +541,8 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
 
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
-    tokenizer, rows = recipe.asset("tokenizer"), recipe.architecture.vocab_size
+    tokenizer = recipe.asset("tokenizer")
+    rows = recipe.architecture.vocab_size
     if tokenizer is not None and (size := vocabulary(tokenizer)) > rows > 0:
         why = f"{rows} is less than the {size} tokens of {tokenizer}"
         yield (
@@ -495,11 +553,15 @@ def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
-    knows, computed = recipe.knows, rules_of(recipe).precision(recipe)
+    knows = recipe.knows
+    computed = rules_of(recipe).precision(recipe)
     if computed != recipe.precision:
         hint = f"the recipe has no case that makes {knows.name} compute {recipe.precision}"
         if knows.sharded_precision and recipe.unsharded:
-            hint = "it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
+            hint = (
+                "it computes below float32 where FSDP shards the weights: leave ranks to "
+                "data or context parallelism"
+            )
         yield (
             "precision",
             f"{recipe.precision} is requested, but the {knows.name} settings give {computed}",
@@ -508,7 +570,9 @@ def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def vocabulary(folder: Path) -> int:
-    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; 0 without it. InputError if it is wrong."""
+    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; 0 without it. InputError
+    if it is wrong.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return 0
@@ -517,10 +581,16 @@ def vocabulary(folder: Path) -> int:
         content = json.loads(file.read_bytes())
         words = content["model"]["vocab"]
         # Unigram models have a list of tokens; all others map tokens to ids.
-        largest = len(words) - 1 if isinstance(words, list) else max(words.values(), default=-1)
+        if isinstance(words, list):
+            largest = len(words) - 1
+        else:
+            largest = max(words.values(), default=-1)
         added = max((token["id"] for token in content.get("added_tokens") or ()), default=-1)
         return int(max(largest, added)) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refusal(
-            "no_tokenizer_file", file, error=f"{type(error).__name__}: {error}"[:178]
+        error_text = f"{type(error).__name__}: {error}"[:178]
+        raise InputError(
+            f"not a tokenizer file: {error_text}",
+            where=file,
+            hint="tokenizers of the transformers library have it: model.vocab and added_tokens",
         ) from None

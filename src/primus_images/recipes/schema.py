@@ -1,7 +1,9 @@
-"""The table of backends, and the keys that a recipe may contain, with their types, defaults and bounds.
+"""The table of backends, and the keys that a recipe may contain, with their types, defaults and
+bounds.
 
-The keys of a backend are in ``keys/BACKEND.json``, which ``nox -s docs`` generates from the source of the version that
-versions.yaml pins. Keys are therefore checked in the same way whether or not the backend is installed.
+The keys of a backend are in ``keys/BACKEND.json``, which ``nox -s docs`` generates from the source
+of the version that versions.yaml pins. Keys are therefore checked in the same way whether or not
+the backend is installed.
 """
 
 import json
@@ -25,7 +27,9 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the fields."""
+    """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the
+    fields.
+    """
 
     name: str
     modes: Sequence[str]
@@ -52,7 +56,9 @@ class Backend:
     checkpointing: Sequence[Mapping[str, Scalar]] = ()
 
     def key(self, what: str) -> str:
-        """Return the full key of a setting that every backend has: ``steps`` → ``torchtitan.training.steps``."""
+        """Return the full key of a setting that every backend has: ``steps`` →
+        ``torchtitan.training.steps``.
+        """
         return f"{self.name}.{self.keys[what]}"
 
 
@@ -67,10 +73,12 @@ def backends() -> Mapping[str, Backend]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What one key accepts: type names (``int``, ``str``, ``list`` ...), one of ``choices``, values within ``bounds``.
+    """What one key accepts: type names (``int``, ``str``, ``list`` ...), one of ``choices``, values
+    within ``bounds``.
 
-    ``items`` are the types of a list's items. ``filled``: text must not be empty. ``inside``: text is a path inside the
-    run's folder. ``word``: text must be usable in a file name. Without types, only the library's code can set the key.
+    ``items`` are the types of a list's items. ``filled``: text must not be empty. ``inside``: text
+    is a path inside the run's folder. ``word``: text must be usable in a file name. Without types,
+    only the library's code can set the key.
     """
 
     types: frozenset[str]
@@ -83,16 +91,17 @@ class Rule:
     default: Value = None
 
     def objection(self, value: Value) -> str | None:
-        """Return why ``value`` is not accepted, as the end of a sentence, or None. Bounds are checked separately."""
+        """Return why ``value`` is not accepted, as the end of a sentence, or None. Bounds are
+        checked separately.
+        """
         if not self.types:
             return "needs a Python object, which a recipe cannot express"
         if self.choices and isinstance(value, str):
-            return (
-                None
-                if value in self.choices
-                else f"must be one of {', '.join(self.choices)}, not {value!r}"
-            )
-        if (objection := _type_objection(self.types, value)) is not None:
+            if value in self.choices:
+                return None
+            return f"must be one of {', '.join(self.choices)}, not {value!r}"
+        objection = _type_objection(self.types, value)
+        if objection is not None:
             return objection
         if self.filled and not str(value).strip():
             return "must not be empty"
@@ -105,17 +114,24 @@ class Rule:
         if self.word and not _WORD.fullmatch(str(value)):
             return f"must be at most 100 letters, digits and ._+-, not {_short(value)}"
         for item in value if isinstance(value, list) and self.items else ():
-            if (objection := _type_objection(self.items, item)) is not None:
+            objection = _type_objection(self.items, item)
+            if objection is not None:
                 return f"contains {item!r}: each item {objection.partition(', not')[0]}"
         return None
 
 
 def _type_objection(types: frozenset[str], value: Value) -> str | None:
-    kind = "None" if value is None else type(value).__name__
+    if value is None:
+        kind = "None"
+    else:
+        kind = type(value).__name__
     accepted = types | ({"int"} if "float" in types else frozenset())
     accepted |= {"list"} if "tuple" in accepted else frozenset()
     if kind not in accepted:
-        return f"must be {' or '.join(sorted({WORDS.get(name, name) for name in types}))}, not {_short(value)}"
+        return (
+            f"must be {' or '.join(sorted({WORDS.get(name, name) for name in types}))}, not "
+            f"{_short(value)}"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be finite, not {value}"
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -129,7 +145,9 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
 
 def _short(value: Value) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}…"
 
 
 @cache
@@ -148,7 +166,9 @@ def _rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
 
 @cache
 def model_rules() -> Mapping[str, Rule]:
-    """Return the rules of keys below ``model.``: the fields of :class:`primus_images.recipes.architecture.Architecture`."""
+    """Return the rules of keys below ``model.``: the fields of
+    :class:`primus_images.recipes.architecture.Architecture`.
+    """
     return dict(_fields(Architecture, ""))
 
 
@@ -159,7 +179,8 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
         if is_dataclass(hint) and isinstance(hint, type):
             yield from _fields(hint, f"{prefix}{entry.name}.")
         else:
-            literal, default = get_origin(hint) is Literal, entry.default
+            literal = get_origin(hint) is Literal
+            default = entry.default
             rule = Rule(
                 types=frozenset({"str" if literal else hint.__name__}),
                 choices=get_args(hint) if literal else entry.metadata.get("choices", ()),
@@ -171,7 +192,9 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
 
 @cache
 def backend_rules(name: str) -> Mapping[str, Rule]:
-    """Return the rules of every key of a backend at its pinned version. Keys omit the backend's name."""
+    """Return the rules of every key of a backend at its pinned version. Keys omit the backend's
+    name.
+    """
     content = json.loads(
         (Path(__file__).parent / "keys" / f"{name}.json").read_text(encoding="utf-8")
     )
@@ -190,11 +213,15 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
 def out_of_bounds(
     key: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
 ) -> tuple[str, str] | None:
-    """Return why the value of ``key`` is outside its bounds, and a remedy; None if it is inside, or not set.
+    """Return why the value of ``key`` is outside its bounds, and a remedy; None if it is inside, or
+    not set.
 
     With ``related``, bounds that name other keys, of the same section, are checked as well.
     """
-    rule, value = rules[key], settings[key].value if key in settings else None
+    rule = rules[key]
+    value = None
+    if key in settings:
+        value = settings[key].value
     section = key.partition(".")[0]
     if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -203,10 +230,16 @@ def out_of_bounds(
         if not related:
             return None
         full = f"{section}.{other}"
-        limit = settings[full].value if full in settings else rules[full].default
-        return limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None
+        if full in settings:
+            limit = settings[full].value
+        else:
+            limit = rules[full].default
+        if isinstance(limit, int | float) and not isinstance(limit, bool):
+            return limit
+        return None
 
-    if (objection := outside(rule.bounds, value, look_up)) is None:
+    objection = outside(rule.bounds, value, look_up)
+    if objection is None:
         return None
     why, other = objection
     if other is not None:

@@ -1,8 +1,8 @@
 """One setting of a recipe, its bounds, and the choices that determine which settings apply.
 
-Bounds are declared with a field as an interval: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``. An end is a number,
-``inf`` or another key of the same section, so that one notation covers ranges and relations. ``-1 | [1, inf)`` allows
-one more value outside the interval.
+Bounds are declared with a field as an interval: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``.
+An end is a number, ``inf`` or another key of the same section, so that one notation covers ranges
+and relations. ``-1 | [1, inf)`` allows one more value outside the interval.
 """
 
 import dataclasses
@@ -52,7 +52,9 @@ class Choices:
             for name in CHOICES[:-1]
             if (value := getattr(self, name)) is not None
         ]
-        return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
+        if self.proxy is None:
+            return named
+        return [*named, "--proxy" if self.proxy else "proxy=false"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +70,17 @@ class Setting:
 
 
 def bounded(default: Any, bounds: str) -> Any:
-    """Return a dataclass field with an interval for its value or, if the value is a list, for each item."""
+    """Return a dataclass field with an interval for its value or, if the value is a list, for each
+    item.
+    """
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
 def outside(
     bounds: str, value: float, look_up: Callable[[str], float | None] = lambda _key: None
 ) -> tuple[str, str | None] | None:
-    """Return why ``value`` is outside ``bounds`` (the end of a sentence) and the key that bounds it; None if inside.
+    """Return why ``value`` is outside ``bounds`` (the end of a sentence) and the key that bounds
+    it; None if inside.
 
     ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
     """
@@ -86,13 +91,25 @@ def outside(
         (ends[0], opening == "(", ("at least", "greater than"), operator.lt),
         (ends[1], closing == ")", ("at most", "less than"), operator.gt),
     ):
-        key = None if _NUMBER.fullmatch(end) else end
-        limit = look_up(key) if key else float(end)
+        if _NUMBER.fullmatch(end):
+            key = None
+        else:
+            key = end
+        if key:
+            limit = look_up(key)
+        else:
+            limit = float(end)
         if limit is not None and (beyond(value, limit) or (is_open and value == limit)):
-            number = int(limit) if float(limit).is_integer() else limit
-            beside = f"{special} or " if special else ""
+            if float(limit).is_integer():
+                number = int(limit)
+            else:
+                number = limit
+            beside = ""
+            if special:
+                beside = f"{special} or "
             return (
-                f"must be {beside}{words[is_open]} {f'{key} = ' if key else ''}{number}, not {value}",
+                f"must be {beside}{words[is_open]} {f'{key} = ' if key else ''}{number}, not "
+                f"{value}",
                 key,
             )
     return None
@@ -100,7 +117,9 @@ def outside(
 
 @cache
 def ends_of(bounds: str) -> tuple[str, ...]:
-    """Return the parts of an interval: special value, bracket, low end, high end, bracket. ValueError if it is none."""
+    """Return the parts of an interval: special value, bracket, low end, high end, bracket.
+    ValueError if it is none.
+    """
     match = _INTERVAL.fullmatch(bounds)
     if match is None:
         raise ValueError(f"{bounds!r} is not an interval")

@@ -10,7 +10,6 @@ from typing import Any
 
 from primus_images.errors import InputError
 from primus_images.files import open_regular, read_bytes, reason_of, refuse_pointer
-from primus_images.refusals import refusal
 
 _LONGEST = 100 << 20
 OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
@@ -22,7 +21,9 @@ MXFP4 = ("_blocks", "_scales")
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """``shapes`` and ``dtypes`` by the tensors' names; ``text`` is the header as it stands in the file."""
+    """``shapes`` and ``dtypes`` by the tensors' names; ``text`` is the header as it stands in the
+    file.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
@@ -30,9 +31,12 @@ class Header:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the files that transformers or diffusers would load from a folder. Raises InputError if one is missing."""
+    """Return the files that transformers or diffusers would load from a folder. Raises InputError
+    if one is missing.
+    """
     for stem in ("model", "diffusion_pytorch_model"):
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        single = folder / f"{stem}.safetensors"
+        index = folder / f"{stem}.safetensors.index.json"
         if single.exists():
             return [single]
         if not index.exists():
@@ -47,18 +51,27 @@ def tensor_files(folder: Path) -> list[Path]:
             name for name in named if Path(name).name != name or not (folder / name).is_file()
         ]
         if missing or not named:
-            what = (
-                f"lack {missing[0]}, which their index names"
-                if missing
-                else "have an index that names no file"
-            )
+            what = "have an index that names no file"
+            if missing:
+                what = f"lack {missing[0]}, which their index names"
             raise InputError(f"the weights {what}", where=str(index), hint="fetch them again")
         return [folder / name for name in named]
     pickles = sorted(
         path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))
     )
-    raise refusal(
-        "pickles" if pickles else "no_tensors", folder=folder, pickle=next(iter(pickles), "")
+    if pickles:
+        pickle = next(iter(pickles), "")
+        raise InputError(
+            f"{folder} contains no safetensors files that transformers would load "
+            "(model.safetensors, or an index)",
+            hint=f"{pickle} is a pickle, which can run code: load it where you trust it, and "
+            "save_pretrained",
+        )
+    pickle = next(iter(pickles), "")
+    raise InputError(
+        f"{folder} contains no safetensors files that transformers would load "
+        "(model.safetensors, or an index)",
+        hint="name a folder that contains model.safetensors or model.safetensors.index.json",
     )
 
 
@@ -86,21 +99,28 @@ def text_name(name: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name in transformers' model of a tensor in a file, which may lack the head, or be Mixtral's."""
+    """Return the name in transformers' model of a tensor in a file, which may lack the head, or be
+    Mixtral's.
+    """
     name = text_name(name)
-    name = name if name.startswith(("lm_head.weight", "model.")) else f"model.{name}"
+    if not name.startswith(("lm_head.weight", "model.")):
+        name = f"model.{name}"
     for old, new in _MIXTRALS.items():
         name = name.replace(old, new)
     return name
 
 
 def header(file: Path) -> Header:
-    """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
+    """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is
+    truncated.
+    """
     try:
         refuse_pointer(file)
         with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
-            text = stream.read(length) if length <= _LONGEST else b""
+            text = b""
+            if length <= _LONGEST:
+                text = stream.read(length)
         content: dict[str, Any] = json.loads(text)
         content.pop("__metadata__", None)
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in content.items()}
@@ -134,7 +154,9 @@ def header(file: Path) -> Header:
 
 
 def plain_shapes(head: Header) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights for text once those in MXFP4 are dequantized, which transposes them."""
+    """Return the shapes of the weights for text once those in MXFP4 are dequantized, which
+    transposes them.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in ((name, shape) for name, shape in head.shapes.items() if is_for_text(name)):
         if head.dtypes[name] == "U8" and name.endswith(MXFP4) and len(shape) > 2:

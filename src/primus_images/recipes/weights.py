@@ -1,5 +1,5 @@
-"""What a ``config.json`` says: that of a folder of weights as settings of a recipe, and where a recipe differs from its
-publisher's.
+"""What a ``config.json`` says: that of a folder of weights as settings of a recipe, and where a
+recipe differs from its publisher's.
 """
 
 import json
@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from primus_images.errors import InputError
+from primus_images.errors import HostError, InputError
 from primus_images.files import read_bytes, require_readable
 from primus_images.recipes.architecture import Architecture, architecture, size
 from primus_images.recipes.family import OTHER, described, families_of, family, uncomputed
@@ -21,21 +21,23 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.schema import backends, model_rules
 from primus_images.recipes.setting import Setting, Value
 from primus_images.recipes.tensors import header, plain_shapes, tensor_files
-from primus_images.refusals import refusal
 from primus_images.yamlfile import section, spell
 
 HUB = "hf:"
 _MODES = ("full", "lora")
-# What describes a model in a repository on the hub, and what the ranks and the checks before them read.
+# What describes a model in a repository on the hub, and what the ranks and the checks before them
+# read.
 _DESCRIBING = ("*.json", "*.jinja", "*.model", "*.txt")
 FILES = ("*.safetensors", *_DESCRIBING)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
 def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
-    """Return the folder of ``hf:OWNER/NAME`` with the files that match ``patterns``, downloaded once.
+    """Return the folder of ``hf:OWNER/NAME`` with the files that match ``patterns``, downloaded
+    once.
 
-    The token is in HF_TOKEN. Raises HostError if the hub does not give them; ``offline`` asks only the cache.
+    The token is in HF_TOKEN. Raises HostError if the hub does not give them; ``offline`` asks only
+    the cache.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -50,42 +52,70 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
             ],  # copies of the same weights in the vendor's own format
         )
     except ImportError:
-        raise refusal("no_hub", name=name) from None
+        raise HostError(
+            f"{name}: huggingface_hub is not installed",
+            hint="run this inside a primus image, or name a folder",
+        ) from None
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:300]
-        raise refusal("no_download", name=name, kind=type(error).__name__, reason=reason) from error
+        kind = type(error).__name__
+        raise HostError(
+            f"{name} cannot be downloaded: {kind}: {reason}",
+            hint="check the name hf:OWNER/NAME, the network and HF_ENDPOINT; HF_TOKEN opens "
+            "what is not public; a folder needs none",
+        ) from error
     return Path(folder)
 
 
 def folder_of(name: str, *, whole: bool) -> Path:
-    """Return the folder of weights ``name``. Those of the hub lack the tensors, unless ``whole`` or of no family."""
-    folder = downloaded(name, *_DESCRIBING) if name.startswith(HUB) else Path(name)
-    return (
-        downloaded(name, *FILES)
-        if name.startswith(HUB) and (whole or other_family(folder))
-        else folder
-    )
+    """Return the folder of weights ``name``. Those of the hub lack the tensors, unless ``whole`` or
+    of no family.
+    """
+    if name.startswith(HUB):
+        folder = downloaded(name, *_DESCRIBING)
+    else:
+        folder = Path(name)
+    if name.startswith(HUB) and (whole or other_family(folder)):
+        return downloaded(name, *FILES)
+    return folder
 
 
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file ``config.json`` of a folder of weights, and its contents.
 
-    Raises InputError if there is none, or if it is not that of a whole, unquantized model. MXFP4 counts as unquantized.
+    Raises InputError if there is none, or if it is not that of a whole, unquantized model. MXFP4
+    counts as unquantized.
     """
     if not folder.is_dir():
-        raise refusal("no_weights", folder=folder)
-    file, source = folder / "config.json", "copy it from the source of the weights"
+        raise InputError(
+            f"there is no folder {folder}",
+            hint="name a folder of safetensors files with their config.json, or hf:OWNER/NAME",
+        )
+    file = folder / "config.json"
+    source = "copy it from the source of the weights"
     if (folder / "adapter_config.json").is_file():  # transformers would add them to their own base
-        raise refusal("adapters", folder=folder)
+        raise InputError(
+            f"{folder} contains LoRA adapters, not a whole model",
+            hint="merge them into their base weights with PEFT, and name the folder of the result",
+        )
     require_readable(file)
     try:
         content = read_bytes(file)
         if content.startswith(b"\xef\xbb\xbf"):
-            raise refusal("byte_order_mark", file)
+            raise InputError(
+                "the file begins with a byte order mark, which transformers does not read",
+                where=file,
+                hint="save it as UTF-8 without one",
+            )
         config = json.loads(content)
     except FileNotFoundError:
-        raise refusal(
-            "run_as_weights" if (folder / "weights").is_dir() else "no_config", folder=folder
+        if (folder / "weights").is_dir():
+            raise InputError(
+                f"{folder} is a folder of a run, not of weights", hint=f"name {folder}/weights"
+            ) from None
+        raise InputError(
+            f"the weights in {folder} have no config.json, so their model is unknown",
+            hint="copy it from the source of the weights",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
@@ -98,33 +128,41 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
             "config.json names no type of model", where=f"{file}: model_type", hint=source
         )
     # Of a model of several parts, the language model is trained.
-    config = (
-        config | text
-        if isinstance(text := config.get("text_config"), dict) and "model_type" in text
-        else config
-    )
+    if isinstance(text := config.get("text_config"), dict) and "model_type" in text:
+        config = config | text
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
-            method = (
-                config[key].get("quant_method", "")
-                if isinstance(config[key], dict)
-                else config[key]
-            )
+            if isinstance(config[key], dict):
+                method = config[key].get("quant_method", "")
+            else:
+                method = config[key]
             if method == "mxfp4":
                 continue  # its weights are dequantized as they are read
-            raise refusal("quantized_weights", f"{file}: {key}", method=method or key)
+            method_text = method or key
+            raise InputError(
+                f"the weights are quantized ({method_text}), and only plain weights are trained",
+                where=f"{file}: {key}",
+                hint="name the weights that they were made from, or dequantize them",
+            )
     return file, config
 
 
 def model_of(folder: Path, name: str) -> dict[str, Setting]:
-    """Return a recipe's ``model`` section, without ``hf_repo`` and ``moe.auxiliary_loss``, from ``config.json``.
+    """Return a recipe's ``model`` section, without ``hf_repo`` and ``moe.auxiliary_loss``, from
+    ``config.json``.
 
-    ``name`` is the recipe's family. Raises InputError, with file and field, if the weights are of another one.
+    ``name`` is the recipe's family. Raises InputError, with file and field, if the weights are of
+    another one.
     """
     file, config = config_of(folder)
-    kind, known = config["model_type"], family(name)
+    kind = config["model_type"]
+    known = family(name)
     if name not in (*families_of(kind), *fitting_families(kind)):
-        raise refusal("another_family", f"{file}: model_type", kind=kind, name=name)
+        raise InputError(
+            f"the weights are of type {kind}, and the recipe's family is {name}",
+            where=f"{file}: model_type",
+            hint="`primus finetune WEIGHTS DATA` picks a recipe for the weights",
+        )
     for field in (
         "num_hidden_layers",
         "hidden_size",
@@ -145,7 +183,8 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
         if only[0] != model_rules()[key].default
     ]
     for key, field, value in (*fixed, *described(known, config, file)):
-        if (objection := model_rules()[key].objection(value)) is not None:
+        objection = model_rules()[key].objection(value)
+        if objection is not None:
             raise InputError(f"model.{key} {objection}", where=f"{file}: {field}")
         settings[f"model.{key}"] = Setting(value=value, origin=f"{file}: {field}")
     if name == OTHER:
@@ -166,16 +205,14 @@ def fitting_families(kind: str) -> list[str]:
 
 def other_family(folder: Path) -> dict[str, str]:
     """Return the setting with which weights of no family are fine-tuned; empty for all others."""
-    return (
-        {"model.family": OTHER}
-        if fitting_families(config_of(folder)[1]["model_type"]) == [OTHER]
-        else {}
-    )
+    if fitting_families(config_of(folder)[1]["model_type"]) == [OTHER]:
+        return {"model.family": OTHER}
+    return {}
 
 
 def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
-    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to theirs. For a model
-    of no family it is any recipe.
+    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to
+    theirs. For a model of no family it is any recipe.
 
     ``mode`` is ``full`` or ``lora``; None: either. Raises InputError if there is none.
     """
@@ -184,9 +221,13 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
             f"mode {mode!r} does not fine-tune", hint=f"the modes are {' and '.join(_MODES)}"
         )
     _, config = config_of(folder)
-    fitting, distances = fitting_families(config["model_type"]), list[tuple[float, str, Entry]]()
+    fitting = fitting_families(config["model_type"])
+    distances = list[tuple[float, str, Entry]]()
     for entry in entries():
-        name = entry.architecture.family if fitting != [OTHER] else OTHER
+        if fitting != [OTHER]:
+            name = entry.architecture.family
+        else:
+            name = OTHER
         if entry.mode in ((mode,) if mode else _MODES) and not entry.only_proxy and name in fitting:
             model = {key: s.value for key, s in section(model_of(folder, name), "model").items()}
             try:
@@ -195,7 +236,9 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
                 distance = math.inf  # an impossible size, which the resolution names
             distances.append((distance, entry.recipe, entry))
     if not distances:
-        how = f" in mode {mode}" if mode else ""
+        how = ""
+        if mode:
+            how = f" in mode {mode}"
         raise InputError(
             f"no recipe fine-tunes models of type {config['model_type']}{how}",
             hint="see `primus list`",
@@ -217,10 +260,11 @@ class Difference(NamedTuple):
 
 
 def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
-    """Return ``published/OWNER--NAME.json`` of the recipe's ``model.hf_repo``: facts of its ``config.json``.
+    """Return ``published/OWNER--NAME.json`` of the recipe's ``model.hf_repo``: facts of its
+    ``config.json``.
 
-    ``parameters`` is the number that its files hold. None if there is no such file, or if the model is described by the
-    weights that the run starts from.
+    ``parameters`` is the number that its files hold. None if there is no such file, or if the model
+    is described by the weights that the run starts from.
     """
     repo = recipe.find("model.hf_repo", "")
     origin = recipe.settings["model.family"].origin
@@ -233,16 +277,26 @@ def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
         facts = json.loads(read_bytes(file))
         return {"parameters": int(facts["parameters"]), **facts}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise refusal("no_facts", file, error=repr(error)[:178]) from None
+        error_text = repr(error)[:178]
+        raise InputError(
+            f"not facts of a model: {error_text}",
+            where=file,
+            hint="it holds the facts of config.json, and `parameters`",
+        ) from None
 
 
 def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield where the recipe's model is not as published. A proxy has sizes of its own, but the same parts."""
+    """Yield where the recipe's model is not as published. A proxy has sizes of its own, but the
+    same parts.
+    """
     model = recipe.architecture
     for key, field, value in described(family(model.family), facts, recipe.path):
-        mine, theirs, setting = attrgetter(key)(model), value, recipe.settings.get(f"model.{key}")
+        mine = attrgetter(key)(model)
+        theirs = value
+        setting = recipe.settings.get(f"model.{key}")
         if key == "head_dim":
-            mine, theirs = model.head_size, value or model.hidden_size // max(1, model.heads)
+            mine = model.head_size
+            theirs = value or model.hidden_size // max(1, model.heads)
         numeric = not isinstance(theirs, bool | str)
         if mine == theirs or (recipe.get("proxy", bool) and numeric and bool(mine) == bool(theirs)):
             continue
@@ -256,11 +310,9 @@ def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference
 
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield the family, if the publisher's model is of another one."""
-    known, facts, repo = (
-        family(recipe.architecture.family),
-        facts_of(recipe),
-        recipe.find("model.hf_repo", ""),
-    )
+    known = family(recipe.architecture.family)
+    facts = facts_of(recipe)
+    repo = recipe.find("model.hf_repo", "")
     if facts is not None and (kind := facts.get("model_type", "")) != known.transformers:
         fitting = [f"model.family={name}" for name in families_of(kind)]
         why = f"{known.name}, but {repo} has model_type = {kind or 'none'} in its config.json"
@@ -268,8 +320,12 @@ def kind_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def published_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield each field that is not as its publisher says, unless the user or the recipe's reason says so."""
-    facts, model, repo = facts_of(recipe), recipe.architecture, recipe.find("model.hf_repo", "")
+    """Yield each field that is not as its publisher says, unless the user or the recipe's reason
+    says so.
+    """
+    facts = facts_of(recipe)
+    model = recipe.architecture
+    repo = recipe.find("model.hf_repo", "")
     if facts is None:
         return
     known = family(model.family)
@@ -279,13 +335,13 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     for one in apart:
         if not one.meant:
             default = one.field not in facts and known.defaults.get(one.field) == one.theirs
-            place = f"`defaults` of families/{known.name}.yaml" if default else "its config.json"
+            place = "its config.json"
+            if default:
+                place = f"`defaults` of families/{known.name}.yaml"
             why = f"{spell(one.mine)}, but {repo} has {one.field} = {spell(one.theirs)} in {place}"
-            case = (
-                ""
-                if isinstance(one.theirs, bool | str)
-                else ", or a case whose `because` names both"
-            )
+            case = ", or a case whose `because` names both"
+            if isinstance(one.theirs, bool | str):
+                case = ""
             hint = f"model.{one.key}={spell(one.theirs)}{case}"
             yield f"model.{one.key}", why, hint
     typed = any(
@@ -298,34 +354,46 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     ):
         why = f"the model has {total:,} parameters, the files of {repo} {facts['parameters']:,}"
         fitting = list(_explanations(recipe, facts["parameters"]))
-        key = (
-            fitting[0].partition(" ")[0]
-            if len(fitting) == 1
-            else "model"
-            if fitting
-            else "model.family"
+        if len(fitting) == 1:
+            key = fitting[0].partition(" ")[0]
+        else:
+            key = "model.family"
+            if fitting:
+                key = "model"
+        hint = (
+            f"one size is wrong here and in the published file: {' or '.join(fitting)} has "
+            "that number"
         )
-        hint = f"one size is wrong here and in the published file: {' or '.join(fitting)} has that number"
         yield key, why, hint if fitting else None
 
 
 def _explanations(recipe: Recipe, parameters: int) -> Iterator[str]:
-    """Yield each field of the model, with a value, that alone would make it a model of so many parameters."""
-    sizes, known = recipe.section("model"), family(recipe.architecture.family)
+    """Yield each field of the model, with a value, that alone would make it a model of so many
+    parameters.
+    """
+    sizes = recipe.section("model")
+    known = family(recipe.architecture.family)
 
     def model(key: str, value: Value) -> Architecture:
         return architecture({**sizes, key: value})
 
     for key, rule in model_rules().items():
-        value = recipe.architecture.head_size if key == "head_dim" else sizes.get(key, rule.default)
+        if key == "head_dim":
+            value = recipe.architecture.head_size
+        else:
+            value = sizes.get(key, rule.default)
         if not known.has(key) or known.values.get(key) or not isinstance(value, int):
             continue
-        # Newton's method: one step is exact for all fields but the width, of which the number is a square.
+        # Newton's method: one step is exact for all fields but the width, of which the number is a
+        # square.
         for _ in range(0 if isinstance(value, bool) else 8):
             before = size(model(key, value)).total
             if value > 0 and (slope := size(model(key, value + 1)).total - before):
                 value += round((parameters - before) / slope)
-        value = not value if isinstance(value, bool) else max(1, value)
+        if isinstance(value, bool):
+            value = not value
+        else:
+            value = max(1, value)
         if not any(model(key, value).objections()) and size(model(key, value)).total == parameters:
             yield f"model.{key} = {spell(value)}"
 
@@ -344,12 +412,17 @@ def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
 
 
 def another_model(recipe: Recipe) -> str:
-    """Return how the model differs from its publisher's, in a sentence; "" if it does not, or for a proxy."""
-    facts = None if recipe.get("proxy", bool) else facts_of(recipe)
-    rows = differences(recipe, facts) if facts else ()
+    """Return how the model differs from its publisher's, in a sentence; "" if it does not, or for a
+    proxy.
+    """
+    if recipe.get("proxy", bool):
+        facts = None
+    else:
+        facts = facts_of(recipe)
+    rows = ()
+    if facts:
+        rows = differences(recipe, facts)
     apart = [f"{row.key} {spell(row.mine)}, not {spell(row.theirs)}" for row in rows]
-    return (
-        f"another model than {recipe.get('model.hf_repo', str)}: {'; '.join(apart)}"
-        if apart
-        else ""
-    )
+    if apart:
+        return f"another model than {recipe.get('model.hf_repo', str)}: {'; '.join(apart)}"
+    return ""

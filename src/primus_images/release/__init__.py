@@ -1,1 +1,3 @@
-"""Releasing images: validation, evidence, registries, generated documents and the history of releases."""
+"""Releasing images: validation, evidence, registries, generated documents and the history of
+releases.
+"""

@@ -1,4 +1,6 @@
-"""Documents about an image as artifacts of OCI 1.1, whose subject is the image, and the list of them."""
+"""Documents about an image as artifacts of OCI 1.1, whose subject is the image, and the list of
+them.
+"""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +22,9 @@ class Document:
 
 
 def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
-    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
+    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's
+    descriptor.
+    """
     layer = Blob.of(document.data, document.media_type).descriptor
     layer["annotations"] = {"org.opencontainers.image.title": document.name}
     about = {key: subject[key] for key in ("mediaType", "digest", "size")}
@@ -28,7 +32,9 @@ def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
 
 
 def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes:
-    """Return the manifest of an artifact with one layer, which a descriptor names. Its config is :data:`EMPTY`."""
+    """Return the manifest of an artifact with one layer, which a descriptor names. Its config is
+    :data:`EMPTY`.
+    """
     config = Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor
     content = {
         "schemaVersion": 2,
@@ -52,5 +58,7 @@ def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
 
 
 def digest_tag(digest: str) -> str:
-    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers API."""
+    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers
+    API.
+    """
     return digest.replace(":", "-")

@@ -30,9 +30,10 @@ _TRIES = 6
 
 
 class Outlook(NamedTuple):
-    """What one pin could be. ``newest`` is the newest version of its index, and ``compatible`` the newest one that fits
-    the other pins; None if the pin is at it. ``moves`` are the new versions of all pins that move to the compatible
-    one. ``behind`` is the component's reason for an older one, ``error`` tells why a source could not be asked.
+    """What one pin could be. ``newest`` is the newest version of its index, and ``compatible`` the
+    newest one that fits the other pins; None if the pin is at it. ``moves`` are the new versions of
+    all pins that move to the compatible one. ``behind`` is the component's reason for an older one,
+    ``error`` tells why a source could not be asked.
     """
 
     component: str
@@ -48,7 +49,9 @@ class Outlook(NamedTuple):
 
 
 class Outlooks:
-    """Asks the indexes about the pins of a project. ``uses`` are the pins from indexes, with their targets."""
+    """Asks the indexes about the pins of a project. ``uses`` are the pins from indexes, with their
+    targets.
+    """
 
     def __init__(self, targets: Iterable[ResolvedTarget]) -> None:
         # uv finds its program through it, and Python 3.11's first caller must be alone.
@@ -68,11 +71,10 @@ class Outlooks:
 
         ``exact`` is taken even if it does not fit, because locking then tells the reason.
         """
-        pin, users = self._pin(place), self.uses[place]
-        targets, behind = (
-            tuple(user.name for user in users),
-            users[0].versions.components[place[0]].behind,
-        )
+        pin = self._pin(place)
+        users = self.uses[place]
+        targets = tuple(user.name for user in users)
+        behind = users[0].versions.components[place[0]].behind
         outlook = Outlook(
             component=place[0],
             channel=pin.channel,
@@ -91,9 +93,10 @@ class Outlooks:
                 )
             for versions in islice(self._steps(place, exact), _TRIES):
                 outlook = outlook._replace(newest=outlook.newest or versions[place])
-                moves = (
-                    {**(before or {}), **versions} if exact else self._fit(versions, before or {})
-                )
+                if exact:
+                    moves = {**(before or {}), **versions}
+                else:
+                    moves = self._fit(versions, before or {})
                 if moves is not None:
                     return outlook._replace(compatible=versions[place], moves=moves)
         except HostError as error:
@@ -104,10 +107,14 @@ class Outlooks:
         return self.uses[place][0].pins[place[0]]
 
     def _steps(self, place: Place, exact: str | None) -> Iterator[dict[Place, str]]:
-        pin, user = self._pin(place), self.uses[place][0]
-        if leader := self._leader(user, place[0]):
+        pin = self._pin(place)
+        user = self.uses[place][0]
+        leader = self._leader(user, place[0])
+        if leader:
             above = (leader, user.pins[leader].place)
-            steps = self._steps(above, None) if above in self.uses else ()
+            steps = ()
+            if above in self.uses:
+                steps = self._steps(above, None)
             now = {place: self._named(user, user.pins, place[0]) or pin.version or ""}
             several = (
                 moves
@@ -117,7 +124,8 @@ class Outlooks:
             yield from (moves for moves in several if exact in (None, moves[place]))
             return
         for version in self._newer(place, exact):
-            rocm, moves = _rocm(pin, version), {place: str(version)}
+            rocm = _rocm(pin, version)
+            moves = {place: str(version)}
             for member in self._train(place):
                 own = self._pin(member)
                 fits = [
@@ -141,8 +149,11 @@ class Outlooks:
                 yield version
 
     def _train(self, place: Place) -> set[Place]:
-        """Return the other pins that must move with this one: of the same ROCm, or held ones of the same version."""
-        pin, user = self._pin(place), self.uses[place][0]
+        """Return the other pins that must move with this one: of the same ROCm, or held ones of the
+        same version.
+        """
+        pin = self._pin(place)
+        user = self.uses[place][0]
         held = {
             name: other for name, other in user.pins.items() if user.versions.components[name].held
         }
@@ -159,13 +170,14 @@ class Outlooks:
         }
 
     def _leader(self, user: ResolvedTarget, name: str) -> str | None:
-        """Return the component whose wheel names the version of ``name``. What is of a ROCm moves with that instead."""
-        pin, leader = user.pins[name], user.versions.components[name].follows
-        return (
-            leader
-            if leader in user.pins and pin.wheel and not _rocm(pin, Version(pin.version or ""))
-            else None
-        )
+        """Return the component whose wheel names the version of ``name``. What is of a ROCm moves
+        with that instead.
+        """
+        pin = user.pins[name]
+        leader = user.versions.components[name].follows
+        if leader in user.pins and pin.wheel and not _rocm(pin, Version(pin.version or "")):
+            return leader
+        return None
 
     def _followers(self, place: Place, version: str) -> dict[Place, str]:
         moves: dict[Place, str] = {}
@@ -180,13 +192,14 @@ class Outlooks:
         return moves
 
     def _named(self, user: ResolvedTarget, pins: Mapping[str, Pin], name: str) -> str | None:
-        """Return the version of ``name`` that its leader's wheel of pip's index names. Other builds may name none."""
+        """Return the version of ``name`` that its leader's wheel of pip's index names. Other builds
+        may name none.
+        """
         leader = self._leader(user, name) or ""
-        package, version = (
-            normalised(pins[leader].loaded_as(leader)),
-            Version(pins[leader].version or "").public,
-        )
-        if (key := (package, version, user.request.python)) not in self._needs:
+        package = normalised(pins[leader].loaded_as(leader))
+        version = Version(pins[leader].version or "").public
+        key = (package, version, user.request.python)
+        if key not in self._needs:
             request = replace(
                 user.request,
                 wheels={package: version},
@@ -206,7 +219,8 @@ class Outlooks:
 
         None if they contradict each other, or if a target that uses ``moves`` cannot be resolved.
         """
-        result, done = {**moves, **before}, set()
+        result = {**moves, **before}
+        done = set()
         if any(result[place] != version for place, version in moves.items()) or not _allowed(
             self.uses, result
         ):
@@ -240,15 +254,15 @@ class Outlooks:
                 if led.get(name, name) in free
             }
             # Targets of one channel often differ in nothing that an index knows.
-            if (
-                key := repr((sorted(request.wheels.items()), sorted(request.provided.items())))
-            ) in done:
+            key = repr((sorted(request.wheels.items()), sorted(request.provided.items())))
+            if key in done:
                 continue
             done.add(key)
             builds = [
                 f"{n}!={v}" for n, place in loose.items() for v in self._offered(place) if v.local
             ]
-            if (versions := fits_together(request, loose, builds)) is None:
+            versions = fits_together(request, loose, builds)
+            if versions is None:
                 return None
             result |= {
                 place: versions[name]
@@ -258,7 +272,8 @@ class Outlooks:
         return result
 
     def _offered(self, place: Place) -> set[Version]:
-        user, pin = self.uses[place][0], self._pin(place)
+        user = self.uses[place][0]
+        pin = self._pin(place)
         key = (normalised(_package(pin)), "wheel" if pin.wheel else "sdist", user.choice.channel)
         if key not in self._offers:
             self._offers[key] = offered(key[0], user.request, key[1])
@@ -270,9 +285,12 @@ def edit(
 ) -> str:
     """Return the text of versions.yaml with the pins moved. Comments and all else stay.
 
-    With a ROCm, what is inside its packages and has its number moves, and so do the tools of builds.
+    With a ROCm, what is inside its packages and has its number moves, and so do the tools of
+    builds.
     """
-    lines, every, tools = text.split("\n"), dict(moves), {}
+    lines = text.split("\n")
+    every = dict(moves)
+    tools = {}
     for (name, number), version in moves.items():
         pin = components[name].pins[number]
         old, new = (
@@ -289,7 +307,8 @@ def edit(
             }
     for (name, number), version in every.items():
         line, column = document.places["components", name, "pins", number, "version"]
-        before, after = lines[line - 1][: column - 1], lines[line - 1][column - 1 :]
+        before = lines[line - 1][: column - 1]
+        after = lines[line - 1][column - 1 :]
         lines[line - 1] = before + after.replace(
             components[name].pins[number].version or "", version, 1
         )
@@ -301,7 +320,9 @@ def edit(
 
 @contextmanager
 def trial(root: Path, text: str) -> Iterator[Project]:
-    """Yield the project with another text of versions.yaml, in a folder of its own. Write nothing to it."""
+    """Yield the project with another text of versions.yaml, in a folder of its own. Write nothing
+    to it.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-bump-") as name:
         folder = Path(name)
         (folder / "versions.yaml").write_text(text, encoding="utf-8")
@@ -316,7 +337,9 @@ def _package(pin: Pin) -> str:
 
 def _rocm(pin: Pin, version: Version) -> tuple[int, ...]:
     rocm = rocm_version(normalised(_package(pin)), str(version))
-    return rocm.release if rocm else ()
+    if rocm:
+        return rocm.release
+    return ()
 
 
 def _order(pin: Pin, version: Version) -> tuple[str | tuple[int, ...] | Version, ...]:
@@ -326,7 +349,9 @@ def _order(pin: Pin, version: Version) -> tuple[str | tuple[int, ...] | Version,
 
 def _build(version: Version) -> str:
     # A ROCm moves to another one.
-    return "rocm" if "rocm" in (version.local or "") else version.local or ""
+    if "rocm" in (version.local or ""):
+        return "rocm"
+    return version.local or ""
 
 
 def _allowed(uses: Mapping[Place, Sequence[ResolvedTarget]], moves: Mapping[Place, str]) -> bool:

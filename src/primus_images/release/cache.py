@@ -1,12 +1,14 @@
-"""A registry as the cache of builds: the results of actions by their keys, each with a signed statement.
+"""A registry as the cache of builds: the results of actions by their keys, each with a signed
+statement.
 
-An entry is an OCI artifact that contains a layer or a wheel. Its tag is the kind and the key of the action. cosign
-signs a statement about it, which holds the record of the action; stock cosign verifies it as it does that of an image.
+An entry is an OCI artifact that contains a layer or a wheel. Its tag is the kind and the key of the
+action. cosign signs a statement about it, which holds the record of the action; stock cosign
+verifies it as it does that of an image.
 
-An entry counts only if the user's key signed it for this very action. Its bytes are compared with the signed digest
-before anything reads them, and what the store records of a layer is computed from these bytes. What the gates see in it
-is in the statement, too, and counts for the same rules. An entry that fails is named, and the action runs here: what a
-build makes never depends on the cache.
+An entry counts only if the user's key signed it for this very action. Its bytes are compared with
+the signed digest before anything reads them, and what the store records of a layer is computed from
+these bytes. What the gates see in it is in the statement, too, and counts for the same rules. An
+entry that fails is named, and the action runs here: what a build makes never depends on the cache.
 """
 
 import contextlib
@@ -29,7 +31,6 @@ from primus_images.oci.store import MANIFEST_TYPE, Blob, Layer, digest_of
 from primus_images.plan.action import Action, ImagePlan
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.release.artifact import Document as Attached, artifact_of
 from primus_images.release.registry import Repository, require_repository
 from primus_images.release.statement import (
@@ -50,7 +51,8 @@ RESULT = "urn:primus-images:result:1"
 _PLATFORM = f"linux/{ARCHITECTURE}"
 _WORKERS = 8
 # How often an entry that does not arrive is requested, and the seconds between.
-_TRIES, _PAUSE_S = 3, 1.0
+_TRIES = 3
+_PAUSE_S = 1.0
 
 
 class _Entry(NamedTuple):
@@ -60,7 +62,9 @@ class _Entry(NamedTuple):
 
 @dataclass
 class Cache:
-    """The cache in a repository. Entries count if ``trust`` accepts their signatures; ``signer`` signs new ones."""
+    """The cache in a repository. Entries count if ``trust`` accepts their signatures; ``signer``
+    signs new ones.
+    """
 
     there: Repository
     trust: Trust
@@ -69,27 +73,41 @@ class Cache:
 
     @classmethod
     def of_options(cls, args: Namespace) -> Self:
-        """Return the cache of the options ``--cache…``. Raises InputError, and HostError without cosign."""
+        """Return the cache of the options ``--cache…``. Raises InputError, and HostError without
+        cosign.
+        """
         if not (args.cache and args.cache_key):
-            raise refusal("cache_alone")
+            raise InputError(
+                "--cache and --cache-key belong together: where results are, and who must have "
+                "signed them",
+                hint="--cache HOST/PATH --cache-key cosign.pub",
+            )
         require_repository(args.cache, "--cache")
         trust = Trust(key=args.cache_key)
         check_key(args.cache_key, "--cache-key")
-        if signer := Signer(key=args.cache_sign) if args.cache_sign else None:
+        signer = None
+        if args.cache_sign:
+            signer = Signer(key=args.cache_sign)
+        if signer:
             signer.check("--cache-sign")
         return cls(Repository(args.cache), trust, signer)
 
     def look_up(self, actions: Iterable[Action]) -> dict[str, Blob]:
-        """Return action key → blob of the entries that count. What does not count is named on standard error."""
+        """Return action key → blob of the entries that count. What does not count is named on
+        standard error.
+        """
         entries: dict[str, _Entry] = _each(actions, partial(self._excused, call=self._find))
         return {key: _blob(entry.value) for key, entry in entries.items()}
 
     def pull(self, actions: Iterable[Action], shop: Workshop) -> None:
-        """Get the results of ``actions`` that the cache has into the store. What does not count is named."""
+        """Get the results of ``actions`` that the cache has into the store. What does not count is
+        named.
+        """
         _each(actions, partial(self._excused, call=partial(self._download, shop=shop)))
 
     def push(self, plans: Iterable[ImagePlan], workspace: Workspace) -> None:
-        """Sign and send the results that the store has and the cache lacks, if there is a signer. Prints their number.
+        """Sign and send the results that the store has and the cache lacks, if there is a signer.
+        Prints their number.
 
         Raises HostError if the registry or cosign refuses, or a blob of the store is damaged.
         """
@@ -99,7 +117,9 @@ class Cache:
             print(f"{counted(len(sent), 'result')} sent to {self.there.name}", file=sys.stderr)
 
     def _excused(self, action: Action, call: Callable[[Action], _Entry | None]) -> _Entry | None:
-        """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer is left alone."""
+        """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer
+        is left alone.
+        """
         for tries in range(1, _TRIES + 1):
             try:
                 return call(action)
@@ -121,10 +141,13 @@ class Cache:
 
     def _find(self, action: Action) -> _Entry | None:
         """Return the action's entry. Raises CheckFailed if the entry does not count."""
-        manifest = self.there.manifest(f"{action.kind}-{action.key}") if self.answers else None
+        manifest = None
+        if self.answers:
+            manifest = self.there.manifest(f"{action.kind}-{action.key}")
         if manifest is None:
             return None
-        digest, reasons = digest_of(manifest), []
+        digest = digest_of(manifest)
+        reasons = []
         for descriptor in self.there.referrers(digest):
             if descriptor.get("artifactType") == BUNDLE:
                 try:
@@ -134,19 +157,21 @@ class Cache:
         raise CheckFailed("; ".join(dict.fromkeys(reasons)) or "it is not signed")
 
     def _signed(self, action: Action, digest: str, bundle: bytes) -> _Entry:
-        if problem := self.trust.rejects(bundle, RESULT):
+        problem = self.trust.rejects(bundle, RESULT)
+        if problem:
             raise CheckFailed(problem)
         shape: type[Layer | Wheel] = Wheel if action.kind == "build" else Layer
         try:
             statement = payload(bundle)
-            about, predicate = (
-                f"sha256:{statement['subject'][0]['digest']['sha256']}",
-                statement["predicate"],
-            )
-            key, platform = predicate["key"], predicate["platform"]
+            about = f"sha256:{statement['subject'][0]['digest']['sha256']}"
+            predicate = statement["predicate"]
+            key = predicate["key"]
+            platform = predicate["platform"]
             value = build_typed(shape, predicate["record"][shape.__name__.lower()], "statement")
             same_rules = predicate["rules"] == rules_hash()
-            facts = build_typed(LayerFacts, predicate["facts"], "statement") if same_rules else None
+            facts = None
+            if same_rules:
+                facts = build_typed(LayerFacts, predicate["facts"], "statement")
         except (ValueError, KeyError, TypeError, IndexError, InputError) as error:
             raise CheckFailed(
                 f"its statement is damaged ({type(error).__name__}: {error})"
@@ -163,13 +188,20 @@ class Cache:
             store.lock(action.key, f"another build of {action.name}"),
             store.folder("cache") as folder,
         ):
-            if (entry := None if shop.done(action) else self._find(action)) is None:
+            if shop.done(action):
+                entry = None
+            else:
+                entry = self._find(action)
+            if entry is None:
                 return None
-            value, blob, path = entry.value, _blob(entry.value), folder / "blob"
+            value = entry.value
+            blob = _blob(entry.value)
+            path = folder / "blob"
             shop.progress.start(action.key, f"{action.name} from the cache")
             if not self.there.blob(blob.digest, path, blob.size):
                 raise CheckFailed("its contents are missing")
-            if (digest := f"sha256:{sha256_of(path)}") != blob.digest:
+            digest = f"sha256:{sha256_of(path)}"
+            if digest != blob.digest:
                 size = path.stat().st_size
                 raise CheckFailed(
                     f"{size:,} of {blob.size:,} bytes were sent, which hash to {digest}"
@@ -189,18 +221,21 @@ class Cache:
 
     def _upload(self, action: Action, workspace: Workspace, signer: Signer) -> bool:
         store = workspace.store
-        value = wheel_of(store, action.key) if action.kind == "build" else store.layer(action.key)
+        if action.kind == "build":
+            value = wheel_of(store, action.key)
+        else:
+            value = store.layer(action.key)
         if value is None:
             return False
         with contextlib.suppress(CheckFailed):  # what does not count is replaced
-            if (entry := self._find(action)) and entry.value == value:
+            entry = self._find(action)
+            if entry and entry.value == value:
                 return False
         blob = _blob(value)
-        path = (
-            workspace.files.path(value.sha256)
-            if isinstance(value, Wheel)
-            else store.blob_path(blob.digest)
-        )
+        if isinstance(value, Wheel):
+            path = workspace.files.path(value.sha256)
+        else:
+            path = store.blob_path(blob.digest)
         if f"sha256:{sha256_of(path)}" != blob.digest:
             raise HostError(f"{path} is damaged", hint="primus build --rehash makes it again")
         with path.open("rb") as data:
@@ -208,11 +243,10 @@ class Cache:
         self.there.upload_config()
         manifest = artifact_of(RESULT, blob.descriptor)
         subject = Blob.of(manifest, MANIFEST_TYPE)
-        facts = (
-            examine_layer(workspace, action.name, value, Progress())
-            if isinstance(value, Layer)
-            else LayerFacts()
-        )
+        if isinstance(value, Layer):
+            facts = examine_layer(workspace, action.name, value, Progress())
+        else:
+            facts = LayerFacts()
         predicate = {"key": action.key, "platform": _PLATFORM, "record": record_of(action, value)}
         predicate |= {"rules": rules_hash(), "facts": asdict(facts)}
         statement = statement_about(action.name, subject.digest, RESULT, predicate)

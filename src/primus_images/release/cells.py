@@ -5,14 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from primus_images.errors import InputError
 from primus_images.recipes import load
 from primus_images.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus_images.recipes.setting import Choices
-from primus_images.refusals import refusal
 
 
 class Cell(NamedTuple):
-    """One recipe with one set of choices. ``choices`` contains the choices that differ from the recipe's defaults."""
+    """One recipe with one set of choices. ``choices`` contains the choices that differ from the
+    recipe's defaults.
+    """
 
     recipe: str
     choices: Choices
@@ -24,7 +26,9 @@ class Cell(NamedTuple):
 
 
 def cell_of(recipe: str, gpu: str = CPU) -> Cell:
-    """Return the cell of the recipe's defaults, which trains its proxy on ``gpu`` (a generation or ``cpu``)."""
+    """Return the cell of the recipe's defaults, which trains its proxy on ``gpu`` (a generation or
+    ``cpu``).
+    """
     return Cell(
         recipe=recipe,
         choices=Choices(gpu=gpu, proxy=True),
@@ -38,14 +42,16 @@ def cells_of(
     precisions: Sequence[str] = (),
     among: Path | None = None,
 ) -> Iterator[Cell]:
-    """Yield the cells of ``recipes``: those of :func:`cell_of` with each backend and mode that a recipe supports.
+    """Yield the cells of ``recipes``: those of :func:`cell_of` with each backend and mode that a
+    recipe supports.
 
-    ``among`` is the folder of recipes. With ``precisions``, there is a cell for each of them that the backend supports
-    for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or one
-    without a cell.
+    ``among`` is the folder of recipes. With ``precisions``, there is a cell for each of them that
+    the backend supports for this recipe on ``gpu``, otherwise only for the proxy's own. Raises
+    InputError for an unknown recipe, or one without a cell.
     """
     for name in recipes:
-        path, default = load.find(name, among), cell_of(name, gpu)
+        path = load.find(name, among)
+        default = cell_of(name, gpu)
         of_recipe = [
             Cell(
                 recipe=name,
@@ -58,5 +64,10 @@ def cells_of(
             or (precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend))
         ]
         if not of_recipe:
-            raise refusal("untrained", path, recipe=name, precisions=", ".join(precisions), gpu=gpu)
+            precisions_text = ", ".join(precisions)
+            raise InputError(
+                f"recipe {name} is trained in none of {precisions_text} on {gpu}",
+                where=path,
+                hint="add a precision that it supports to `trained_in` of the target",
+            )
         yield from of_recipe

@@ -11,7 +11,8 @@ from primus_images.release.history import Release, newest_first
 from primus_images.release.sides import Side
 from primus_images.terminal import PLAIN, Screen, Styled
 
-# The rows of the published tables, in their order. Components that only some releases list follow, sorted by name.
+# The rows of the published tables, in their order. Components that only some releases list follow,
+# sorted by name.
 ROWS = (
     "rocm",
     "python",
@@ -54,7 +55,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The differences of one kind, such as components, packages or files, and the values that are the same."""
+    """The differences of one kind, such as components, packages or files, and the values that are
+    the same.
+    """
 
     name: str
     changes: tuple[Change, ...]
@@ -63,11 +66,13 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The comparison of two releases, called ``image:tag``. The origin is empty for a release that AMD published.
+    """The comparison of two releases, called ``image:tag``. The origin is empty for a release that
+    AMD published.
 
-    ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides state;
-    ``not_compared`` is what only one of them states. ``notes`` are sentences by release.
-    ``curves`` are differences between the golden curves of both sides, and ``issues`` the known issues of the new one.
+    ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides
+    state; ``not_compared`` is what only one of them states. ``notes`` are sentences by release.
+    ``curves`` are differences between the golden curves of both sides, and ``issues`` the known
+    issues of the new one.
     """
 
     old: str
@@ -83,7 +88,9 @@ class Diff:
 
 def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
     """Compare ``old`` with ``new``, of which ``issues`` are known."""
-    before, after, sides = old.release, new.release, (old.release, new.release)
+    before = old.release
+    after = new.release
+    sides = (old.release, new.release)
     names = component_order([*before.components, *after.components])
     sections = [
         _compare("facts", release_facts(before), release_facts(after), release_facts(before)),
@@ -114,7 +121,9 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
 
 
 def component_order(names: Sequence[str]) -> list[str]:
-    """Return each name once: first the rows of the published tables, then the rest in natural order."""
+    """Return each name once: first the rows of the published tables, then the rest in natural
+    order.
+    """
     return sorted(
         set(names),
         key=lambda name: (ROWS.index(name) if name in ROWS else len(ROWS), _natural(name), name),
@@ -144,13 +153,17 @@ def release_facts(release: Release) -> dict[str, str | None]:
 
 
 def _listed(names: tuple[str, ...] | None) -> str | None:
-    return None if names is None else ", ".join(sorted(names, key=_natural)) or "none"
+    if names is None:
+        return None
+    return ", ".join(sorted(names, key=_natural)) or "none"
 
 
 def _compare(name: str, old: Values, new: Values, entries: Iterable[str]) -> Section:
-    changes, same = [], {}
+    changes = []
+    same = {}
     for entry in entries:
-        before, after = old.get(entry), new.get(entry)
+        before = old.get(entry)
+        after = new.get(entry)
         kind: Kind = "added" if before is None else "removed" if after is None else "changed"
         if before != after:
             changes.append(Change(what=entry, kind=kind, old=before, new=after))
@@ -164,8 +177,12 @@ def _heading(text: str, screen: Screen) -> list[str]:
 
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
-    """Return a table with one row per release, newest first; with what only ours state if there are any."""
-    more = ("supported until", "drivers") if any(release.origin for release in releases) else ()
+    """Return a table with one row per release, newest first; with what only ours state if there are
+    any.
+    """
+    more = ()
+    if any(release.origin for release in releases):
+        more = ("supported until", "drivers")
     every = ((release, release_facts(release)) for release in newest_first(releases))
     rows = [(*row(release), *(facts[name] or NONE for name in more)) for release, facts in every]
     return "\n".join(filter(None, [*screen.table(rows, head=(*HEAD, *more)), legend(rows)]))
@@ -257,7 +274,9 @@ def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
 
 def row(release: Release) -> tuple[str, ...]:
     """Return the row of a release below :data:`HEAD`."""
-    pins = f" ({release.origin.removeprefix('pins of ')})" if release.origin else ""
+    pins = ""
+    if release.origin:
+        pins = f" ({release.origin.removeprefix('pins of ')})"
     versions = (release.components.get(name) or NONE for name in ("rocm", "pytorch"))
     gpus, size = (release_facts(release)[name] or NONE for name in ("GPUs", "size"))
     return (release.reference + pins, release.date or NONE, *versions, gpus, size)
@@ -265,7 +284,9 @@ def row(release: Release) -> tuple[str, ...]:
 
 def legend(rows: Sequence[tuple[str, ...]]) -> str:
     """Return what is said below a table with ``rows``; empty if nothing needs it."""
-    return f"{NONE} not published." if any(NONE in row for row in rows) else ""
+    if any(NONE in row for row in rows):
+        return f"{NONE} not published."
+    return ""
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:

@@ -1,10 +1,11 @@
 """The documents about an image: bill of materials, provenance, lock, and findings of the gates.
 
-They depend only on the image, its lock and the commit, and contain neither times nor host names, so a rebuild of the
-commit gives the same documents, byte for byte.
+They depend only on the image, its lock and the commit, and contain neither times nor host names, so
+a rebuild of the commit gives the same documents, byte for byte.
 
-Licences are SPDX expressions of what packages declare: metadata of wheels, and copyright files of Debian. None is
-guessed: what names no licence of SPDX's list, such as "BSD", is a reference to its own words (``LicenseRef-…``).
+Licences are SPDX expressions of what packages declare: metadata of wheels, and copyright files of
+Debian. None is guessed: what names no licence of SPDX's list, such as "BSD", is a reference to its
+own words (``LicenseRef-…``).
 """
 
 import re
@@ -51,8 +52,8 @@ _spdx = cache(get_spdx_licensing)
 
 @dataclass
 class Licences:
-    """``declared`` maps ``wheel NAME`` and ``deb NAME`` to expressions, ``texts`` each LicenseRef in them to words, and
-    ``sources`` Debian packages to name and version of their source.
+    """``declared`` maps ``wheel NAME`` and ``deb NAME`` to expressions, ``texts`` each LicenseRef
+    in them to words, and ``sources`` Debian packages to name and version of their source.
     """
 
     declared: dict[str, str] = field(default_factory=dict)
@@ -67,7 +68,8 @@ def documents(
     commit: str | None,
     edited: Sequence[str],
 ) -> tuple[Document, ...]:
-    """Return the image's bills of materials, lock, gate findings, and provenance, which names the others' hashes.
+    """Return the image's bills of materials, lock, gate findings, and provenance, which names the
+    others' hashes.
 
     ``facts`` are those of its layers. ``edited`` are the files that differ from ``commit``.
     """
@@ -92,7 +94,9 @@ def documents(
 
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
-    """Return the commit checked out at ``root`` (None outside git) and the files that differ from it."""
+    """Return the commit checked out at ``root`` (None outside git) and the files that differ from
+    it.
+    """
     commit = git(root, "rev-parse", "--verify", "HEAD").decode()
     return commit or None, [
         line[3:] for line in git(root, "status", "--porcelain").decode().splitlines()
@@ -112,8 +116,9 @@ def git(root: Path, *words: str) -> bytes:
 def statement(image: Composed, commit: str | None, others: Sequence[Document]) -> dict[str, Any]:
     """Return the provenance of the image: an in-toto statement with SLSA's predicate.
 
-    ``commit`` is that of the repository, or None if unknown. ``others`` are the other documents about the image. The
-    key of a layer's action is a hash of everything that can affect the layer's bytes.
+    ``commit`` is that of the repository, or None if unknown. ``others`` are the other documents
+    about the image. The key of a layer's action is a hash of everything that can affect the layer's
+    bytes.
     """
     resolved = image.plan.resolved
     origin = {
@@ -125,8 +130,13 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
         "recipes": list(resolved.target.recipes),
         "components": resolved.trained_with,
     }
-    source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
-    locked = resolved.lock.files if resolved.lock else ()
+    if commit:
+        source = [{"name": "source", "digest": {"gitCommit": commit}}]
+    else:
+        source = []
+    locked = ()
+    if resolved.lock:
+        locked = resolved.lock.files
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
     products = {other.name: digest_of(other.data).removeprefix("sha256:") for other in others}
     return form(
@@ -146,10 +156,12 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
 def bill(
     image: Composed, commit: str | None, edited: Sequence[str], licensed: Licences
 ) -> dict[str, Any]:
-    """Return the bill of materials of the image, as SPDX 2.3. Raises InputError if its target has no lock.
+    """Return the bill of materials of the image, as SPDX 2.3. Raises InputError if its target has
+    no lock.
 
-    A file that only a build needed is ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was
-    built into a wheel. Components from the repository have its ``commit`` as their version.
+    A file that only a build needed is ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM``
+    a source that was built into a wheel. Components from the repository have its ``commit`` as
+    their version.
     """
     resolved = image.plan.resolved
     if resolved.lock is None:
@@ -158,18 +170,26 @@ def bill(
         )
     checksum = image.digest.removeprefix("sha256:")
     whole = _package(_IMAGE, "primus", resolved.ref, sha256=checksum, purpose="CONTAINER")
-    packages, relations = [whole], []
+    packages = [whole]
+    relations = []
     for file in resolved.lock.files:
         name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
-        kind = "deb" if file.kind == "deb" else "wheel"
-        source = licensed.sources.get(file.name) if kind == "deb" else None
+        kind = "wheel"
+        if file.kind == "deb":
+            kind = "deb"
+        source = None
+        if kind == "deb":
+            source = licensed.sources.get(file.name)
         licence = licensed.declared.get(f"{kind} {file.name}", _UNKNOWN)
         reference = {
             "referenceCategory": "PACKAGE-MANAGER",
             "referenceType": "purl",
             "referenceLocator": purl(file),
         }
-        source = f"source package {source}" if source else None
+        if source:
+            source = f"source package {source}"
+        else:
+            source = None
         more = {"file": file.file, "source": source, "references": [reference]}
         packages.append(
             _package(name, file.name, file.version, licence=licence, sha256=file.sha256, **more)
@@ -201,7 +221,9 @@ def bill(
 
 
 def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document of :func:`bill` as CycloneDX 1.6. What only a build needed is ``excluded`` from the image."""
+    """Return the document of :func:`bill` as CycloneDX 1.6. What only a build needed is
+    ``excluded`` from the image.
+    """
     whole, *packages = document["packages"]
     tools = {
         r["spdxElementId"]
@@ -236,7 +258,9 @@ def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listing(document: Mapping[str, Any]) -> str:
-    """Return the document of :func:`bill` as lines: package, version, and its relation to the image."""
+    """Return the document of :func:`bill` as lines: package, version, and its relation to the
+    image.
+    """
     packages = {package["SPDXID"]: package for package in document["packages"]}
     rows = []
     for relation in document["relationships"]:
@@ -254,11 +278,14 @@ def purl(file: LockedFile) -> str:
 
     See https://github.com/package-url/purl-spec.
     """
-    name, version = quote(file.name, safe=""), quote(file.version, safe="")
+    name = quote(file.name, safe="")
+    version = quote(file.version, safe="")
     if file.kind in ("wheel", "sdist"):
         return f"pkg:pypi/{name}@{version}?file_name={quote(file.file, safe='')}"
     if file.kind == "deb":
-        arch = "all" if file.file.endswith("_all.deb") else "amd64"
+        arch = "amd64"
+        if file.file.endswith("_all.deb"):
+            arch = "all"
         return f"pkg:deb/debian/{name}@{version}?arch={arch}"
     if file.kind == "layer":
         return f"pkg:oci/{name}@sha256%3A{file.sha256}"
@@ -274,7 +301,9 @@ def _package(
     sha256: str = "",
     **more: object,
 ) -> dict[str, Any]:
-    checksums = [{"algorithm": "SHA256", "checksumValue": sha256}] if sha256 else None
+    checksums = None
+    if sha256:
+        checksums = [{"algorithm": "SHA256", "checksumValue": sha256}]
     more = {
         **dict.fromkeys(("file", "source", "purpose", "references")),
         "checksums": checksums,
@@ -286,7 +315,9 @@ def _package(
 
 
 def form(name: str, /, **values: object) -> dict[str, Any]:
-    """Return the form ``name`` of ``documents.yaml`` with these values. A key whose value is None is left out."""
+    """Return the form ``name`` of ``documents.yaml`` with these values. A key whose value is None
+    is left out.
+    """
     document: dict[str, Any] = filled(_FORMS[name], values)
     return document
 
@@ -318,11 +349,14 @@ def licences(facts: Mapping[str, LayerFacts]) -> Licences:
 
 
 def _of_rows(rows: Iterable[tuple[str, str]], texts: dict[str, str]) -> str:
-    """Return the licence in the rows of a wheel's METADATA: License-Expression, else License, else classifiers."""
+    """Return the licence in the rows of a wheel's METADATA: License-Expression, else License, else
+    classifiers.
+    """
     fields: dict[str, list[str]] = {}
     for key, value in rows:
         fields.setdefault(key, []).append(value)
-    if declared := fields.get("License-Expression"):
+    declared = fields.get("License-Expression")
+    if declared:
         return declared[0]
     words = [word for word in fields.get("License", ()) if word.upper() != "UNKNOWN"]
     words = words or [value.rpartition(" :: ")[2] for value in fields.get("Classifier", ())]
@@ -330,7 +364,9 @@ def _of_rows(rows: Iterable[tuple[str, str]], texts: dict[str, str]) -> str:
 
 
 def _of_copyright(text: str, texts: dict[str, str]) -> str:
-    """Return the licences of all files, of a copyright file in Debian's format or, by reference, in any other."""
+    """Return the licences of all files, of a copyright file in Debian's format or, by reference, in
+    any other.
+    """
     if not text:
         return ""
     if "copyright-format/1.0" not in text[:800]:
@@ -363,8 +399,12 @@ def _words(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
 
 def _named(name: str, text: str, texts: dict[str, str]) -> str:
     name = name.strip().partition("\n")[0].strip()
-    if gnu := re.fullmatch(_GNU, name):
-        version = gnu[2] if "." in gnu[2] or gnu[1] == "GFDL" else f"{gnu[2]}.0"
+    gnu = re.fullmatch(_GNU, name)
+    if gnu:
+        if "." in gnu[2] or gnu[1] == "GFDL":
+            version = gnu[2]
+        else:
+            version = f"{gnu[2]}.0"
         return f"{gnu[1]}-{version}-{'or-later' if gnu[3] else 'only'}"
     exact = licence_names().get(name.lower())
     return exact or (_expression(name) or _reference(name, text, texts) if name else "")
@@ -387,7 +427,9 @@ def _expression(text: str) -> str:
 
 @cache
 def licence_names() -> dict[str, str]:
-    """Return SPDX's name of each licence by its names in small letters, among them common ones of no standard."""
+    """Return SPDX's name of each licence by its names in small letters, among them common ones of
+    no standard.
+    """
     names = read_values(Path(__file__).with_name("licences.yaml")).data
     return {
         **names,

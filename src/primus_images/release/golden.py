@@ -1,4 +1,6 @@
-"""Golden curves: losses and gradient norms of a release's proxies in FP32 on a CPU, kept in the repository."""
+"""Golden curves: losses and gradient norms of a release's proxies in FP32 on a CPU, kept in the
+repository.
+"""
 
 import json
 import math
@@ -7,22 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from primus_images.errors import InputError
 from primus_images.files import write_file
-from primus_images.refusals import refusal
 from primus_images.schema import read_json
 from primus_images.training.judge.checks import Verdict, relative_gap
 from primus_images.versions.lock import LockedFile
 
 FOLDER = "benchmarks/golden"
 _WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
-# Relative tolerances between types of CPU, which add in different orders, in the first steps and in the last: training
-# amplifies a difference of 1e-7 by about 2 in each step. Measured over 20 steps between CPUs of two makers: 2.4e-4 and
-# 1e-3 for FLUX, 1e-3 and 8e-2 for a mixture of experts, 2.5e-5 and 2.2e-4 for a dense model.
+# Relative tolerances between types of CPU, which add in different orders, in the first steps and in
+# the last: training amplifies a difference of 1e-7 by about 2 in each step. Measured over 20 steps
+# between CPUs of two makers: 2.4e-4 and 1e-3 for FLUX, 1e-3 and 8e-2 for a mixture of experts,
+# 2.5e-5 and 2.2e-4 for a dense model.
 _TOLERANCE = {"loss": (2e-4, 5e-3), "grad_norm": (2e-3, 0.2)}
 
 
 def load(root: Path, release: str) -> dict[str, Any] | None:
-    """Read the curves of ``release`` (``v26.11-cpu``); None if there are none. Raises InputError for a damaged file."""
+    """Read the curves of ``release`` (``v26.11-cpu``); None if there are none. Raises InputError
+    for a damaged file.
+    """
     path = root / FOLDER / f"{release}.json"
     try:
         content: Any = read_json(path).data
@@ -34,12 +39,18 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise refusal("no_curves", path) from error
+        raise InputError(
+            "not a file of golden curves",
+            where=path,
+            hint="create it again with primus validate cpu --suite quick --record-golden",
+        ) from error
     return cast(dict[str, Any], content)
 
 
 def name_of(evidence: Mapping[str, Any]) -> str | None:
-    """Return the name of the curve in a validation record; None unless the record is of FP32 on a CPU."""
+    """Return the name of the curve in a validation record; None unless the record is of FP32 on a
+    CPU.
+    """
     recipe = evidence["recipe"]
     if recipe["precision"] != "fp32" or recipe["gpu"] != "cpu" or evidence["gpu"] != "none":
         return None
@@ -47,7 +58,9 @@ def name_of(evidence: Mapping[str, Any]) -> str | None:
 
 
 def recorded(root: Path, target: str) -> list[dict[str, Any]]:
-    """Return the curves that every release recorded in ``target`` (``cpu``), those of the newest release first."""
+    """Return the curves that every release recorded in ``target`` (``cpu``), those of the newest
+    release first.
+    """
     paths = (root / FOLDER).glob(f"v*-{target}.json")
     names = (
         path.stem
@@ -61,11 +74,13 @@ def recorded(root: Path, target: str) -> list[dict[str, Any]]:
 
 
 def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) -> Verdict | str:
-    """Compare the first job of ``evidence`` with the newest curve of the same recipe, also of an earlier release.
+    """Compare the first job of ``evidence`` with the newest curve of the same recipe, also of an
+    earlier release.
 
     Returns a sentence if there is no curve to compare with.
     """
-    name, recipe = name_of(evidence), evidence["recipe"]["sha256"]
+    name = name_of(evidence)
+    recipe = evidence["recipe"]["sha256"]
     curves = [(file["release"], file["curves"][name]) for file in every if name in file["curves"]]
     if not curves:
         return f"the golden curve: none is recorded for {name}"
@@ -81,7 +96,10 @@ def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) ->
     elif largest == 0:
         reason = f"{len(curve['loss'])} steps are equal to the last bit to those of {release}"
     else:
-        reason = f"{len(curve['loss'])} steps agree with {release} within the tolerance between types of CPU"
+        reason = (
+            f"{len(curve['loss'])} steps agree with {release} within the tolerance between "
+            "types of CPU"
+        )
     limits = ", ".join(
         f"{_WORDS[key]} {least:g} to {most:g}" for key, (least, most) in _TOLERANCE.items()
     )
@@ -100,7 +118,8 @@ def _tolerance(key: str, step: int) -> float:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tuple[str, ...]:
-    """Return the differences of the curves of two sides called ``names``, one sentence per recipe and backend.
+    """Return the differences of the curves of two sides called ``names``, one sentence per recipe
+    and backend.
 
     Without differences, one sentence says so, or which side has no curves; none if neither has.
     """
@@ -110,7 +129,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
         return (f"{names[bool(old)]} has no golden curves, so training was not compared",)
     sentences = []
     for name in sorted({*old["curves"], *new["curves"]}):
-        before, after = old["curves"].get(name), new["curves"].get(name)
+        before = old["curves"].get(name)
+        after = new["curves"].get(name)
         if before is None or after is None:
             sentences.append(
                 f"{name} has a curve in {(new if before is None else old)['release']} only"
@@ -119,9 +139,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
         same_cpu = before["cpu"] and before["cpu"] == after["cpu"]
         for step, key, gap in _gaps(before, after):
             if not gap <= (0 if same_cpu else _tolerance(key, step)):
-                recipe = (
-                    "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
-                )
+                recipe = "; its recipe changed as well"
+                if before["recipe"] == after["recipe"]:
+                    recipe = ""
                 sentences.append(
                     f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}"
                 )
@@ -140,12 +160,19 @@ def record(
     cpu: str,
     keep: bool = False,
 ) -> int:
-    """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it wrote anew.
+    """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many
+    it wrote anew.
 
     With ``keep``, its other curves stay. Raises InputError if other versions recorded them.
     """
-    versions = records[0]["versions"] if records else {}
-    if old := load(root, release) if keep and records else None:
+    if records:
+        versions = records[0]["versions"]
+    else:
+        versions = {}
+    old = None
+    if keep and records:
+        old = load(root, release)
+    if old:
         _refuse_others(old, versions)
     new = curves_of(records, cpu)
     curves = {**(old["curves"] if old else {}), **new}
@@ -162,27 +189,33 @@ def record(
 
 
 def check_locked(root: Path, release: str, files: Iterable[LockedFile]) -> None:
-    """Raise InputError, before a run, if curves of ``release`` were recorded with other versions than ``files``."""
+    """Raise InputError, before a run, if curves of ``release`` were recorded with other versions
+    than ``files``.
+    """
     locked = {
         file.name: file.version for file in files if file.kind == "wheel" and file.base is None
     }
-    if old := load(root, release):
+    old = load(root, release)
+    if old:
         _refuse_others(old, {name: locked[name] for name in old["versions"] if name in locked})
 
 
 def _refuse_others(old: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-    if changed := sorted(name for name in versions if old["versions"].get(name) != versions[name]):
+    changed = sorted(name for name in versions if old["versions"].get(name) != versions[name])
+    if changed:
         version = old["versions"].get(changed[0])
-        raise refusal(
-            "recorded_otherwise",
-            f"{FOLDER}/{old['release']}.json",
-            package=changed[0],
-            version=version,
+        package = changed[0]
+        raise InputError(
+            f"the curves of other recipes were recorded with {package} {version}",
+            where=f"{FOLDER}/{old['release']}.json",
+            hint="record all of them anew: without --recipe",
         )
 
 
 def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:
-    """Return the curves of all ``records`` that passed, by name. ``cpu`` is the type of CPU that computed them."""
+    """Return the curves of all ``records`` that passed, by name. ``cpu`` is the type of CPU that
+    computed them.
+    """
     return {
         name: {"recipe": evidence["recipe"]["sha256"], "cpu": cpu, **_curve(evidence)}
         for evidence in records
@@ -200,6 +233,9 @@ def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str
     for place in range(max(len(old["loss"]), len(new["loss"]))):
         for key in _WORDS:
             pair = [side[key][place] for side in (old, new) if place < len(side[key])]
-            gap = relative_gap(*pair) if len(pair) == 2 and None not in pair else math.inf
+            if len(pair) == 2 and None not in pair:
+                gap = relative_gap(*pair)
+            else:
+                gap = math.inf
             gaps.append((place + 1, key, gap))
     return gaps

@@ -1,4 +1,5 @@
-"""The published releases as data, and the current pins in the same form, so that both can be compared.
+"""The published releases as data, and the current pins in the same form, so that both can be
+compared.
 
 ``None`` always means "not published". Nothing is inferred from neighbouring releases.
 """
@@ -20,7 +21,8 @@ from primus_images.versions.components import Versions
 from primus_images.yamlfile import read
 
 IMAGE = "rocm/primus"
-# This name always means the pins, even if the history has a release with the name of the pinned one.
+# This name always means the pins, even if the history has a release with the name of the pinned
+# one.
 PINS = "versions.yaml"
 _FILE = Path(__file__).with_name("history.yaml")
 _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
@@ -28,7 +30,9 @@ _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published image tag, or pins or an image in the same form, with their ``origin``. See fields.yaml."""
+    """One published image tag, or pins or an image in the same form, with their ``origin``. See
+    fields.yaml.
+    """
 
     image: str
     tag: str
@@ -84,7 +88,8 @@ def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:
 
 
 def select(history: History, word: str) -> tuple[Release, ...]:
-    """Return the releases that ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10``, ``primus:v25.10``.
+    """Return the releases that ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10``,
+    ``primus:v25.10``.
 
     A name can match several tags. Raises InputError if there is none, with the most similar names.
     """
@@ -111,7 +116,9 @@ def _names(image: str) -> tuple[str, str]:
 
 
 def pin_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that :func:`pins` accepts: those of the release, of each target and of the file."""
+    """Return the names that :func:`pins` accepts: those of the release, of each target and of the
+    file.
+    """
     return (versions.release, PINS, *(f"{versions.release}-{target}" for target in targets))
 
 
@@ -174,7 +181,9 @@ def key_of(component: str) -> str:
 
 
 def spread(rows: Iterable[tuple[str, str, str]]) -> dict[str, str]:
-    """Return name → value for rows of (name, value, target); targets are named where their values differ."""
+    """Return name → value for rows of (name, value, target); targets are named where their values
+    differ.
+    """
     uses: dict[str, dict[str, list[str]]] = {}
     for name, value, target in rows:
         uses.setdefault(name, {}).setdefault(value, []).append(target)

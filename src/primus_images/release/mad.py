@@ -1,4 +1,6 @@
-"""What madengine needs to train the recipes of an image: models.json, a Dockerfile and the script that it runs."""
+"""What madengine needs to train the recipes of an image: models.json, a Dockerfile and the script
+that it runs.
+"""
 
 import json
 from pathlib import Path
@@ -28,14 +30,17 @@ def tags_of(recipe: str, backend: str, mode: str) -> list[str]:
 def mad_files(target: ResolvedTarget, image: str) -> dict[str, str]:
     """Return path → text of the files with which madengine trains the recipes of ``target``.
 
-    ``image`` is its name in a registry, with the digest. Every recipe, backend, mode and precision that the target's
-    GPU supports is a model; those of an image without a GPU are proxies.
+    ``image`` is its name in a registry, with the digest. Every recipe, backend, mode and precision
+    that the target's GPU supports is a model; those of an image without a GPU are proxies.
     """
     context: dict[str, str] = {}
     suffix = ""
     if target.arch:
-        vendor = "AMD" if target.arch.startswith("gfx") else "NVIDIA"
-        context, suffix = {"gpu_vendor": vendor}, f".{vendor.lower()}"
+        vendor = "NVIDIA"
+        if target.arch.startswith("gfx"):
+            vendor = "AMD"
+        context = {"gpu_vendor": vendor}
+        suffix = f".{vendor.lower()}"
     # madengine calls `git config` in every container, also of models that are not cloned.
     dockerfile = Path(__file__).with_name("mad.Dockerfile").read_text(encoding="utf-8")
     return {
@@ -55,7 +60,8 @@ def _models(entry: Entry, target: ResolvedTarget) -> list[dict[str, Any]]:
         ]
         where = ["--gpu", target.gpu.name]
     else:
-        precisions, where = list(entry.proxy), ["--gpu", "cpu", "--proxy"]
+        precisions = list(entry.proxy)
+        where = ["--gpu", "cpu", "--proxy"]
     tags = tags_of(entry.recipe, entry.backend, entry.mode)
     models = []
     for precision in precisions:

@@ -1,7 +1,8 @@
-"""What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of them. Known
-vulnerabilities: OSV data against a bill of materials, with accepted ones, and OpenVEX.
+"""What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of
+them. Known vulnerabilities: OSV data against a bill of materials, with accepted ones, and OpenVEX.
 
-https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's entries are about source packages.
+https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's entries are about
+source packages.
 """
 
 import json
@@ -61,8 +62,14 @@ def load(path: Path) -> Policy:
         for index, name in enumerate(getattr(policy, key)):
             if name not in names:
                 words = {"name": name, "nearest": nearest(name, names)}
+                if key == "forgiven":
+                    raise refusal(
+                        "no_gate",
+                        document.where((key, index)),
+                        **words,
+                    )
                 raise refusal(
-                    "no_gate" if key == "forgiven" else "no_licence",
+                    "no_licence",
                     document.where((key, index)),
                     **words,
                 )
@@ -71,7 +78,11 @@ def load(path: Path) -> Policy:
     }
     for key, place in places.items():
         if not Path(place).exists():
-            raise refusal("no_policy_file", document.where((key,)), path=place)
+            raise InputError(
+                f"there is no file or folder {place}",
+                where=document.where((key,)),
+                hint="correct the path, which is relative to the policy",
+            )
     return replace(policy, **places)
 
 
@@ -79,10 +90,10 @@ def load(path: Path) -> Policy:
 class Evidence:
     """The evidence about an image.
 
-    ``components`` is the name of each → the package or library that a training run with it loads. ``preview`` is the
-    reason why it is a preview; empty for a release. ``gpu`` is the GPU generation that it is for.
-    ``recipes`` are those that its ``target`` names. ``records`` are its validations. ``commit`` is that of the
-    repository, and ``edited`` are files that differ from it.
+    ``components`` is the name of each → the package or library that a training run with it loads.
+    ``preview`` is the reason why it is a preview; empty for a release. ``gpu`` is the GPU
+    generation that it is for. ``recipes`` are those that its ``target`` names. ``records`` are its
+    validations. ``commit`` is that of the repository, and ``edited`` are files that differ from it.
     """
 
     target: str
@@ -97,8 +108,8 @@ class Evidence:
 
 
 def evidence_in(documents: Sequence[Document]) -> Evidence:
-    """Return the evidence in the documents about an image. Raises CheckFailed without a provenance and findings of
-    gates.
+    """Return the evidence in the documents about an image. Raises CheckFailed without a provenance
+    and findings of gates.
     """
 
     def of(media_type: str) -> list[Any]:
@@ -106,7 +117,8 @@ def evidence_in(documents: Sequence[Document]) -> Evidence:
             json.loads(document.data) for document in documents if document.media_type == media_type
         ]
 
-    if not (provenances := of(IN_TOTO)) or not (outcomes := of(GATES)):
+    provenances = of(IN_TOTO)
+    if not provenances or not (outcomes := of(GATES)):
         raise CheckFailed(
             "the image has no provenance or no findings of gates, so nothing is known of it"
         )
@@ -126,8 +138,8 @@ def evidence_in(documents: Sequence[Document]) -> Evidence:
 def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[str, ...]:
     """Return the reasons why the image may not be published, one sentence each; empty if it may.
 
-    A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is sufficient, the
-    forgiven gates may fail, and files of the repository may be edited.
+    A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is
+    sufficient, the forgiven gates may fail, and files of the repository may be edited.
     """
     reasons = []
     if evidence.preview and not preview:
@@ -150,17 +162,17 @@ def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[st
 def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[str]:
     if not evidence.recipes:
         return ["its target names no recipe to validate it with"]
-    records, where = [record for record in evidence.records if _passed(record, policy, preview)], ""
+    records = [record for record in evidence.records if _passed(record, policy, preview)]
+    where = ""
     if evidence.gpu and not preview:
-        records, where = (
-            [record for record in records if record["gpu"] == evidence.gpu],
-            f" on {evidence.gpu}",
-        )
+        records = [record for record in records if record["gpu"] == evidence.gpu]
+        where = f" on {evidence.gpu}"
         if not records:
             return [refusal("nothing_trained", gpu=evidence.gpu, target=evidence.target).message]
     trained = {record["recipe"]["name"] for record in records}
     reasons = []
-    if lacking := [name for name in evidence.recipes if name not in trained]:
+    lacking = [name for name in evidence.recipes if name not in trained]
+    if lacking:
         words = {
             "recipes": some(lacking, 3),
             "minutes": max(1, round(len(lacking) * _SECONDS_OF_RUN / 60)),
@@ -181,18 +193,23 @@ def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[st
 
 def unmet(record: Mapping[str, Any], policy: Policy) -> list[str]:
     """Return what the validation lacks of the policy's rules for machines and for the suite."""
-    reasons, machine, rates = [], record.get("machine", {}), record.get("suite", {}).get("rates")
+    reasons = []
+    machine = record.get("machine", {})
+    rates = record.get("suite", {}).get("rates")
     for part in ("driver", "firmware"):
-        needed, there = getattr(policy, part), machine.get(part)
+        needed = getattr(policy, part)
+        there = machine.get(part)
         if needed and record["gpu"] != "none" and there != needed:
             reasons.append(
-                f"{record['recipe']['name']} was validated with {part} {there or 'unknown'}, not {needed}"
+                f"{record['recipe']['name']} was validated with {part} {there or 'unknown'}, "
+                f"not {needed}"
             )
     if policy.found > 0 or policy.alarms < 1:
         if not rates:
             return [
                 *reasons,
-                f"the validation of {record['recipe']['name']} says nothing about its suite's own faults",
+                f"the validation of {record['recipe']['name']} says nothing about its suite's "
+                "own faults",
             ]
         if rates["named"] < policy.found * rates["faults"]:
             reasons.append(refusal("few_found", rates=rates, least=policy.found).message)
@@ -230,7 +247,9 @@ class _List:
 
 @dataclass(frozen=True, kw_only=True)
 class Vulnerability:
-    """One entry of OSV that concerns one package. ``fixed`` is the version that mends it; "" if there is none."""
+    """One entry of OSV that concerns one package. ``fixed`` is the version that mends it; "" if
+    there is none.
+    """
 
     id: str
     aliases: tuple[str, ...]
@@ -248,25 +267,32 @@ class Vulnerability:
     def sentence(self, today: date) -> str:
         """Return what it is, and what to do."""
         names = ", ".join((self.id, *self.aliases[:1]))
-        mended = f"{self.fixed} mends it" if self.fixed else _UNMENDED
+        if self.fixed:
+            mended = f"{self.fixed} mends it"
+        else:
+            mended = _UNMENDED
         late = ""
         if self.accepted:
             until = f"accepted until {self.accepted.review}"
-            late = (
-                f"; it was {until}: review it"
-                if self.is_open(today)
-                else f"; {until}: {self.accepted.reason}"
-            )
+            if self.is_open(today):
+                late = f"; it was {until}: review it"
+            else:
+                late = f"; {until}: {self.accepted.reason}"
         return f"{self.package} {self.version}: {names}: {self.summary} ({mended}){late}"
 
 
 def load_accepted(path: Path | str | None) -> tuple[Accepted, ...]:
     """Read a file of accepted vulnerabilities. Raises InputError."""
-    accepted = build(_List, read(Path(path))).accepted if path else ()
+    accepted = ()
+    if path:
+        accepted = build(_List, read(Path(path))).accepted
     for number, rule in enumerate(accepted):
         if any((rule.id, rule.package) == (other.id, other.package) for other in accepted[:number]):
-            raise refusal(
-                "accepted_twice", str(path), id=rule.id, package=rule.package or "every package"
+            package = rule.package or "every package"
+            raise InputError(
+                f"{rule.id} is judged twice for {package}",
+                where=str(path),
+                hint="keep one of the two",
             )
     return accepted
 
@@ -274,13 +300,14 @@ def load_accepted(path: Path | str | None) -> tuple[Accepted, ...]:
 def audit(
     bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]
 ) -> tuple[list[Vulnerability], list[str]]:
-    """Return the vulnerabilities in ``osv`` (a file, a folder or a zip archive) of the packages in an SPDX document,
-    and a sentence for each ecosystem of its packages that no entry is about.
+    """Return the vulnerabilities in ``osv`` (a file, a folder or a zip archive) of the packages in
+    an SPDX document, and a sentence for each ecosystem of its packages that no entry is about.
 
     What only a build needed is left out. Raises InputError if the data cannot be read.
     """
     packages: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    release, unseen = "", Counter[str]()
+    release = ""
+    unseen = Counter[str]()
     for ecosystem, name, place in _packages(bill):
         unseen[ecosystem] += 1
         packages.setdefault((ecosystem, name), []).append(place)
@@ -296,11 +323,15 @@ def audit(
                 about = {"ecosystem": "", "name": "", **(affected.get("package") or {})}
                 ecosystem, _, of = about["ecosystem"].partition(":")
                 unseen.pop(ecosystem, None)
-                name = normalised(about["name"]) if ecosystem == "PyPI" else about["name"]
+                if ecosystem == "PyPI":
+                    name = normalised(about["name"])
+                else:
+                    name = about["name"]
                 # Debian's entries have a row for each of its releases that has the vulnerability.
                 elsewhere = release and of not in ("", release)
                 for place in () if elsewhere else packages.get((ecosystem, name), ()):
-                    if (fixed := _affects(affected, ecosystem, place["version"])) is not None:
+                    fixed = _affects(affected, ecosystem, place["version"])
+                    if fixed is not None:
                         findings.add(_finding(entry, place, fixed, accepted))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not an OSV entry", where=where) from None
@@ -348,7 +379,11 @@ def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
                 )
                 yield "Debian", name, {**place, "version": version}
     except (KeyError, TypeError, AttributeError):
-        raise refusal("no_bill", why="") from None
+        why = ""
+        raise InputError(
+            f"not an SPDX document in JSON{why}",
+            hint="name a target, or a file that `primus sbom TARGET --json` wrote",
+        ) from None
 
 
 def _entries(osv: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -375,29 +410,31 @@ def _texts(osv: Path) -> Iterator[tuple[str, bytes]]:
                 (name, archive.read(name)) for name in archive.namelist() if name.endswith(".json")
             )
     else:
-        paths = sorted(osv.rglob("*.json")) if osv.is_dir() else [osv]
+        if osv.is_dir():
+            paths = sorted(osv.rglob("*.json"))
+        else:
+            paths = [osv]
         yield from ((str(path), path.read_bytes()) for path in paths)
 
 
 def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:
-    """Return the version that mends it, "" if none is known, or None if ``version`` is not affected."""
+    """Return the version that mends it, "" if none is known, or None if ``version`` is not
+    affected.
+    """
     order: Any = NativeVersion
     if ecosystem == "PyPI":
-        order, version = (
-            Version,
-            version.partition("+")[0],
-        )  # a local build has the faults of its version
+        order = Version
+        version = version.partition("+")[0]  # a local build has the faults of its version
     versions = affected.get("versions") or ()
-    inside, fixes = version in versions, list[str]()
+    inside = version in versions
+    fixes = list[str]()
     try:
         mine = order(version)
         for events in (
             r["events"] for r in affected.get("ranges") or () if r["type"] == "ECOSYSTEM"
         ):
-            pairs, since = (
-                [pair for event in events for pair in event.items() if pair[0] != "limit"],
-                False,
-            )
+            pairs = [pair for event in events for pair in event.items() if pair[0] != "limit"]
+            since = False
             for kind, at in sorted(pairs, key=lambda pair: (pair[1] != "0", order(pair[1]))):
                 reached = at == "0" or mine >= order(at)
                 fixes += [at] if kind == "fixed" and not reached else []
@@ -407,18 +444,23 @@ def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str |
     except (
         ValueError
     ):  # what cannot be compared is affected, unless all versions that are, are listed
-        return "" if inside or not versions else None
-    return min(fixes, key=order, default="") if inside else None
+        if inside or not versions:
+            return ""
+        return None
+    if inside:
+        return min(fixes, key=order, default="")
+    return None
 
 
 def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str, Any]:
     """Return the findings as OpenVEX 0.2.0, at the time ``now``."""
     statements = []
     for finding in findings:
-        accepted, update = (
-            finding.accepted,
-            f"update to {finding.fixed}" if finding.fixed else _UNMENDED,
-        )
+        accepted = finding.accepted
+        if finding.fixed:
+            update = f"update to {finding.fixed}"
+        else:
+            update = _UNMENDED
         reason, status = (accepted.reason, accepted.status) if accepted else (update, "affected")
         action, impact = (reason, None) if status == "affected" else (None, reason)
         about = {"id": finding.id, "aliases": list(finding.aliases), "purl": finding.purl}
@@ -430,8 +472,11 @@ def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str,
 
 
 def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
-    """Return the licences and vulnerabilities that a policy forbids, and an SPDX document names, one sentence each."""
-    reasons, today = [], date.today()
+    """Return the licences and vulnerabilities that a policy forbids, and an SPDX document names,
+    one sentence each.
+    """
+    reasons = []
+    today = date.today()
     for bill in (
         json.loads(document.data) for document in documents if document.media_type == SPDX
     ):

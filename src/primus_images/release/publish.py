@@ -1,4 +1,6 @@
-"""Publishing an image with its evidence: check it, push it by digest, attach the documents, sign it, set the tag."""
+"""Publishing an image with its evidence: check it, push it by digest, attach the documents, sign
+it, set the tag.
+"""
 
 import json
 import re
@@ -16,7 +18,6 @@ from primus_images.plan.action import Composed, ImagePlan
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.recipes.recipe import misstated
-from primus_images.refusals import refusal
 from primus_images.release.artifact import Document
 from primus_images.release.documents import VALIDATION, checkout, documents
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
@@ -25,7 +26,8 @@ from primus_images.release.statement import RELEASE_TAG, Signer, bundles, statem
 from primus_images.schema import read_json
 from primus_images.versions.remotes import skopeo
 
-# What follows a tag in the tag by which a publisher announces that it will set it, and the seconds that others wait.
+# What follows a tag in the tag by which a publisher announces that it will set it, and the seconds
+# that others wait.
 _ANNOUNCED = ".by-"
 _PATIENCE = 2.0
 
@@ -60,8 +62,8 @@ def prepare(
 ) -> Ready:
     """Check the built image again, and create its documents. Nothing is sent.
 
-    ``records`` is the folder of validations. ``policy`` says what the image needs. Raises InputError if the
-    store does not contain exactly this image.
+    ``records`` is the folder of validations. ``policy`` says what the image needs. Raises
+    InputError if the store does not contain exactly this image.
     """
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
@@ -93,11 +95,12 @@ def publish(
     signer: Signer | None = None,
     later: Path | None = None,
 ) -> dict[str, Any]:
-    """Push the image and its documents, sign it as ``signer``, and set its tag last, so that no tag lacks evidence.
+    """Push the image and its documents, sign it as ``signer``, and set its tag last, so that no tag
+    lacks evidence.
 
-    With ``later``, what must be signed is written to that folder, and no tag is set before it is. The tag of a preview
-    is moved; that of a release never is. Raises CheckFailed if the tag of a release already names another image, or
-    if there are objections.
+    With ``later``, what must be signed is written to that folder, and no tag is set before it is.
+    The tag of a preview is moved; that of a release never is. Raises CheckFailed if the tag of a
+    release already names another image, or if there are objections.
     """
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
@@ -111,12 +114,15 @@ def publish(
     # A tag that names the image was answered with its manifest.
     if missing or (before != digest and there.digest(digest) is None):
         _push(ready, store, there, missing, sent, progress)
-    ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
+    ref = f"{repository}:{ready.tag}"
+    about = statements(ready.documents, ready.tag, digest)
     if not later and (signer or before != digest):
         finish(there, ready.tag, ready.subject, about, signer, ready.documents)
     else:
         there.attach(ready.documents, ready.subject)
-    request = write_request(later, ref, ready.subject, about) if later else None
+    request = None
+    if later:
+        request = write_request(later, ref, ready.subject, about)
     return {
         "ref": ref,
         "digest": digest,
@@ -132,8 +138,9 @@ def publish(
 def _announce(there: Repository, tag: str, manifest: bytes) -> None:
     """Let publishers of one new tag see each other: no registry sets a tag only if it is absent.
 
-    Each first sets a tag of its own for its image, and then looks for those of others. So at least one of two sees the
-    other, and waits for it; if both do, the smaller digest goes first. Raises CheckFailed if another image has the tag.
+    Each first sets a tag of its own for its image, and then looks for those of others. So at least
+    one of two sees the other, and waits for it; if both do, the smaller digest goes first. Raises
+    CheckFailed if another image has the tag.
     """
     digest = digest_of(manifest)
     mine = f"{tag}{_ANNOUNCED}{digest[7:19]}"
@@ -143,15 +150,20 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
         time.sleep(_PATIENCE)
         if there.digest(tag) is not None:
             break
-    if (now := there.digest(tag)) not in (None, digest):
-        raise refusal("late_publish", name=there.name, tag=tag, winner=now)
+    now = there.digest(tag)
+    if now not in (None, digest):
+        raise CheckFailed(
+            f"another publish was first: {there.name}:{tag} is {now}",
+            hint="raise `release` in versions.yaml",
+        )
 
 
 def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
-    """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the new one.
+    """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the
+    new one.
 
-    Raises InputError for a tag of a release or its documents, which never moves, for a release of another target, and
-    for one that was not published: that a publisher announced it is not enough.
+    Raises InputError for a tag of a release or its documents, which never moves, for a release of
+    another target, and for one that was not published: that a publisher announced it is not enough.
     """
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(
@@ -167,11 +179,22 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
     if tag.startswith("latest-") and (
         targets[0] != targets[1] or not re.fullmatch(RELEASE_TAG, release)
     ):
-        raise refusal("other_target", tag=tag, release=release)
-    before, digest = there.digest(tag), None if _ANNOUNCED in release else there.digest(release)
+        raise InputError(
+            f"{release} is not the name of a release of the target of {tag}",
+            hint="name one, like v26.11-cpu for latest-cpu; a tag that does not begin with "
+            "latest- can stand for any image",
+        )
+    before = there.digest(tag)
+    if _ANNOUNCED in release:
+        digest = None
+    else:
+        digest = there.digest(release)
     if digest is None:
         others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
-        raise refusal("not_published", name=there.name, release=release, others=others)
+        raise InputError(
+            f"{there.name} has no {release}; its releases: {others}",
+            hint="primus publish publishes one",
+        )
     if before != digest:  # a registry that forbids moving tags also refuses this one
         there.tag(tag, there.manifest(release) or b"")
     _check_tag(there, tag, there.digest(tag), digest)
@@ -180,7 +203,10 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
 
 def _check_tag(there: Repository, tag: str, now: str | None, digest: str) -> None:
     if now != digest:
-        raise refusal("moved_back", name=there.name, tag=tag, now=now or "nothing", digest=digest)
+        now_text = now or "nothing"
+        raise HostError(
+            f"{there.name}:{tag} names {now_text} after it was set to {digest}", hint="run it again"
+        )
 
 
 def finish(
@@ -191,13 +217,16 @@ def finish(
     signer: Signer | None,
     documents: Sequence[Document] = (),
 ) -> int:
-    """Sign the statements ``about`` the pushed image ``subject``, attach them and ``documents`` at once (the list of
-    referrers may be a tag that cannot be moved), and set its tag. Returns the number of statements.
+    """Sign the statements ``about`` the pushed image ``subject``, attach them and ``documents`` at
+    once (the list of referrers may be a tag that cannot be moved), and set its tag. Returns the
+    number of statements.
 
-    Raises CheckFailed if the image is missing, or if the tag of a release already names another one.
+    Raises CheckFailed if the image is missing, or if the tag of a release already names another
+    one.
     """
     digest = str(subject["digest"])
-    before, manifest = _free(there, tag, digest), there.manifest(digest)
+    before = _free(there, tag, digest)
+    manifest = there.manifest(digest)
     if manifest is None or digest_of(manifest) != digest:
         raise CheckFailed(f"{there.name} does not have the image {digest}", hint="publish it again")
     there.attach([*documents, *(bundles(there, digest, about, signer) if signer else ())], subject)
@@ -205,17 +234,26 @@ def finish(
         _announce(there, tag, manifest)
     if before != digest:
         there.tag(tag, manifest)
-        if (now := there.digest(tag)) not in (None, digest):
-            raise refusal("late_publish", name=there.name, tag=tag, winner=now)
+        now = there.digest(tag)
+        if now not in (None, digest):
+            raise CheckFailed(
+                f"another publish was first: {there.name}:{tag} is {now}",
+                hint="raise `release` in versions.yaml",
+            )
         _check_tag(there, tag, now, digest)
-    return len(about) if signer else 0
+    if signer:
+        return len(about)
+    return 0
 
 
 def _free(there: Repository, tag: str, digest: str) -> str | None:
     """Return what the tag names; nothing but ``digest``, unless it is the tag of a preview."""
     before = there.digest(tag)
     if before not in (None, digest) and not tag.endswith("-preview"):
-        raise refusal("published_already", name=there.name, tag=tag, before=before)
+        raise CheckFailed(
+            f"{there.name}:{tag} is already published as {before}; a release is never replaced",
+            hint="raise `release` in versions.yaml",
+        )
     return before
 
 
@@ -228,7 +266,9 @@ def _push(
         None,
     )
     there.check_uploads()
-    trust = "--dest-tls-verify=false" if plain_http(there.name) else "--dest-tls-verify=true"
+    trust = "--dest-tls-verify=true"
+    if plain_http(there.name):
+        trust = "--dest-tls-verify=false"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     try:
         skopeo(
@@ -241,7 +281,8 @@ def _push(
         )
     except HostError:
         # skopeo also refuses damaged blobs, but says that the registry failed.
-        if wrong := next(filter(None, map(store.check, (*missing, ready.image.digest))), ""):
+        wrong = next(filter(None, map(store.check, (*missing, ready.image.digest))), "")
+        if wrong:
             raise HostError(wrong, hint="primus build --rehash rebuilds it") from None
         raise
     progress.finish("push")

@@ -1,9 +1,10 @@
 """A repository of a registry: its manifests and blobs, and the documents attached to its images.
 
-skopeo copies images. This client does what skopeo cannot: it attaches documents as OCI 1.1 artifacts whose subject is
-the image, lists them, and sets tags. It uses the logins of `docker login`.
-https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers. For a registry without the
-referrers API (distribution 2), the list is an index under the tag ``sha256-<digest>``, as the specification requires.
+skopeo copies images. This client does what skopeo cannot: it attaches documents as OCI 1.1
+artifacts whose subject is the image, lists them, and sets tags. It uses the logins of `docker
+login`. https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers.
+For a registry without the referrers API (distribution 2), the list is an index under the tag
+``sha256-<digest>``, as the specification requires.
 """
 
 import io
@@ -46,13 +47,15 @@ _REFERENCE = re.compile(
 _NAME = re.compile(
     rf"(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+"
 )
-# Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its bytes may take.
+# Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its
+# bytes may take.
 _TIMEOUT = (5.0, 60.0)
 _PATIENCE = 120.0
 _SLOWEST = 250_000  # bytes/s
 _PASSING = (429, 500, 502, 503, 504)
 _LONGEST_PAUSE = 10.0
-# The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up to 4 MiB.
+# The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up
+# to 4 MiB.
 _BUDGET = 4 << 20
 _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
@@ -68,17 +71,27 @@ def require_repository(name: str, option: str) -> None:
     """Raise InputError if the value of an option does not name a repository."""
     port = name.partition("/")[0].partition(":")[2] or "443"
     if not _NAME.fullmatch(name) or len(name) > 255 or not 0 < int(port) < 65536:
-        raise refusal("no_repository", option=option, name=name)
+        raise InputError(
+            f"{option} {name!r} is not a repository of a registry",
+            hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus, of at most 255 characters, PORT "
+            "at most 65535; by the OCI distribution specification, each part of PATH is "
+            "lower-case letters and digits, with '.', '_', '__' or hyphens between them",
+        )
 
 
 def require_tag(tag: str, option: str) -> None:
     """Raise InputError if the value of an option cannot be a tag."""
     if not _TAG.fullmatch(tag):
-        raise refusal("no_tag", option=option, tag=tag)
+        raise InputError(
+            f"{option} {tag!r} cannot be a tag of a registry",
+            hint="by the OCI distribution specification, a tag is at most 128 letters, digits, "
+            "'_', '.' and '-', and begins with none of the last two",
+        )
 
 
 def reference(text: str, option: str) -> tuple[str, str, str]:
-    """Return repository, tag and digest, one of them empty or neither, of the image that the value of an option names.
+    """Return repository, tag and digest, one of them empty or neither, of the image that the value
+    of an option names.
 
     Raises InputError for what cannot be an image's name.
     """
@@ -87,7 +100,10 @@ def reference(text: str, option: str) -> tuple[str, str, str]:
         (match[part] or "" for part in ("name", "tag", "digest")) if match else ("", "", "")
     )
     if not (tag or digest):
-        raise refusal("no_image", option=option, text=text)
+        raise InputError(
+            f"{option} {text!r} names no image",
+            hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…",
+        )
     require_repository(name, option)
     if tag:
         require_tag(tag, option)
@@ -101,14 +117,17 @@ def plain_http(repository: str) -> bool:
 
 
 class _Patience(Retry):
-    """Tries again if the registry is overloaded, and obeys a short Retry-After. After a longer one, the answer stands.
+    """Tries again if the registry is overloaded, and obeys a short Retry-After. After a longer one,
+    the answer stands.
 
     A registry that says nothing is not asked again: each try takes a minute.
     """
 
     def get_retry_after(self, response: Any) -> float | None:
         seconds = response.headers.get("Retry-After", "")
-        return float(seconds) if re.fullmatch("[0-9]+", seconds) else None
+        if re.fullmatch("[0-9]+", seconds):
+            return float(seconds)
+        return None
 
     def increment(self, *request: Any, **outcome: Any) -> Self:
         response = outcome.get("response")
@@ -126,12 +145,15 @@ class Repository:
     def __init__(self, name: str) -> None:
         self.name = name
         self._host, _, self._path = name.partition("/")
-        scheme = "http" if plain_http(name) else "https"
+        scheme = "https"
+        if plain_http(name):
+            scheme = "http"
         self._server = (
             f"{scheme}://{'registry-1.docker.io' if self._host == 'docker.io' else self._host}/"
         )
         self._authorization = ""
-        self._config, self._config_sent = Lock(), False
+        self._config = Lock()
+        self._config_sent = False
         self._session = requests.Session()
         self._session.hooks["response"].append(_read)
         retry = _Patience(
@@ -147,16 +169,23 @@ class Repository:
 
     def digest(self, reference: str) -> str | None:
         """Return the digest of the manifest that a tag or digest names, or None."""
-        if (manifest := self.manifest(reference)) is None:
+        manifest = self.manifest(reference)
+        if manifest is None:
             return None
         self._json(manifest, f"manifests/{reference}")  # a login page is no manifest
         return digest_of(manifest)
 
     def check_uploads(self) -> None:
-        """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
+        """Raise HostError if the registry directs uploads to another host, to which skopeo would
+        send the login.
+        """
         url = self._upload()
         if self._authorization and not url.startswith(self._server):
-            raise refusal("uploads_elsewhere", name=self.name, host=_host_of(url))
+            raise HostError(
+                f"the registry of {self.name} directs uploads to {_host_of(url)}, which the "
+                "login is not for",
+                hint="publish to a registry that takes uploads itself",
+            )
 
     def missing(self, kind: str, digests: Sequence[str]) -> list[str]:
         """Return those of the ``kind`` (``blobs`` or ``manifests``) that the repository lacks."""
@@ -183,7 +212,9 @@ class Repository:
         return sorted(result)
 
     def lacks(self, tag: str) -> InputError:
-        """Return the error for an image that the repository does not have: it names similar tags, or the last ones."""
+        """Return the error for an image that the repository does not have: it names similar tags,
+        or the last ones.
+        """
         tags = [other for other in self.tags() if not other.startswith("sha256-")]
         hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
         return InputError(f"{self.name} has no image {tag}", hint=hint)
@@ -193,12 +224,17 @@ class Repository:
         self._put(tag, manifest, MANIFEST_TYPE)
 
     def manifest(self, reference: str) -> bytes | None:
-        """Return the manifest that a tag or digest names, or None. Its bytes are not compared with a digest."""
+        """Return the manifest that a tag or digest names, or None. Its bytes are not compared with
+        a digest.
+        """
         answer = self.find("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
-        return answer.content if answer else None
+        if answer:
+            return answer.content
+        return None
 
     def blob(self, digest: str, path: Path, most: int = _LARGEST_DOCUMENT) -> bool:
-        """Write the blob, at most ``most`` bytes and one more, to ``path``. Returns False if there is none.
+        """Write the blob, at most ``most`` bytes and one more, to ``path``. Returns False if there
+        is none.
 
         Its bytes are not compared with the digest.
         """
@@ -226,7 +262,9 @@ class Repository:
         ]
 
     def document(self, descriptor: Mapping[str, Any]) -> Document:
-        """Return the document that an entry of the list of referrers names. Raises CheckFailed as above."""
+        """Return the document that an entry of the list of referrers names. Raises CheckFailed as
+        above.
+        """
         what = (
             f"the {descriptor.get('artifactType', 'document')} with digest {descriptor['digest']}"
         )
@@ -237,7 +275,8 @@ class Repository:
             raise CheckFailed(f"{what} was changed: its manifest has other bytes")
         try:
             (layer,) = json.loads(manifest)["layers"]
-            content, media_type = str(layer["digest"]), str(layer["mediaType"])
+            content = str(layer["digest"])
+            media_type = str(layer["mediaType"])
             name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckFailed(f"{what} is not a manifest with one file") from None
@@ -253,7 +292,9 @@ class Repository:
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
         rows = self._listed(f"referrers/{digest}")
-        return self._listed(f"manifests/{digest_tag(digest)}") or [] if rows is None else rows
+        if rows is None:
+            return self._listed(f"manifests/{digest_tag(digest)}") or []
+        return rows
 
     def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> None:
         """Attach ``documents`` to the image ``subject``, unless they already are.
@@ -265,11 +306,10 @@ class Repository:
         for number in range(_LISTINGS + 1):
             there = {descriptor["digest"] for descriptor in self.referrers(about)}
             # A registry may list a document that it has lost.
-            parts = (
-                [digest_of(EMPTY), *(digest_of(document.data) for document in documents)]
-                if there
-                else []
-            )
+            if there:
+                parts = [digest_of(EMPTY), *(digest_of(document.data) for document in documents)]
+            else:
+                parts = []
             lost = {
                 *self.missing("manifests", [*there & {*manifests}]),
                 *self.missing("blobs", parts),
@@ -285,7 +325,10 @@ class Repository:
             if number < _LISTINGS:
                 time.sleep(number * 0.5)
                 self._add(absent, about)
-        raise refusal("unlisted", name=self.name, about=about)
+        raise HostError(
+            f"{self.name} accepts documents for {about}, but does not list them",
+            hint="run the command again",
+        )
 
     def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
@@ -295,7 +338,8 @@ class Repository:
             if "OCI-Subject" not in self._put(digest_of(manifest), manifest, MANIFEST_TYPE).headers:
                 unlisted.append(manifest)
         if unlisted:
-            # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
+            # This registry has no referrers API, so the client maintains the list. Another one may
+            # do so now, too.
             index: dict[str, Any] = {
                 "manifests": self._listed(f"manifests/{digest_tag(about)}") or []
             }
@@ -315,29 +359,39 @@ class Repository:
         return manifests
 
     def _pages(self, path: str, **options: Any) -> Iterator[dict[str, Any]]:
-        """Yield a list, page by page: each answer names the next one in its header ``Link``. Nothing for status 404."""
+        """Yield a list, page by page: each answer names the next one in its header ``Link``.
+        Nothing for status 404.
+        """
         url = path
         for _ in range(_MOST_PAGES):
-            if (answer := self.find("GET", url, **options)) is None:
+            answer = self.find("GET", url, **options)
+            if answer is None:
                 return
             yield self._json(answer.content, path)
-            if (rest := answer.links.get("next", {}).get("url")) is None:
+            rest = answer.links.get("next", {}).get("url")
+            if rest is None:
                 return
-            url, options["params"] = urljoin(answer.url, rest), None
+            url = urljoin(answer.url, rest)
+            options["params"] = None
             if not url.startswith(self._server):
                 raise self._odd(f"{path} goes on at {_host_of(url)}")
         raise self._odd(f"{path} has no end")
 
     def upload(self, digest: str, data: IO[bytes]) -> None:
-        """Send a blob unless the repository has it. The registry compares its bytes with the digest."""
+        """Send a blob unless the repository has it. The registry compares its bytes with the
+        digest.
+        """
         if self.find("HEAD", f"blobs/{digest}") is None:
-            size, headers = data.seek(0, os.SEEK_END), {"Content-Type": "application/octet-stream"}
+            size = data.seek(0, os.SEEK_END)
+            headers = {"Content-Type": "application/octet-stream"}
             self.request(
                 "PUT", self._upload(), size, params={"digest": digest}, data=data, headers=headers
             )
 
     def upload_config(self) -> None:
-        """Send :data:`EMPTY`, once: distribution 2 may deny that it has a blob while the same one is sent again."""
+        """Send :data:`EMPTY`, once: distribution 2 may deny that it has a blob while the same one
+        is sent again.
+        """
         with self._config:
             if not self._config_sent:
                 self.upload(digest_of(EMPTY), io.BytesIO(EMPTY))
@@ -358,20 +412,26 @@ class Repository:
     def find(self, method: str, path: str, size: int = 0, **options: Any) -> Response | None:
         """Send a request as :meth:`request`. Returns None for what does not exist (status 404)."""
         answer = self._answer(method, path, options, size)
-        return None if answer.status_code == 404 else self._accepted(answer, path)
+        if answer.status_code == 404:
+            return None
+        return self._accepted(answer, path)
 
     def request(self, method: str, path: str, size: int = 0, **options: Any) -> Response:
-        """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
+        """Send one request to a path below the repository (``manifests/v1``), or to a URL that the
+        registry returned.
 
-        ``options`` are those of :mod:`requests`, and ``size``, the bytes that are sent or expected. Raises HostError
-        if the registry does not answer or refuses.
+        ``options`` are those of :mod:`requests`, and ``size``, the bytes that are sent or expected.
+        Raises HostError if the registry does not answer or refuses.
         """
         return self._accepted(self._answer(method, path, options, size), path)
 
     def _answer(
         self, method: str, path: str, options: Mapping[str, Any], size: int = 0
     ) -> Response:
-        url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
+        if "://" in path:
+            url = path
+        else:
+            url = f"{self._server}v2/{self._path}/{path}"
 
         def exchange() -> Response:
             if isinstance(body := options.get("data"), io.IOBase):
@@ -390,7 +450,11 @@ class Repository:
             ):
                 answer = send()
         except (requests.ConnectionError, requests.Timeout, TimeoutError) as error:
-            raise refusal("silent_registry", name=self.name, error=type(error).__name__) from None
+            error_text = type(error).__name__
+            raise HostError(
+                f"the registry of {self.name} does not answer: {error_text}",
+                hint="check name and network, and run the command again",
+            ) from None
         except (
             requests.RequestException,
             ValueError,
@@ -405,11 +469,19 @@ class Repository:
             )
         if answer.status_code >= 400:
             full = re.search(r'"Err": ?28\b|no space left', answer.text)
-            text = "its disk is full" if full else " ".join(answer.text.split())[:200]
+            if full:
+                text = "its disk is full"
+            else:
+                text = " ".join(answer.text.split())[:200]
             reason = "; ".join(filter(None, (f"status {answer.status_code}", text)))
             values = {"name": self.name, "path": bare_url(path), "reason": reason}
+            if answer.status_code in _PASSING:
+                raise refusal(
+                    "busy_registry",
+                    **values,
+                )
             raise refusal(
-                "busy_registry" if answer.status_code in _PASSING else "refused_by_registry",
+                "refused_by_registry",
                 **values,
             )
         return answer
@@ -423,7 +495,9 @@ class Repository:
     def _log_in(self, answer: Response) -> bool:
         kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         username, password = _login(self._host)
-        basic = f"Basic {b64encode(f'{username}:{password}'.encode()).decode()}" if username else ""
+        basic = ""
+        if username:
+            basic = f"Basic {b64encode(f'{username}:{password}'.encode()).decode()}"
         if kind.lower() == "basic":
             self._authorization = basic
             return bool(basic)
@@ -445,7 +519,10 @@ class Repository:
                     "client_id": "primus",
                 }
                 return self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
-            headers = {"Authorization": basic} if basic else {}
+            if basic:
+                headers = {"Authorization": basic}
+            else:
+                headers = {}
             return self._session.get(
                 realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody
             )
@@ -468,7 +545,9 @@ class Repository:
         return content
 
     def _odd(self, what: str) -> PrimusError:
-        return refusal("odd_registry", name=self.name, what=what)
+        return HostError(
+            f"{self.name} does not answer like a registry: {what}", hint="check its name"
+        )
 
 
 def _read(answer: Response, **_: object) -> None:
@@ -487,33 +566,43 @@ def _nobody(request: PreparedRequest) -> PreparedRequest:
 
 
 def _login(host: str) -> tuple[str, str]:
-    """Return what `docker login` stored for the host: username and password, _TOKEN and a token, or two empty texts."""
+    """Return what `docker login` stored for the host: username and password, _TOKEN and a token, or
+    two empty texts.
+    """
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     if not path.exists():
         return "", ""
     require_readable(path)
     try:
         config: Any = read_json(path).data
-        server = "https://index.docker.io/v1/" if host == "docker.io" else host
-        if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
+        if host == "docker.io":
+            server = "https://index.docker.io/v1/"
+        else:
+            server = host
+        helper = config.get("credHelpers", {}).get(server) or config.get("credsStore")
+        if helper:
             words = [f"docker-credential-{helper}", "get"]
             answer = captured(words, words[0], text=server)
-            login = (
-                {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
-            )
+            if answer.returncode:
+                login = {"Username": "", "Secret": ""}
+            else:
+                login = json.loads(answer.stdout)
             return login["Username"], login["Secret"]
         logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
         entry = logins.get(_host_of(server), {})
-        if token := entry.get("identitytoken"):
+        token = entry.get("identitytoken")
+        if token:
             return _TOKEN, token
         username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
     except (InputError, OSError) as error:
-        raise refusal(
-            "no_logins", reason=re.sub(r"^\[Errno \d+\] ", "", str(error)), host=host
+        reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
+        raise HostError(
+            f"Docker's logins cannot be read: {reason}", hint=f"docker login {host}"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise refusal(
-            "no_logins", reason=f"what {path} names for it is not a login", host=host
+        reason = f"what {path} names for it is not a login"
+        raise HostError(
+            f"Docker's logins cannot be read: {reason}", hint=f"docker login {host}"
         ) from None
     return username, password
 

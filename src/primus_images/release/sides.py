@@ -1,4 +1,6 @@
-"""What `primus diff` compares: images of the store or a registry, pins of any git revision, published releases."""
+"""What `primus diff` compares: images of the store or a registry, pins of any git revision,
+published releases.
+"""
 
 import hashlib
 import io
@@ -19,7 +21,6 @@ from primus_images.oci.store import Store
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.release import golden
 from primus_images.release.documents import GATES, LOCK, VALIDATION, git
 from primus_images.release.history import (
@@ -50,9 +51,11 @@ _OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER)
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What is known of one side. ``parts`` are name → value per section, without those that it does not state.
+    """What is known of one side. ``parts`` are name → value per section, without those that it does
+    not state.
 
-    ``curves`` is a file of golden curves, or empty. ``layers`` are name → layer, if their blobs are in a store.
+    ``curves`` is a file of golden curves, or empty. ``layers`` are name → layer, if their blobs are
+    in a store.
     """
 
     release: Release
@@ -62,10 +65,12 @@ class Side:
 
 
 def side(word: str, project: Project | None, target: str = "") -> Side:
-    """Return what ``word`` names: an image of the store, a published release, pins, an image of a registry, a revision.
+    """Return what ``word`` names: an image of the store, a published release, pins, an image of a
+    registry, a revision.
 
-    The first of these that knows the name decides. Of pins that name no target, only those of ``target`` are meant, if
-    it is not empty. Raises InputError, with what there is, if none knows the name.
+    The first of these that knows the name decides. Of pins that name no target, only those of
+    ``target`` are meant, if it is not empty. Raises InputError, with what there is, if none knows
+    the name.
     """
     bare = word.removeprefix(f"{IMAGE}:")
     if project is not None and bare in project.workspace.store.images():
@@ -86,19 +91,21 @@ def side(word: str, project: Project | None, target: str = "") -> Side:
         return _of_pins(
             project, target if plain in names[:2] else plain.partition("-")[2], "versions.yaml"
         )
-    if (revision := _of_revision(project.root, plain, target)) is not None:
+    revision = _of_revision(project.root, plain, target)
+    if revision is not None:
         return revision
     images = sorted(project.workspace.store.images())
     published = [release.name for release in newest_first(load_history().releases)]
     near = did_you_mean(word, dict.fromkeys([*names, *images, *published]), most=3)
-    raise refusal(
-        "unknown_side",
-        word=word,
-        pinned=names[0],
-        images=", ".join(images) or "no image",
-        first=published[-1],
-        last=published[0],
-        hint=near or "primus releases lists the published ones, and git log the revisions",
+    pinned = names[0]
+    images_text = ", ".join(images) or "no image"
+    first = published[-1]
+    last = published[0]
+    hint = near or "primus releases lists the published ones, and git log the revisions"
+    raise InputError(
+        f"no release, image or git revision is called {word!r}: versions.yaml pins "
+        f"{pinned}, the store has {images_text}, and {first} to {last} were published",
+        hint=hint,
     )
 
 
@@ -112,13 +119,18 @@ def one_of(releases: Sequence[Release], word: str) -> Release:
     if len(distinct) == 1:
         return distinct[0]
     names = [release.reference for release in distinct]
-    raise refusal(
-        "several_images", word=word, count=len(names), names=", ".join(names), example=names[-1]
+    names_text = ", ".join(names)
+    example = names[-1]
+    raise InputError(
+        f"{word} stands for {len(names)} images: {names_text}",
+        hint=f"name one, for example {example}",
     )
 
 
 def files(side: Side, other: Side, store: Store) -> Part:
-    """Return path → size and hash of each file in the layers that ``other`` does not share; without bytecode."""
+    """Return path → size and hash of each file in the layers that ``other`` does not share; without
+    bytecode.
+    """
     shared = {layer.digest for layer in other.layers.values()}
     result = {}
     for layer in (layer for layer in side.layers.values() if layer.digest not in shared):
@@ -134,7 +146,9 @@ def files(side: Side, other: Side, store: Store) -> Part:
 def target_of(word: str) -> str:
     """Return the target in the name of an image, such as v26.11-cpu; empty if there is none."""
     match = re.search(r"v[0-9.]+-([^/@]+?)(-preview)?$", word)
-    return match[1] if match else ""
+    if match:
+        return match[1]
+    return ""
 
 
 def _of_pins(project: Project, target: str, origin: str) -> Side:
@@ -174,24 +188,30 @@ def _in_image(lock: Lock) -> list[LockedFile]:
 
 
 def commit_of(root: Path, word: str) -> str:
-    """Return the commit that ``word`` names, or the last one with the release of that name; empty without one."""
+    """Return the commit that ``word`` names, or the last one with the release of that name; empty
+    without one.
+    """
     name = word.removesuffix(f"-{target_of(word)}")
     for revision in dict.fromkeys((word, name)):
-        if commit := git(
+        commit = git(
             root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
-        ):
+        )
+        if commit:
             return commit.decode().strip()
     line = rf"""^release: ["']?{re.escape(name)}["']?( .*)?$"""
     last = git(root, "log", "-1", "--format=%H", "-G", line, "--", "versions.yaml").decode().strip()
     if not last:
         return ""
-    # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
+    # The last commit that touched the line wrote the next release, unless the release is that of
+    # HEAD.
     ended = not re.search(line, git(root, "show", f"{last}:./versions.yaml").decode(), re.M)
     return git(root, "rev-parse", f"{last}^" if ended else "HEAD").decode().strip()
 
 
 def past_releases(project: Project) -> Iterator[Release]:
-    """Yield the releases before that of versions.yaml, each as of its last commit, from the history of that file."""
+    """Yield the releases before that of versions.yaml, each as of its last commit, from the history
+    of that file.
+    """
     words = ("log", "--format=", "-p", "-U0", "-G", "^release: ", "--", "versions.yaml")
     names = re.findall(
         r"""^[+]release: ["']?(v[0-9]+(?:\.[0-9]+)+)""", git(project.root, *words).decode(), re.M
@@ -215,8 +235,11 @@ def extract(root: Path, commit: str, folder: Path, only: tuple[str, ...] = ("",)
 
 
 def _of_revision(root: Path, word: str, target: str) -> Side | None:
-    """Return the pins of the commit that ``word`` names, or of the last one with this release; None without one."""
-    if not (commit := commit_of(root, word)):
+    """Return the pins of the commit that ``word`` names, or of the last one with this release; None
+    without one.
+    """
+    commit = commit_of(root, word)
+    if not commit:
         return None
     short = commit[:12]
     with tempfile.TemporaryDirectory(prefix="primus-revision-") as folder:
@@ -247,13 +270,13 @@ def _of_store(project: Project, ref: str) -> Side:
     packages: dict[str, str] = {}
     recipes: list[tuple[str, Any]] = []
     for step, ref_of_layer in zip(history, root.layers, strict=True):
-        layer, blob = store.layer(step["comment"]), store.blob_path(ref_of_layer.digest)
+        layer = store.layer(step["comment"])
+        blob = store.blob_path(ref_of_layer.digest)
         # Another version of primus may have written the record.
-        facts = (
-            examine_layer(project.workspace, ref, layer, Progress())
-            if layer
-            else observe(walk(ref_of_layer, blob))
-        )
+        if layer:
+            facts = examine_layer(project.workspace, ref, layer, Progress())
+        else:
+            facts = observe(walk(ref_of_layer, blob))
         packages |= {
             item.name: item.version for item in facts.stated if item.kind in ("wheel", "deb")
         }
@@ -282,9 +305,12 @@ def _of_store(project: Project, ref: str) -> Side:
 
 def _of_registry(name: str, tag: str) -> Side:
     registry = Repository(name)
-    if (digest := registry.digest(tag)) is None:
+    digest = registry.digest(tag)
+    if digest is None:
         raise registry.lacks(tag)
-    trust = "--tls-verify=false" if plain_http(name) else "--tls-verify=true"
+    trust = "--tls-verify=true"
+    if plain_http(name):
+        trust = "--tls-verify=false"
     config = json.loads(skopeo("inspect", "--config", trust, f"docker://{name}@{digest}"))
     rows = json.loads(registry.manifest(digest) or b"{}").get("layers") or ()
     layers = {row["digest"]: int(row["size"]) for row in rows}
@@ -307,13 +333,15 @@ def _of_registry(name: str, tag: str) -> Side:
                     [record] if golden.curves_of([record := json.loads(document.data)], "") else []
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what, reason = f"{document.name} of {name}@{digest}", f"{type(error).__name__} {error}"
-            raise refusal("foreign_document", name=what, error=reason) from None
-    curves = (
-        {"release": found.release.reference, "curves": golden.curves_of(records, "")}
-        if records
-        else {}
-    )
+            what = f"{document.name} of {name}@{digest}"
+            reason = f"{type(error).__name__} {error}"
+            raise InputError(
+                f"{what} was not written by primus: {reason}", hint="publish the image again"
+            ) from None
+    if records:
+        curves = {"release": found.release.reference, "curves": golden.curves_of(records, "")}
+    else:
+        curves = {}
     return Side(release=found.release, parts={**found.parts, **parts}, curves=curves)
 
 
@@ -339,7 +367,8 @@ def _of_config(
         for n, version in labels.items()
         if n.startswith(_PINS)
     }
-    date, size = str(config.get("created", ""))[:10] or None, sum(sizes.values()) or None
+    date = str(config.get("created", ""))[:10] or None
+    size = sum(sizes.values()) or None
     release = Release(
         image=image,
         tag=tag,
@@ -364,7 +393,9 @@ def _gates(outcome: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:
-    """Return ``recipe: setting`` → value; a setting of a case is followed by the case. Reasons are left out."""
+    """Return ``recipe: setting`` → value; a setting of a case is followed by the case. Reasons are
+    left out.
+    """
     rows: dict[str, str] = {}
     for name, data in documents:
         cases = data.get("cases") or ()
@@ -373,7 +404,9 @@ def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:
             conditions = ", ".join(
                 f"{key} {_word(value)}" for key, value in (case.get("when") or {}).items()
             )
-            when = f" ({conditions})" if conditions else ""
+            when = ""
+            if conditions:
+                when = f" ({conditions})"
             settings = {
                 key: value for key, value in case.items() if key not in ("when", "because", "tuned")
             }
@@ -382,4 +415,6 @@ def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:
 
 
 def _word(value: Any) -> str:
-    return "/".join(map(_word, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return "/".join(map(_word, value))
+    return str(value)

@@ -1,8 +1,10 @@
-"""Statements about an image that anybody can check: in-toto statements in signed envelopes, attached to the image.
+"""Statements about an image that anybody can check: in-toto statements in signed envelopes,
+attached to the image.
 
-Every document about an image becomes a statement whose subject is the image. cosign signs each one as a Sigstore
-bundle, so that ``cosign verify-attestation`` and ``primus verify --image`` accept it. A statement depends on its
-document alone, so a verifier makes it again from the document and compares. docs/statements.md has the format.
+Every document about an image becomes a statement whose subject is the image. cosign signs each one
+as a Sigstore bundle, so that ``cosign verify-attestation`` and ``primus verify --image`` accept it.
+A statement depends on its document alone, so a verifier makes it again from the document and
+compares. docs/statements.md has the format.
 """
 
 import json
@@ -37,8 +39,9 @@ _COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
 
 
 def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dict[str, Any]]:
-    """Return the statements about the image ``digest``, whose name is ``tag``: its signature, which names all
-    ``documents`` by their hashes, then one for each bill of materials, provenance and validation.
+    """Return the statements about the image ``digest``, whose name is ``tag``: its signature, which
+    names all ``documents`` by their hashes, then one for each bill of materials, provenance and
+    validation.
     """
     hashes = {document.name: digest_of(document.data) for document in documents}
     about: list[tuple[str, dict[str, Any]]] = [(SIGNATURE, {"documents": hashes})]
@@ -67,11 +70,14 @@ def statement_about(
 
 
 def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """Return in-toto's test-result for a validation record, whose file is ``data``, with the extension ``primus``.
+    """Return in-toto's test-result for a validation record, whose file is ``data``, with the
+    extension ``primus``.
 
     Raises KeyError, TypeError or AttributeError if it is not a record.
     """
-    recipe, facts, verdicts = record["recipe"], record["facts"], record["verdicts"]
+    recipe = record["recipe"]
+    facts = record["facts"]
+    verdicts = record["verdicts"]
     return form(
         "test_result",
         result="PASSED" if record["passed"] else "FAILED",
@@ -94,30 +100,33 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
 
 
 class Signer(NamedTuple):
-    """Who signs: the owner of ``key`` (a file or the address of a key service), or without one, an identity that
-    cosign asks its provider for (keyless; the signature is entered in the public transparency log).
+    """Who signs: the owner of ``key`` (a file or the address of a key service), or without one, an
+    identity that cosign asks its provider for (keyless; the signature is entered in the public
+    transparency log).
     """
 
     key: str | None
 
     def bundle(self, statement: Mapping[str, Any]) -> bytes:
-        """Return the signed envelope. The password of the key comes from COSIGN_PASSWORD; a key's signature is
-        entered in no log. Raises HostError.
+        """Return the signed envelope. The password of the key comes from COSIGN_PASSWORD; a key's
+        signature is entered in no log. Raises HostError.
         """
         with tempfile.TemporaryDirectory(prefix="primus-sign-") as name:
-            content, bundle = Path(name) / "statement.json", Path(name) / "bundle.json"
+            content = Path(name) / "statement.json"
+            bundle = Path(name) / "bundle.json"
             content.write_bytes(canonical_json(statement))
             words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
-            key = (
-                ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"]
-                if self.key
-                else []
-            )
+            if self.key:
+                key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"]
+            else:
+                key = []
             self._accept(cosign(*words, *key))
             return bundle.read_bytes()
 
     def check(self, option: str) -> None:
-        """Raise InputError if the key is a file that does not exist, HostError if cosign cannot sign with it."""
+        """Raise InputError if the key is a file that does not exist, HostError if cosign cannot
+        sign with it.
+        """
         check_key(self.key, option, "cosign.key")
         if self.key:
             self._accept(cosign("public-key", "--key", self.key))
@@ -125,14 +134,17 @@ class Signer(NamedTuple):
     def _accept(self, problem: str) -> None:
         if problem:
             hint = f"{_KEYLESS}; --sign-later signs elsewhere"
-            hint = "check the key, and COSIGN_PASSWORD, its password" if self.key else hint
+            if self.key:
+                hint = "check the key, and COSIGN_PASSWORD, its password"
             raise HostError(
                 f"cosign failed: {problem}", hint=_COSIGN if "unknown flag" in problem else hint
             )
 
 
 class Trust(NamedTuple):
-    """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches for."""
+    """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches
+    for.
+    """
 
     key: str | None = None
     identity: str | None = None
@@ -141,13 +153,16 @@ class Trust(NamedTuple):
     def rejects(self, bundle: bytes, kind: str) -> str:
         """Return why cosign rejects the signature; empty if it accepts it.
 
-        Raises HostError if cosign can judge no signature: it is missing, it cannot read the key, or without a key, it
-        does not reach Sigstore.
+        Raises HostError if cosign can judge no signature: it is missing, it cannot read the key, or
+        without a key, it does not reach Sigstore.
         """
         with tempfile.NamedTemporaryFile(prefix="primus-bundle-") as file:
             file.write(bundle)
             file.flush()
-            by = ["--key", self.key, "--insecure-ignore-tlog"] if self.key else []
+            if self.key:
+                by = ["--key", self.key, "--insecure-ignore-tlog"]
+            else:
+                by = []
             by += ["--certificate-identity", self.identity] if self.identity else []
             by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
             words = (
@@ -161,13 +176,14 @@ class Trust(NamedTuple):
             )
             problem = cosign(*words)
             if problem.startswith(_UNJUDGED):
-                hint = "name the public key, such as cosign.pub" if self.key else _KEYLESS
+                if self.key:
+                    hint = "name the public key, such as cosign.pub"
+                else:
+                    hint = _KEYLESS
                 raise HostError(f"cosign cannot verify signatures: {problem}", hint=hint)
-            return (
-                f"its signature is not by {self.key or self.identity} (cosign: {problem})"
-                if problem
-                else ""
-            )
+            if problem:
+                return f"its signature is not by {self.key or self.identity} (cosign: {problem})"
+            return ""
 
 
 def check_key(key: str | None, option: str, example: str = "cosign.pub") -> None:
@@ -192,14 +208,16 @@ def cosign(*words: str) -> str:
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
-    return (errors[0].partition(": ")[2] or errors[0]) if errors else f"code {done.returncode}"
+    if errors:
+        return errors[0].partition(": ")[2] or errors[0]
+    return f"code {done.returncode}"
 
 
 def bundles(
     there: Repository, digest: str, about: Sequence[Mapping[str, Any]], by: Signer
 ) -> list[Document]:
-    """Sign the statements ``about`` the image ``digest``. Returns them without those to which a signature of this key
-    is attached already.
+    """Sign the statements ``about`` the image ``digest``. Returns them without those to which a
+    signature of this key is attached already.
     """
     before = {_signed_by(bundle.data) for bundle in there.documents(digest, BUNDLE)}
     signed = [
@@ -209,7 +227,9 @@ def bundles(
 
 
 def payload(bundle: bytes) -> dict[str, Any]:
-    """Return the statement in a bundle, whose signature is not verified. Raises what damaged JSON raises."""
+    """Return the statement in a bundle, whose signature is not verified. Raises what damaged JSON
+    raises.
+    """
     # cosign also accepts the other alphabet of base64, whose characters b64decode would skip.
     statement: dict[str, Any] = json.loads(
         b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True)
@@ -218,7 +238,9 @@ def payload(bundle: bytes) -> dict[str, Any]:
 
 
 def _signed_by(bundle: bytes) -> tuple[str, str]:
-    """Return the payload of a bundle and the mark of its key. Every keyless signature has a certificate of its own."""
+    """Return the payload of a bundle and the mark of its key. Every keyless signature has a
+    certificate of its own.
+    """
     try:
         content = json.loads(bundle)
         material = content["verificationMaterial"]
@@ -230,7 +252,9 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
 def write_request(
     folder: Path, ref: str, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]]
 ) -> Path:
-    """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that ``ref`` will name."""
+    """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that
+    ``ref`` will name.
+    """
     path = folder / ref.rpartition(":")[2] / _REQUEST
     write_file(path, canonical_json({"ref": ref, "subject": subject, "statements": about}))
     return path
@@ -239,13 +263,16 @@ def write_request(
 def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """Return what :func:`write_request` wrote: reference, descriptor and statements of each image.
 
-    Raises InputError if there is none, or if a statement is about another image or tag than its request.
+    Raises InputError if there is none, or if a statement is about another image or tag than its
+    request.
     """
     result = []
     for path in sorted(folder.glob(f"*/{_REQUEST}")):
         content: Any = read_json(path).data
         try:
-            ref, subject, about = content["ref"], content["subject"], content["statements"]
+            ref = content["ref"]
+            subject = content["subject"]
+            about = content["statements"]
             names = {
                 (s["name"], f"sha256:{s['digest']['sha256']}")
                 for each in about

@@ -25,21 +25,31 @@ def table(validated: Sequence[Validated]) -> str:
     for cell in validated:
         record = cell.record
         losses = _losses(record)
-        curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "no loss"
+        curve = "no loss"
+        if losses:
+            curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}"
         failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
-        checks = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
-        runs, earlier = f"{len(record['jobs'])} runs", "  (kept)" if cell.earlier else ""
+        if failed:
+            checks = f"✗ {', '.join(failed)}{cause}"
+        else:
+            checks = f"{len(record['verdicts'])} checks"
+        runs = f"{len(record['jobs'])} runs"
+        earlier = ""
+        if cell.earlier:
+            earlier = "  (kept)"
         name = f"{mark(record)} {cell.folder.name}"
         rows.append((name, record["recipe"]["precision"], runs, curve, f"{checks}{earlier}"))
     passed = sum(cell.record["passed"] for cell in validated)
     faults = {v["name"] for cell in validated for v in cell.record["verdicts"] if not v["passed"]}
     # Gates concern the image and fail in every cell, which must not hide that the jobs passed.
     image_only = faults and all(name.startswith(GATE) for name in faults)
-    because = (
-        f"; every job passed, but the image fails {', '.join(sorted(faults))}" if image_only else ""
-    )
-    summary = "passed" if passed == len(validated) else "FAILED"
+    because = ""
+    if image_only:
+        because = f"; every job passed, but the image fails {', '.join(sorted(faults))}"
+    summary = "FAILED"
+    if passed == len(validated):
+        summary = "passed"
     return "\n".join(
         [*PLAIN.table(rows), f"{summary}: {passed} of {len(validated)} passed{because}"]
     )
@@ -47,7 +57,9 @@ def table(validated: Sequence[Validated]) -> str:
 
 def mark(verdict: Mapping[str, Any]) -> str:
     """Return the sign of a verdict, or of a whole record."""
-    return "✓" if verdict["passed"] else "✗"
+    if verdict["passed"]:
+        return "✓"
+    return "✗"
 
 
 def outcome_text(record: dict[str, Any], folder: Path) -> str:
@@ -74,28 +86,38 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     ]
     lines += [f"  – {reason}: {', '.join(names)}" for reason, names in skipped.items()]
     lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
-    if losses := _losses(record):
+    losses = _losses(record)
+    if losses:
         lines.append(
             f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}"
         )
     left_out = sum(map(len, skipped.values()))
     passed = sum(verdict["passed"] for verdict in record["verdicts"])
     failed = len(record["verdicts"]) - passed - left_out
-    more = f", {left_out} skipped" if left_out else ""
-    summary = "passed" if record["passed"] else "FAILED"
+    more = ""
+    if left_out:
+        more = f", {left_out} skipped"
+    summary = "FAILED"
+    if record["passed"]:
+        summary = "passed"
     lines.append(f"{summary}: {passed} checks passed, {failed} failed{more}")
     lines.append(f"  → {os.path.relpath(folder / 'report.html')}")
     return "\n".join(lines)
 
 
 def _losses(record: dict[str, Any]) -> list[float]:
-    """Return the losses of the first job; none if one of them is missing or not finite, which a record has as null."""
+    """Return the losses of the first job; none if one of them is missing or not finite, which a
+    record has as null.
+    """
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
-    return [] if None in losses else losses
+    if None in losses:
+        return []
+    return losses
 
 
 def _spark(values: list[float]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     blocks = "▁▂▃▄▅▆▇█"
     step = max(1, len(values) // 40)
     return "".join(blocks[round((v - low) / (high - low or 1) * 7)] for v in values[::step])

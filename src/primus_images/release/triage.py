@@ -1,8 +1,10 @@
-"""Which of many changes make a release bad: a search for one or two culprits with a judge that may be wrong.
+"""Which of many changes make a release bad: a search for one or two culprits with a judge that may
+be wrong.
 
-A *point* is the set of changes that are taken from the bad release; the rest is as in the good one. Each hypothesis
-says which points are bad, and its probability depends on the number of answers that contradict it (Bayes). The search
-asks about a point that half of the probability calls bad, so a doubtful answer is asked for again where it matters.
+A *point* is the set of changes that are taken from the bad release; the rest is as in the good one.
+Each hypothesis says which points are bad, and its probability depends on the number of answers that
+contradict it (Bayes). The search asks about a point that half of the probability calls bad, so a
+doubtful answer is asked for again where it matters.
 """
 
 import math
@@ -23,7 +25,8 @@ _ORDERS = 4
 _LEAST = 1e-6
 # After so many points in a row that cannot be judged, those that would tell more are given up.
 _PATIENCE = 24
-# A point that is likelier to be buildable may halve the probability by so much worse than the best one.
+# A point that is likelier to be buildable may halve the probability by so much worse than the best
+# one.
 _TOLERANCE = 0.1
 
 
@@ -39,10 +42,11 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The likeliest hypothesis with its probability, and ``rivals`` that are not negligible, the likeliest first.
+    """The likeliest hypothesis with its probability, and ``rivals`` that are not negligible, the
+    likeliest first.
 
-    ``fit`` is the probability that a judge of the assumed quality gives at least as many wrong answers as the
-    hypothesis implies. If it is very small, no hypothesis explains the answers.
+    ``fit`` is the probability that a judge of the assumed quality gives at least as many wrong
+    answers as the hypothesis implies. If it is very small, no hypothesis explains the answers.
     """
 
     hypothesis: Hypothesis
@@ -52,7 +56,9 @@ class Verdict:
 
 
 def hypotheses(changes: int) -> list[Hypothesis]:
-    """Return all hypotheses about a number of changes: none, one, or two that suffice alone or act together."""
+    """Return all hypotheses about a number of changes: none, one, or two that suffice alone or act
+    together.
+    """
     pairs = list(combinations(range(changes), 2))
     singles = [Hypothesis((change,)) for change in range(changes)]
     together = [Hypothesis(pair, together=True) for pair in pairs]
@@ -66,29 +72,37 @@ def hypotheses(changes: int) -> list[Hypothesis]:
 
 
 def bound(changes: int, wrong: float) -> float:
-    """Return the least mean number of answers that can decide: log2 of the number of hypotheses ÷ bits of an answer.
+    """Return the least mean number of answers that can decide: log2 of the number of hypotheses ÷
+    bits of an answer.
 
-    An answer that is wrong with probability ``wrong`` carries the capacity of a binary symmetric channel.
+    An answer that is wrong with probability ``wrong`` carries the capacity of a binary symmetric
+    channel.
     """
     noise = sum(-p * math.log2(p) for p in (wrong, 1 - wrong) if p)
     return math.log2(len(hypotheses(changes))) / (1 - noise)
 
 
 class Search:
-    """A search among a number of ``changes``. It depends on nothing but its arguments and the answers.
+    """A search among a number of ``changes``. It depends on nothing but its arguments and the
+    answers.
 
-    ``wrong`` is the assumed share of wrong answers, below 0.5. The search ends when the probability of a wrong verdict
-    is at most ``doubt``.
+    ``wrong`` is the assumed share of wrong answers, below 0.5. The search ends when the probability
+    of a wrong verdict is at most ``doubt``.
     """
 
     def __init__(
         self, changes: int, *, wrong: float = 0.1, doubt: float = 0.004, seed: int = 0
     ) -> None:
-        self.changes, self.wrong, self.doubt, self._seed = changes, wrong, doubt, seed
+        self.changes = changes
+        self.wrong = wrong
+        self.doubt = doubt
+        self._seed = seed
         self.answers: list[tuple[Point, bool | None]] = []
         self._every = hypotheses(changes)
-        # Sets of hypotheses are the bits of a number: those that a change is part of, by how its changes act.
-        self._any, self._all = [0] * changes, [0] * changes
+        # Sets of hypotheses are the bits of a number: those that a change is part of, by how its
+        # changes act.
+        self._any = [0] * changes
+        self._all = [0] * changes
         self._together = 0
         # (number of changes, number of contradicting answers) → the hypotheses.
         self._levels: Counter[tuple[int, int]] = Counter()
@@ -99,7 +113,8 @@ class Search:
             for change in hypothesis.changes:
                 (self._all if hypothesis.together else self._any)[change] |= bit
         self._counts = {size: mask.bit_count() for (size, _), mask in self._levels.items()}
-        # For each change, the changes that were absent beside it in points that could be built, and that could not.
+        # For each change, the changes that were absent beside it in points that could be built, and
+        # that could not.
         self._fits: list[set[int]] = [set() for _ in range(changes)]
         self._suspects: list[set[int]] = [set() for _ in range(changes)]
 
@@ -176,7 +191,9 @@ class Search:
             mask &= mask - 1
 
     def _calling_bad(self, order: list[int]) -> list[int]:
-        """Return the hypotheses that call a point bad, for the points of the first 0, 1, … changes of an order."""
+        """Return the hypotheses that call a point bad, for the points of the first 0, 1, … changes
+        of an order.
+        """
         present = accumulate((self._any[change] for change in order), or_, initial=0)
         absent = [*accumulate((self._all[change] for change in reversed(order)), or_, initial=0)]
         return [
@@ -185,7 +202,9 @@ class Search:
         ]
 
     def _candidates(self) -> Iterator[tuple[Point, float]]:
-        """Yield points with the probability that they are bad: beginnings of random orders that are next to 0.5."""
+        """Yield points with the probability that they are bad: beginnings of random orders that are
+        next to 0.5.
+        """
         random = Random(f"{self._seed} {len(self.answers)}")
         weights = self._weights()
         order = list(range(self.changes))

@@ -40,10 +40,12 @@ from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, read_result
 
 _INSIDE = Path("/out")
-# A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit code 124).
+# A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit
+# code 124).
 _JOB_SECONDS = 900
 _TIMED_OUT = 124
-# How many cells are validated at the same time on CPUs. A job waits a lot: for its other rank, its files, its disk.
+# How many cells are validated at the same time on CPUs. A job waits a lot: for its other rank, its
+# files, its disk.
 _TOGETHER = 2
 # 128 + SIGINT or SIGTERM: the user ended the job, so the job says nothing about the image.
 _INTERRUPTED = (130, 143)
@@ -64,17 +66,23 @@ def validate(
 ) -> list[Validated]:
     """Train each cell in the image of ``plan`` at its level of the suite, and check the results.
 
-    A recipe is resolved here and again in the image; a difference fails the record. A cell that has already passed with
-    the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. With ``recording``, all
-    cells are run and not compared with golden curves, because these are about to be recorded. For a preview, whose
-    gates may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get
-    the GPUs of ``hardware``, and ``wrap`` before the Python of each rank. On CPUs, two cells run at the same time.
+    A recipe is resolved here and again in the image; a difference fails the record. A cell that has
+    already passed with the same image content, recipe, suite and GPU is not run again, unless
+    ``again`` is set. With ``recording``, all cells are run and not compared with golden curves,
+    because these are about to be recorded. For a preview, whose gates may fail, an earlier record
+    counts if its jobs passed and its gates had the same outcome as now. The jobs get the GPUs of
+    ``hardware``, and ``wrap`` before the Python of each rank. On CPUs, two cells run at the same
+    time.
 
-    Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was interrupted. The
-    interrupted cell then has no record; earlier cells keep theirs.
+    Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was
+    interrupted. The interrupted cell then has no record; earlier cells keep theirs.
     """
     resolved = plan.resolved
-    tell = (lambda _: None) if quiet else say
+    if quiet:
+        def tell(_):
+            return None
+    else:
+        tell = say
     runner = choose(engine)
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
@@ -84,7 +92,8 @@ def validate(
         "manifest": digest_of(root.manifest),
         "content": digest_of(root.config_bytes),
     }
-    # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
+    # Plan all cells first, so that an invalid recipe does not end the command after an hour of
+    # training.
     recipes = resolved.root / "recipes"
     planned = [
         suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes, wrap)
@@ -92,9 +101,9 @@ def validate(
     ]
     for jobs in planned:
         require_gpus(suite.recipe_of(jobs), hardware)
-    together = (
-        _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "podman" else 1
-    )
+    together = 1
+    if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "podman":
+        together = _TOGETHER
     stopped = Event()
 
     def validate_cell(number: int, jobs: Sequence[Job]) -> Validated:
@@ -105,7 +114,8 @@ def validate(
             earlier := _passed_before(folder, image, jobs, gates, hardware.gpu)
         ):
             tell(
-                f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again"
+                f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains "
+                "it again"
             )
             return Validated(record=earlier, folder=folder, earlier=True)
         if len(cells) > 1:
@@ -145,7 +155,8 @@ def _each(
         try:
             return [each.result() for each in waiting]
         except BaseException:
-            # Only this thread gets signals. The others must neither go on nor write records of jobs that were ended.
+            # Only this thread gets signals. The others must neither go on nor write records of jobs
+            # that were ended.
             for each in waiting:
                 each.cancel()
             stopped.set()
@@ -189,13 +200,16 @@ def _runner(
 
 
 def _no_run(code: int, output: Path, console: str) -> str:
-    """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it has one."""
+    """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it
+    has one.
+    """
     if code == _TIMED_OUT:
         return f"the job did not end within {_JOB_SECONDS} s"
     if code == 0 or (output / "log.txt").exists():
         return ""
     with suppress(OSError, InputError):
-        if refused := read_result(output).refused:
+        refused = read_result(output).refused
+        if refused:
             return refused
     return f"the job did not start (exit code {code}); {console} has what it printed"
 
@@ -220,7 +234,9 @@ def _passed_before(
     now = (image["content"], recipe.digest, suite.digest(recipe, jobs), gpu)
     same = record.get("wrap", "") == shlex.join(jobs[0].wrap) and state == now
     same_gates = judged == {f"{GATE}{report.gate}": report.passed for report in gates.reports}
-    return record if same and same_gates and trained and verdicts else None
+    if same and same_gates and trained and verdicts:
+        return record
+    return None
 
 
 def _evidence(
@@ -237,9 +253,12 @@ def _evidence(
     if hardware.gpu != NO_GPU:
         verdicts.append(ran_on(hardware.gpu, outcomes))
     elif resolved.arch:
-        why = f" ({hardware.why})" if hardware.why else ""
+        why = ""
+        if hardware.why:
+            why = f" ({hardware.why})"
         not_run.append(refusal("no_gpu_part", arch=resolved.arch, why=why).message)
-    if unjudged := proof.unjudged(suite.recipe_of(jobs)):
+    unjudged = proof.unjudged(suite.recipe_of(jobs))
+    if unjudged:
         not_run.append(f"the comparison with the reference: {unjudged}")
     machine = {
         "gpus": list(hardware.names),
@@ -291,5 +310,7 @@ def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
-    more = f"; {report.errors[0].path}: {report.errors[0].message}" if report.errors else ""
+    more = ""
+    if report.errors:
+        more = f"; {report.errors[0].path}: {report.errors[0].message}"
     return Verdict(name=f"{GATE}{report.gate}", passed=report.passed, reason=report.summary + more)

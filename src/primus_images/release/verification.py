@@ -1,7 +1,8 @@
-"""Verifying a published image with nothing but its registry: each tampering is named in one sentence.
+"""Verifying a published image with nothing but its registry: each tampering is named in one
+sentence.
 
-Signed statements about the image are compared with its documents, the documents with each other and with the bytes of
-config and layers. Nothing of a checkout or a store is used.
+Signed statements about the image are compared with its documents, the documents with each other and
+with the bytes of config and layers. Nothing of a checkout or a store is used.
 """
 
 import json
@@ -45,8 +46,8 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursi
 
 @dataclass(kw_only=True)
 class Verified:
-    """What was found: ``faults`` name tampering, ``void`` statements that hold elsewhere, ``lacking`` what the policy
-    needs. ``validations`` are the signed test results.
+    """What was found: ``faults`` name tampering, ``void`` statements that hold elsewhere,
+    ``lacking`` what the policy needs. ``validations`` are the signed test results.
     """
 
     digest: str = ""
@@ -75,7 +76,8 @@ def verify_image(
     Raises InputError for a name of nothing, HostError if the registry or cosign cannot be used.
     """
     repository, tag, digest = reference(name, "--image")
-    there, result = Repository(repository), Verified()
+    there = Repository(repository)
+    result = Verified()
     manifest = there.manifest(digest or tag)
     if manifest is None:
         raise there.lacks(digest or tag)
@@ -94,9 +96,10 @@ def verify_image(
             )
     try:
         content = json.loads(manifest)
-        layers = (
-            () if signed is None else content["layers"]
-        )  # gigabytes for which nobody vouches stay where they are
+        if signed is None:
+            layers = ()
+        else:
+            layers = content["layers"]
         config, stated = _contents(there, content["config"], layers, result.faults, say)
     except _DAMAGED:
         result.faults.append("manifest: it is not that of an image")
@@ -144,12 +147,12 @@ def _contents(
         history = config.get("history", [])
         diff_ids = config.get("rootfs", {}).get("diff_ids", [])
         for number, layer in enumerate(layers):
-            words = (
-                history[number]["created_by"].split(maxsplit=2)
-                if number < len(history)
-                else ["", "", str(number)]
-            )
-            name, kind = words[2], words[1]
+            if number < len(history):
+                words = history[number]["created_by"].split(maxsplit=2)
+            else:
+                words = ["", "", str(number)]
+            name = words[2]
+            kind = words[1]
             if not there.blob(layer["digest"], path, layer["size"]):
                 faults.append(f"layer {name}: it is missing")
                 continue
@@ -186,23 +189,25 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
 def _signed(
     documents: Sequence[Document], trust: Trust, result: Verified
 ) -> list[dict[str, Any]] | None:
-    """Return the statements about this image whose signature counts, or None if no signature does. Each document of
-    ours must have one.
+    """Return the statements about this image whose signature counts, or None if no signature does.
+    Each document of ours must have one.
     """
-    rejected, trusted = dict[str, str](), list[str]()
+    rejected = dict[str, str]()
+    trusted = list[str]()
 
     def accepted(bundle: Document) -> dict[str, Any] | None:
         try:
             statement = payload(bundle.data)
-            kind, about = (
-                statement["predicateType"],
-                [subject["digest"]["sha256"] for subject in statement["subject"]],
-            )
-            _ = {*statement["predicate"]["documents"].items()} if kind == SIGNATURE else ()
+            kind = statement["predicateType"]
+            about = [subject["digest"]["sha256"] for subject in statement["subject"]]
+            _ = ()
+            if kind == SIGNATURE:
+                _ = {*statement["predicate"]["documents"].items()}
         except _DAMAGED:
             rejected[""] = "an envelope has no in-toto statement in it"
             return None
-        if problem := trust.rejects(bundle.data, kind):
+        problem = trust.rejects(bundle.data, kind)
+        if problem:
             rejected[kind] = problem
             return None
         trusted.append(kind)
@@ -221,7 +226,9 @@ def _signed(
     why = "; ".join(dict.fromkeys(rejected.values())) or "nothing is attached"
     if not signed:
         result.faults.append(f"signature: no statement about this image counts: {why}")
-        return [] if trusted else None
+        if trusted:
+            return []
+        return None
     there = [(statement["predicateType"], statement["predicate"]) for statement in signed]
     named = {
         pair
@@ -236,11 +243,9 @@ def _signed(
     ours = {(d.name, digest_of(d.data)) for d in documents if d.media_type in _CHECKS}
     result.faults += [f"{name}: it is missing, but signed" for name, _ in sorted(named - ours)]
     for name, _ in sorted(ours - named) if named else ():
-        other = (
-            "it was changed, other bytes are signed"
-            if name in dict(named)
-            else "the signature does not name it"
-        )
+        other = "the signature does not name it"
+        if name in dict(named):
+            other = "it was changed, other bytes are signed"
         result.faults.append(f"{name}: {other}")
     for document in documents:
         try:
@@ -250,7 +255,9 @@ def _signed(
         for kind, predicate in ((n["predicateType"], n["predicate"]) for n in needed):
             if (kind, predicate) not in there:
                 differs = [other for of, other in there if of == kind]
-                reason = f": {rejected[kind]}" if kind in rejected else ""
+                reason = ""
+                if kind in rejected:
+                    reason = f": {rejected[kind]}"
                 reason = reason or (", a signed one differs" if differs else "")
                 result.faults.append(f"{document.name}: no signed statement says the same{reason}")
             elif kind == TEST_RESULT:
@@ -274,10 +281,8 @@ class _Seen(NamedTuple):
 
 
 def _provenance(content: Any, document: Document, image: _Seen) -> Iterator[str]:
-    definition, details = (
-        content["predicate"]["buildDefinition"],
-        content["predicate"]["runDetails"],
-    )
+    definition = content["predicate"]["buildDefinition"]
+    details = content["predicate"]["runDetails"]
     if content["subject"][0]["digest"]["sha256"] != image.digest.removeprefix("sha256:"):
         yield f"{document.name}: it is about another image"
     keys = definition["internalParameters"]["layers"]
@@ -313,20 +318,22 @@ def _bill(content: Any, document: Document, image: _Seen) -> Iterator[str]:
     for lock in image.of(LOCK):
         locked = {(file["name"], file["version"], file["sha256"]) for file in lock["files"]}
         for name, version, sha256 in sorted(files ^ locked):
-            only = "lock.json" if (name, version, sha256) in locked else document.name
+            if (name, version, sha256) in locked:
+                only = "lock.json"
+            else:
+                only = document.name
             yield f"{document.name}: only {only} has {name} {version} with sha256 {sha256[:12]}"
     inside = {
         r["relatedSpdxElement"]
         for r in content["relationships"]
         if r["relationshipType"] != "BUILD_TOOL_OF"
     }
-    wheels, debs = dict[str, str](), dict[str, str]()
+    wheels = dict[str, str]()
+    debs = dict[str, str]()
     for package in packages:
-        kind = (
-            package["externalRefs"][0]["referenceLocator"].partition("/")[0]
-            if "externalRefs" in package
-            else ""
-        )
+        kind = ""
+        if "externalRefs" in package:
+            kind = package["externalRefs"][0]["referenceLocator"].partition("/")[0]
         if package["SPDXID"] in inside and kind in ("pkg:deb", "pkg:pypi", "pkg:generic"):
             (debs if kind == "pkg:deb" else wheels)[package["name"]] = package["versionInfo"]
         elif package["SPDXID"] == "SPDXRef-local-primus":
@@ -361,25 +368,35 @@ def _gates(content: Any, document: Document, image: _Seen) -> Iterator[str]:
         yield f"{document.name}: it is about another image"
     for gate in content["gates"]:
         if gate["passed"] == any(finding["severity"] == "error" for finding in gate["findings"]):
-            yield f"{document.name}: gate {gate['gate']} is said to have {'passed' if gate['passed'] else 'failed'}"
+            yield (
+                f"{document.name}: gate {gate['gate']} is said to have "
+                f"{'passed' if gate['passed'] else 'failed'}"
+            )
 
 
 def _record(content: Any, document: Document, image: _Seen) -> Iterator[str]:
-    recipe, verdicts, jobs = content["recipe"], content["verdicts"], content["jobs"]
+    recipe = content["recipe"]
+    verdicts = content["verdicts"]
+    jobs = content["jobs"]
     if image.config and content["image"]["content"] != digest_of(canonical_json(image.config)):
         yield f"{document.name}: it is about another image"
     if content["passed"] != (
         bool(verdicts) and all(v["passed"] for v in verdicts) and all(j["ran"] for j in jobs)
     ):
         yield f"{document.name}: its verdict is not that of its checks"
-    if fault := misstated(recipe):
+    fault = misstated(recipe)
+    if fault:
         yield f"{document.name}: {fault}"
-    names, settings = [job["name"] for job in jobs], recipe["settings"]
+    names = [job["name"] for job in jobs]
+    settings = recipe["settings"]
     checks = {
         key.partition(".")[2]: settings[key] for key in settings if key.startswith("validation.")
     }
     if content["suite"]["sha256"] != digest_of_suite(content["suite"]["format"], names, checks):
-        yield f"{document.name}: its runs and limits are not those of suite {content['suite']['sha256'][:12]}"
+        yield (
+            f"{document.name}: its runs and limits are not those of suite "
+            f"{content['suite']['sha256'][:12]}"
+        )
 
 
 _CHECKS: Mapping[str, Callable[[Any, Document, _Seen], Iterator[str]]] = {
@@ -395,17 +412,26 @@ _CHECKS: Mapping[str, Callable[[Any, Document, _Seen], Iterator[str]]] = {
 
 
 def _void(validations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield why signed test results do not hold for this installation's suite or for this machine's GPUs."""
+    """Yield why signed test results do not hold for this installation's suite or for this machine's
+    GPUs.
+    """
     machine = detect()
     here = {"driver": machine.driver, "firmware": machine.firmware}
     for result in validations:
-        about, hardware = result["primus"], result["primus"]["hardware"]
+        about = result["primus"]
+        hardware = result["primus"]["hardware"]
         of = f"the validation of {about['recipe']['name']} ({about['recipe']['precision']})"
         if about["suite"]["format"] != FORMAT:
-            yield f"{of} is void: it is of suite {about['suite']['format']}, and this primus has suite {FORMAT}"
+            yield (
+                f"{of} is void: it is of suite {about['suite']['format']}, and this primus "
+                f"has suite {FORMAT}"
+            )
         for part, there in here.items():
             if hardware["gpu"] == machine.generation and hardware.get(part) != there:
-                yield f"{of} is void here: it had {part} {hardware.get(part) or 'unknown'}, this machine has {there}"
+                yield (
+                    f"{of} is void here: it had {part} {hardware.get(part) or 'unknown'}, "
+                    f"this machine has {there}"
+                )
 
 
 def verified_text(reference: str, result: Verified) -> str:
@@ -413,17 +439,23 @@ def verified_text(reference: str, result: Verified) -> str:
     lines = [f"{reference} {result.digest}", f"  signed: {counted(result.signed, 'statement')}"]
     for validation in result.validations:
         about = validation["primus"]
-        recipe, hardware, rates = about["recipe"], about["hardware"], about["suite"].get("rates")
+        recipe = about["recipe"]
+        hardware = about["hardware"]
+        rates = about["suite"].get("rates")
         where = " ".join(
             filter(None, (hardware["gpu"], hardware.get("driver"), hardware.get("firmware")))
         )
         words = " ".join((recipe["name"], recipe["backend"], recipe["mode"], recipe["precision"]))
-        tests = f"{len(validation['passedTests'])} checks passed, {len(validation['failedTests'])} failed"
-        measured = (
-            f"; its suite names {rates['named']} of {rates['faults']} faults" if rates else ""
+        tests = (
+            f"{len(validation['passedTests'])} checks passed, "
+            f"{len(validation['failedTests'])} failed"
         )
+        measured = ""
+        if rates:
+            measured = f"; its suite names {rates['named']} of {rates['faults']} faults"
         lines.append(
-            f"  {validation['result'].lower()}: {words} on {where.replace('none', 'the CPU')}: {tests}{measured}"
+            f"  {validation['result'].lower()}: {words} on {where.replace('none', 'the CPU')}: "
+            f"{tests}{measured}"
         )
     lines += [f"  ✗ {fault}" for fault in (*result.faults, *result.void, *result.lacking)]
     return "\n".join([*lines, "verified" if result.passed else "FAILED"])

@@ -1,7 +1,8 @@
-"""Self-contained HTML pages, from the templates beside this file: of a validation record, and of several runs compared.
+"""Self-contained HTML pages, from the templates beside this file: of a validation record, and of
+several runs compared.
 
-uPlot draws the charts and provides zoom, live values and a legend that hides lines. ``charts.js`` adds smoothing, a log
-axis, touch, and marks for missing values.
+uPlot draws the charts and provides zoom, live values and a legend that hides lines. ``charts.js``
+adds smoothing, a log axis, touch, and marks for missing values.
 """
 
 import json
@@ -24,14 +25,19 @@ _DRAWN = ("base", "repeat", "resume")
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Return the page. Everything shown comes from ``record`` (see :mod:`primus_images.training.judge.suite`)."""
+    """Return the page. Everything shown comes from ``record`` (see
+    :mod:`primus_images.training.judge.suite`).
+    """
     title = f"Validation of {record['target']} with {record['recipe']['name']}"
     series = {
         job["name"]: job["series"]
         for job in record["jobs"]
         if job["name"] in _DRAWN and job.get("series")
     }
-    runs = [of_record(record)] if record["measurements"] else []
+    if record["measurements"]:
+        runs = [of_record(record)]
+    else:
+        runs = []
     return rendered(
         "record.html", title=title, record=record, runs=runs, series=series, figures=figures(runs)
     )
@@ -39,7 +45,10 @@ def page(record: Mapping[str, Any]) -> str:
 
 def comparison(runs: Sequence[Run]) -> str:
     """Return the page for at most ``MOST_RUNS`` runs. The first run is the baseline."""
-    title = f"{runs[0].label}: {runs[0].recipe}" if len(runs) == 1 else f"{len(runs)} runs compared"
+    if len(runs) == 1:
+        title = f"{runs[0].label}: {runs[0].recipe}"
+    else:
+        title = f"{len(runs)} runs compared"
     return rendered(
         "runs.html",
         title=title,
@@ -54,7 +63,9 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the rows of a table: the name of a figure, then its value in each run. Rows without values are omitted."""
+    """Return the rows of a table: the name of a figure, then its value in each run. Rows without
+    values are omitted.
+    """
     cells = [
         (name, *(_figure(form, run, runs[0]) for run in runs))
         for name, form in COLUMNS["figures"].items()
@@ -63,14 +74,17 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def _figure(form: str, run: Run, first: Run) -> str:
-    summary, gain, shares = (
-        run.summary,
-        None,
-        (run.summary.no_mfu or _NONE).removeprefix("no MFU: "),
-    )
-    if mfu := summary.mfu:
-        shares = f"{mfu.causal:.1%} / {mfu.non_causal:.1%} of {mfu.peak_tflops:,g} TFLOP/s {mfu.dtype.upper()}"
-    speed, others = summary.tokens_per_second, first.summary.tokens_per_second
+    summary = run.summary
+    gain = None
+    shares = (run.summary.no_mfu or _NONE).removeprefix("no MFU: ")
+    mfu = summary.mfu
+    if mfu:
+        shares = (
+            f"{mfu.causal:.1%} / {mfu.non_causal:.1%} of {mfu.peak_tflops:,g} TFLOP/s "
+            f"{mfu.dtype.upper()}"
+        )
+    speed = summary.tokens_per_second
+    others = first.summary.tokens_per_second
     if (
         run is not first
         and speed
@@ -96,11 +110,12 @@ def _figure(form: str, run: Run, first: Run) -> str:
 def chart(
     title: str, y_title: str, series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
 ) -> str:
-    """Return the HTML element of a chart of ``key`` by step with its data, or a sentence if there is nothing to draw.
+    """Return the HTML element of a chart of ``key`` by step with its data, or a sentence if there
+    is nothing to draw.
 
-    ``series`` is name of a line → its steps. A value that is None or not finite is missing: the chart has a gap there,
-    and a cross on its axis. Later lines are drawn above earlier ones, and thinner, so that equal lines do not hide each
-    other.
+    ``series`` is name of a line → its steps. A value that is None or not finite is missing: the
+    chart has a gap there, and a cross on its axis. Later lines are drawn above earlier ones, and
+    thinner, so that equal lines do not hide each other.
     """
     lines: list[dict[str, Any]] = []
     for number, (label, steps) in enumerate(series.items()):

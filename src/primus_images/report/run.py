@@ -24,8 +24,8 @@ _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff
 class Run:
     """The data of one run.
 
-    ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty on a CPU. Figures
-    that an older version did not write are missing.
+    ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty
+    on a CPU. Figures that an older version did not write are missing.
     """
 
     label: str
@@ -61,7 +61,9 @@ class Run:
     @property
     def unit(self) -> str:
         """What rates refer to: one ``GPU``, or one ``rank`` on a CPU."""
-        return "GPU" if self.product else "rank"
+        if self.product:
+            return "GPU"
+        return "rank"
 
 
 class NoResult(InputError):
@@ -69,7 +71,8 @@ class NoResult(InputError):
 
 
 def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
-    """Read the runs and give each a unique label. Of several, those without a result are left out, with the reasons.
+    """Read the runs and give each a unique label. Of several, those without a result are left out,
+    with the reasons.
 
     Raises InputError as :func:`read`, and if no run remains.
     """
@@ -106,7 +109,10 @@ def read(path: Path) -> Run:
             Run, _job(path) if path.is_dir() else _record(_json(path).data), str(path)
         )
     except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, KeyError):
+            reason = f"{error.args[0]} is missing"
+        else:
+            reason = str(error)
         if isinstance(error, TypeError | IndexError | AttributeError):
             reason = "a field has another type than primus writes"
         raise InputError(
@@ -118,10 +124,16 @@ def read(path: Path) -> Run:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    job, ended = _json(folder / "job.json").data, (folder / RESULT_FILE).is_file()
-    facts = _json(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
+    job = _json(folder / "job.json").data
+    ended = (folder / RESULT_FILE).is_file()
+    if (folder / "facts.json").is_file():
+        facts = _json(folder / "facts.json").data
+    else:
+        facts = {}
     metrics = folder / "metrics.jsonl"
-    text = read_bytes(metrics) if metrics.is_file() else b""
+    text = b""
+    if metrics.is_file():
+        text = read_bytes(metrics)
     # Without an end, the last line may be incomplete.
     lines = (text if ended else text[: text.rfind(b"\n") + 1]).splitlines()
     steps = [
@@ -210,7 +222,9 @@ def _readable(data: Any) -> Any:
         return {key: _readable(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_readable(value) for value in data]
-    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", data) if isinstance(data, str) else data
+    if isinstance(data, str):
+        return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", data)
+    return data
 
 
 def _json(path: Path) -> Any:

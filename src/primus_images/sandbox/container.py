@@ -2,8 +2,9 @@
 
 Devices are GPUs by number, CDI devices by name, and nodes by path.
 
-GPUs come from a Container Device Interface (CDI) specification if the machine has one, AMD's otherwise from device
-nodes. AMD's and NVIDIA's container toolkits write the specifications, and podman and Docker apply them.
+GPUs come from a Container Device Interface (CDI) specification if the machine has one, AMD's
+otherwise from device nodes. AMD's and NVIDIA's container toolkits write the specifications, and
+podman and Docker apply them.
 """
 
 import hashlib
@@ -19,7 +20,6 @@ from primus_images import yamlfile
 from primus_images.errors import HostError, InputError
 from primus_images.files import text_if_readable
 from primus_images.gpus.detect import detect, kfd_gpus
-from primus_images.refusals import refusal
 
 GIB = 1 << 30
 
@@ -31,7 +31,8 @@ _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRef:
-    """One OCI layer blob of ``size`` bytes. ``digest`` is its ``sha256:…``, ``diff_id`` that of the uncompressed tar.
+    """One OCI layer blob of ``size`` bytes. ``digest`` is its ``sha256:…``, ``diff_id`` that of the
+    uncompressed tar.
 
     ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
     """
@@ -46,8 +47,9 @@ class LayerRef:
 class RootFs:
     """An image, by the exact bytes of its OCI manifest and config.
 
-    ``tar`` yields the uncompressed bytes of a layer, and raises HostError before their end if the blob is damaged.
-    ``cache`` is the folder of unpacked layers. ``name`` is the image's name in messages.
+    ``tar`` yields the uncompressed bytes of a layer, and raises HostError before their end if the
+    blob is damaged. ``cache`` is the folder of unpacked layers. ``name`` is the image's name in
+    messages.
     """
 
     name: str
@@ -112,10 +114,10 @@ class Devices:
 class Command:
     """A command and its options.
 
-    If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and ``user`` (``name``,
-    ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the image's Entrypoint.
-    ``network`` False creates a network with loopback only; True uses the host's. ``memory_bytes`` is a limit; None
-    means none. ``shm_bytes`` is the size of /dev/shm.
+    If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and
+    ``user`` (``name``, ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False
+    skips the image's Entrypoint. ``network`` False creates a network with loopback only; True uses
+    the host's. ``memory_bytes`` is a limit; None means none. ``shm_bytes`` is the size of /dev/shm.
     """
 
     argv: tuple[str, ...] = ()
@@ -132,14 +134,21 @@ class Command:
 
 
 def layer_folder(digest: str) -> str:
-    """Return the name of the folder of a layer. A mount's options have 4,095 bytes for the names of all layers."""
+    """Return the name of the folder of a layer. A mount's options have 4,095 bytes for the names of
+    all layers.
+    """
     return digest.partition(":")[2][:28]
 
 
 def with_settings(root: RootFs, command: Command) -> Command:
-    """Return the command with the image's settings. InputError if its argument list is empty or not UTF-8."""
+    """Return the command with the image's settings. InputError if its argument list is empty or not
+    UTF-8.
+    """
     settings = root.config.get("config") or {}
-    entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
+    if command.entrypoint:
+        entry = list(settings.get("Entrypoint") or [])
+    else:
+        entry = []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
     if not argv:
         raise InputError(
@@ -166,15 +175,22 @@ def check_mounts(command: Command) -> None:
             "sys",
             "dev",
         ):
-            raise refusal("no_mount", target=mount.target)
+            raise InputError(
+                f"{mount.target!r} cannot be the target of a mount",
+                hint="give an absolute path inside the image",
+            )
         if not mount.source.exists():
-            raise refusal("no_source", mount=mount)
+            raise InputError(
+                f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",
+                hint="create it first",
+            )
 
 
 def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
     """Return the devices for the requested GPUs: ``none``, ``all``, or a number for the first ones.
 
-    Raises InputError for another word or an unreadable CDI specification, HostError if the machine has fewer GPUs.
+    Raises InputError for another word or an unreadable CDI specification, HostError if the machine
+    has fewer GPUs.
     """
     if number == "none":
         return Devices()
@@ -182,36 +198,48 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
         raise InputError(
             f"--gpus {number!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2"
         )
-    count = None if number == "all" else int(number)
+    if number == "all":
+        count = None
+    else:
+        count = int(number)
     machine = detect(root)
     kinds = [kind for vendor, kind in _KINDS.items() if machine.vendor in (vendor, "")]
-    if names := [
-        name for kind in kinds for name in cdi_names(folders) if name.startswith(f"{kind}=")
-    ]:
+    names = [name for kind in kinds for name in cdi_names(folders) if name.startswith(f"{kind}=")]
+    if names:
         first = [name for name in names if name.partition("=")[0] == names[0].partition("=")[0]]
-        nodes = (
-            [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")]
-            if first[0].startswith("amd")
-            else []
-        )
+        if first[0].startswith("amd"):
+            nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")]
+        else:
+            nodes = []
         return Devices(names=tuple(_first(first, count)), groups=_groups(filter(_is_device, nodes)))
     if not machine.vendor:
-        raise refusal("no_gpu_to_pass")
+        raise HostError(
+            "no GPU was found on this machine: no CDI specification, no AMD GPU below "
+            "/sys/class/kfd, no /dev/nvidia0",
+            hint="load the GPU's driver, or leave --gpus out",
+        )
     if machine.vendor == "nvidia":
-        raise refusal("no_cdi")
+        raise HostError(
+            "no CDI specification describes the GPUs of this machine",
+            hint="as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+        )
     _check_count(count, len(machine.names))
     return _amd(root, count)
 
 
 def listed(items: Iterable[str]) -> Devices:
-    """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as /dev/dri.
+    """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as
+    /dev/dri.
 
     Raises InputError for anything else. The engine refuses a device that does not exist.
     """
     devices = Devices()
     for item in items:
         if not re.fullmatch(r"/dev/.+|[^/=]+/[^/=]+=[^/]+", item) or ".." in Path(item).parts:
-            raise refusal("no_device", device=item)
+            raise InputError(
+                f"--device {item!r} is neither a path below /dev nor a CDI device",
+                hint="--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it",
+            )
         nodes = filter(
             _is_device, [Path(item), *Path(item).glob("*")] if item.startswith("/dev/") else []
         )
@@ -270,7 +298,11 @@ def _amd(root: Path, count: int | None) -> Devices:
     ]
     present = [node for node in nodes if _is_device(node)]
     if not present:
-        raise refusal("no_device_node", node=nodes[0])
+        node_text = nodes[0]
+        raise HostError(
+            f"the driver shows GPUs, but {node_text} is missing",
+            hint="in a container: start it with the GPU's devices; else: amd-ctk cdi generate",
+        )
     return Devices(
         names=tuple(f"/{node.relative_to(root)}" for node in present), groups=_groups(present)
     )

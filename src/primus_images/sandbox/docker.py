@@ -17,7 +17,8 @@ _PATIENCE_S = 3
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Docker's client. Raises HostError if it is not installed."""
-    if (program := programs.find("docker")) is None:
+    program = programs.find("docker")
+    if program is None:
         raise HostError(
             "Docker's client is not installed", hint="as root: apt-get install docker.io"
         )
@@ -25,7 +26,9 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
 
 
 def need_docker() -> None:
-    """Raise HostError unless the Docker engine of DOCKER_HOST, or of the default socket, answers within 3 s."""
+    """Raise HostError unless the Docker engine of DOCKER_HOST, or of the default socket, answers
+    within 3 s.
+    """
     try:
         answer = docker("version", "--format", "{{.Server.Version}}", timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -36,22 +39,22 @@ def need_docker() -> None:
         message = (answer.stderr.strip().splitlines() or ["no reason is given"])[-1][:200]
         hint = "start one (systemctl start docker) or point DOCKER_HOST at one"
         if "permission denied" in message:
-            message, hint = (
-                "you may not use its socket",
-                "as root: usermod -aG docker USER, then log in again",
-            )
+            message = "you may not use its socket"
+            hint = "as root: usermod -aG docker USER, then log in again"
         raise HostError(f"no Docker engine answers: {message}", hint=hint)
 
 
 def load_image(root: RootFs, tag: str) -> tuple[str, int]:
-    """Load ``root`` into the Docker engine as ``tag``. Returns the engine's image ID and the number of bytes sent.
+    """Load ``root`` into the Docker engine as ``tag``. Returns the engine's image ID and the number
+    of bytes sent.
 
-    Nothing is sent if the engine has the image. Raises HostError if no engine answers, if it refuses the image, or if a
-    blob is damaged.
+    Nothing is sent if the engine has the image. Raises HostError if no engine answers, if it
+    refuses the image, or if a blob is damaged.
     """
     need_docker()
     for name in (tag, root.id):
-        if loaded := _loaded(root, name):
+        loaded = _loaded(root, name)
+        if loaded:
             docker("tag", loaded, tag)
             return loaded, 0
     command = [str(programs.find("docker")), "load", "--quiet"]
@@ -71,13 +74,12 @@ def load_image(root: RootFs, tag: str) -> tuple[str, int]:
         log.seek(0)
         if engine.returncode:
             reason = (log.read().strip().splitlines() or ["it gives no reason"])[-1]
-            hint = (
-                "free disk space (primus clean, docker system df)"
-                if "no space left" in reason
-                else None
-            )
+            hint = None
+            if "no space left" in reason:
+                hint = "free disk space (primus clean, docker system df)"
             raise HostError(f"the Docker engine refuses {root.name}: {reason}", hint=hint)
-    if loaded := _loaded(root, tag):
+    loaded = _loaded(root, tag)
+    if loaded:
         return loaded, archive.offset
     raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
 
@@ -94,11 +96,15 @@ def _loaded(root: RootFs, name: str) -> str | None:
         equal = image["RootFS"]["Layers"] == [layer.diff_id for layer in root.layers] and all(
             image["Config"].get(key) == value for key, value in settings.items()
         )
-    return str(image["Id"]) if equal else None
+    if equal:
+        return str(image["Id"])
+    return None
 
 
 def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
-    """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot read zstd."""
+    """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot
+    read zstd.
+    """
     root.cache.mkdir(parents=True, exist_ok=True)
     config = f"{root.id}.json"
     names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]

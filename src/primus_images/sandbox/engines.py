@@ -1,7 +1,8 @@
 """Running a command in an image, by the command line of podman or Docker.
 
-For podman, each layer is unpacked once, with tar, into a folder of its own below the workspace. A container's root file
-system is an overlay of these folders. The user's own containers and images are not touched.
+For podman, each layer is unpacked once, with tar, into a folder of its own below the workspace. A
+container's root file system is an overlay of these folders. The user's own containers and images
+are not touched.
 """
 
 import hashlib
@@ -30,7 +31,6 @@ from primus_images import programs
 from primus_images.errors import HostError, InputError
 from primus_images.files import json_if_readable, reason_of, write_file
 from primus_images.programs import captured, finally_run, received_signals, stop_all, tracked
-from primus_images.refusals import refusal
 from primus_images.sandbox.container import (
     Command,
     LayerRef,
@@ -47,14 +47,13 @@ from primus_images.yamlfile import read_values
 
 _ENGINE = "the container engine"
 
-# A client with its first arguments, its environment, and its arguments that name a root file system.
+# A client with its first arguments, its environment, and its arguments that name a root file
+# system.
 _Client = tuple[list[str], dict[str, str], list[str]]
 
 _DATA: Mapping[str, str] = read_values(Path(__file__).with_name("engines.yaml")).data
-_READ_BY_CLIENTS, _CLIENT_ENVIRONMENT = (
-    re.compile(_DATA["read_by_clients"]),
-    re.compile(_DATA["client_environment"]),
-)
+_READ_BY_CLIENTS = re.compile(_DATA["read_by_clients"])
+_CLIENT_ENVIRONMENT = re.compile(_DATA["client_environment"])
 
 
 class Engine:
@@ -67,14 +66,17 @@ class Engine:
         raise NotImplementedError
 
     def prepare_host(self, cache: Path) -> dict[str, Any]:
-        """Install what this engine needs, if it is allowed to, and try it. Raises HostError if that fails.
+        """Install what this engine needs, if it is allowed to, and try it. Raises HostError if that
+        fails.
 
         Returns the settings that this machine needs. ``cache`` is the folder of unpacked layers.
         """
         return {}
 
     def _container(self, root: RootFs, name: str) -> AbstractContextManager[_Client]:
-        """Give the engine what the container ``name`` of ``root`` needs, and remove both when the block ends."""
+        """Give the engine what the container ``name`` of ``root`` needs, and remove both when the
+        block ends.
+        """
         raise NotImplementedError
 
     def _own_options(self, command: Command) -> list[str]:
@@ -91,16 +93,18 @@ class Engine:
     ) -> int:
         """Run ``command`` in a new container and return its exit code.
 
-        The code is 128+n for a command ended by signal n, 127 if it is not found, 126 if it cannot be executed. Signals
-        are forwarded. The command has a terminal if stdin and stdout are inherited ones. The container is removed
-        afterwards, even if this process is killed.
+        The code is 128+n for a command ended by signal n, 127 if it is not found, 126 if it cannot
+        be executed. Signals are forwarded. The command has a terminal if stdin and stdout are
+        inherited ones. The container is removed afterwards, even if this process is killed.
 
-        Raises InputError for an invalid mount, user or option, and HostError if the machine cannot run it.
+        Raises InputError for an invalid mount, user or option, and HostError if the machine cannot
+        run it.
         """
         check_mounts(command)
         hostname = re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
         command = replace(with_settings(root, command), hostname=command.hostname or hostname)
-        # The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
+        # The shell says which program is missing, with the exit code for it, whereas an init ends
+        # with 1.
         arguments = ["-c", 'exec "$@"', "primus", *command.argv]
         own_options = self._own_options(command)
         terminal = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
@@ -119,8 +123,9 @@ class Engine:
                 *arguments,
             ]
             with received_signals() as signals:
-                # The client ends with this process, so that it cannot create the container after its removal. Signals
-                # go around it: podman 4.3's client drops one that arrives in the first moments of a container.
+                # The client ends with this process, so that it cannot create the container after
+                # its removal. Signals go around it: podman 4.3's client drops one that arrives in
+                # the first moments of a container.
                 argv = [
                     "setpriv",
                     "--pdeathsig=KILL",
@@ -142,9 +147,14 @@ class Engine:
             if code in (125, 126, 127):
                 self._raise_refusal(root, command, client, env, name, words)
         if code == 137 and (limit := command.memory_bytes):
-            text = f"primus: the command was killed, probably over the memory limit of {limit >> 20} MiB\n"
+            text = (
+                "primus: the command was killed, probably over the memory limit of "
+                f"{limit >> 20} MiB\n"
+            )
             os.write(stderr.fileno() if stderr else 2, text.encode())
-        return 128 - code if code < 0 else code
+        if code < 0:
+            return 128 - code
+        return code
 
     def _raise_refusal(
         self,
@@ -164,19 +174,23 @@ class Engine:
         if state.returncode == 0 and not state.stdout.startswith("0001-01-01"):
             return
         # It fails in the same way again, and this time its message is ours.
-        again = [*client, "start", name] if state.returncode == 0 else [*client, "create", *words]
+        if state.returncode == 0:
+            again = [*client, "start", name]
+        else:
+            again = [*client, "create", *words]
         message = _error(captured(again, _ENGINE, env=env))
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
             raise InputError(
                 f"the image has no user {command.user!r}",
                 hint="name one of its users, or a uid[:gid]",
             )
-        raise refusal(
-            "no_crun" if "crun" in message else "not_run",
-            engine=self.name,
-            what=root.name,
-            reason=message,
-        )
+        if "crun" in message:
+            raise HostError(
+                f"{self.name} cannot run {root.name}: {message}",
+                hint="crun fails here; as root: apt-get install runc, and podman is tried with it; "
+                "Docker takes it by --runtime runc, or by default-runtime in its daemon.json",
+            )
+        raise HostError(f"{self.name} cannot run {root.name}: {message}")
 
 
 class Podman(Engine):
@@ -185,14 +199,18 @@ class Podman(Engine):
     name = "podman"
 
     def require(self) -> None:
-        """Raise HostError unless podman is installed or can be installed, and this user has the ids that it needs."""
+        """Raise HostError unless podman is installed or can be installed, and this user has the ids
+        that it needs.
+        """
         if platform.system() != "Linux":
             raise HostError(f"this is {platform.system()}, not Linux", hint="use --engine docker")
-        if (lacking := _lacking()) and not programs.installable():
-            raise refusal(
-                "no_programs", programs=" and ".join(lacking), packages=" ".join(lacking.values())
-            )
-        if problem := programs.lacks_ids():
+        lacking = _lacking()
+        if lacking and not programs.installable():
+            programs_text = " and ".join(lacking)
+            packages = " ".join(lacking.values())
+            raise HostError(f"{programs_text} missing", hint=f"as root: apt-get install {packages}")
+        problem = programs.lacks_ids()
+        if problem:
             raise HostError(problem[0], hint=problem[1])
 
     @contextmanager
@@ -205,13 +223,14 @@ class Podman(Engine):
         }
         if not all(path.exists() for path in layers):
             with _locked(folder):
-                if absent := {path: layer for path, layer in layers.items() if not path.exists()}:
+                absent = {path: layer for path, layer in layers.items() if not path.exists()}
+                if absent:
                     self._unpack(root, folder, absent)
         with _mounted(
             settings["file_system"], folder, [path.name for path in layers], name
         ) as mounted:
             if mounted.returncode != 0:
-                raise refusal("not_run", engine=self.name, what=root.name, reason=_error(mounted))
+                raise HostError(f"{self.name} cannot run {root.name}: {_error(mounted)}")
             yield (
                 _podman(folder),
                 _client_environment(folder),
@@ -219,15 +238,19 @@ class Podman(Engine):
             )
 
     def prepare_host(self, cache: Path) -> dict[str, Any]:
-        """Install podman, an init for containers, and runc if there is no OCI runtime; then start a container."""
+        """Install podman, an init for containers, and runc if there is no OCI runtime; then start a
+        container.
+        """
         folder = cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
-        if settings := _settings(folder):
+        settings = _settings(folder)
+        if settings:
             return settings
         with _locked(folder):
             return _settings(folder) or self._probe(folder)
 
     def _probe(self, folder: Path) -> dict[str, Any]:
-        if lacking := _lacking():
+        lacking = _lacking()
+        if lacking:
             programs.install(lacking)
         init = str(programs.find("catatonit"))
         # Only crun can do without control groups.
@@ -247,7 +270,8 @@ class Podman(Engine):
             }
             conf = Path(__file__).with_name("containers.conf").read_text(encoding="utf-8")
             write_file(folder / "containers.conf", conf.format(folder=folder, **values))
-            name, env = f"probe-{uuid.uuid4().hex[:12]}", _client_environment(folder)
+            name = f"probe-{uuid.uuid4().hex[:12]}"
+            env = _client_environment(folder)
             words = [
                 "run",
                 f"--name={name}",
@@ -257,15 +281,15 @@ class Podman(Engine):
             ]
             with _mounted(file_system, folder, ["../probe"], name) as mounted:
                 started = mounted.returncode == 0
-                attempt = (
-                    captured([*_podman(folder), *words, "/init", "-V"], _ENGINE, env=env)
-                    if started
-                    else mounted
-                )
+                if started:
+                    attempt = captured([*_podman(folder), *words, "/init", "-V"], _ENGINE, env=env)
+                else:
+                    attempt = mounted
             if attempt.returncode == 0:
                 if file_system == "copy":
                     say(
-                        f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs"
+                        f"whole file systems are copied: there are no overlays in {folder}, or "
+                        "fuse-overlayfs"
                     )
                 settings = {
                     "folder": str(folder),
@@ -276,22 +300,29 @@ class Podman(Engine):
                 return settings
             reasons.append(_error(attempt))
         # A copy needs no mount, so that the reason is podman's.
-        reason, what = reasons[-len(modes)], "a container here"
-        raise refusal(
-            "no_crun" if "crun" in reason else "no_container",
-            engine=self.name,
-            what=what,
-            reason=reason,
+        reason = reasons[-len(modes)]
+        what = "a container here"
+        if "crun" in reason:
+            raise HostError(
+                f"{self.name} cannot run {what}: {reason}",
+                hint="crun fails here; as root: apt-get install runc, and podman is tried with it; "
+                "Docker takes it by --runtime runc, or by default-runtime in its daemon.json",
+            )
+        raise HostError(
+            f"{self.name} cannot run {what}: {reason}",
+            hint="in a container: start it with --privileged; else use --engine docker",
         )
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6
         say(
-            f"unpacking {counted(len(absent), 'layer')} ({size:.0f} MB compressed) of {root.name}, once"
+            f"unpacking {counted(len(absent), 'layer')} ({size:.0f} MB compressed) of "
+            f"{root.name}, once"
         )
 
         def unpack(path: Path) -> None:
-            partial, env = path.with_suffix(".tmp"), _client_environment(folder)
+            partial = path.with_suffix(".tmp")
+            env = _client_environment(folder)
             remove_tree(partial)
             argv = [*_inside(folder), "sh", "-c", _DATA["unpack"], "sh", f"layers/{partial.name}"]
             with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -304,7 +335,9 @@ class Podman(Engine):
                 log.seek(0)
                 if process.returncode != 0:
                     reason = log.readline().strip() or "tar was stopped"
-                    hint = "free some space: primus clean" if "No space left" in reason else None
+                    hint = None
+                    if "No space left" in reason:
+                        hint = "free some space: primus clean"
                     raise HostError(
                         f"a layer of {root.name} cannot be unpacked: {reason}", hint=hint
                     )
@@ -325,8 +358,13 @@ class Podman(Engine):
         if os.geteuid() == 0:
             return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
         if command.memory_bytes and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            raise refusal("no_limit")
-        return [*options, "--group-add=keep-groups"] if command.devices.names else options
+            raise HostError(
+                "control groups of version 1 let only root set a limit",
+                hint="run as root, or leave the limit out",
+            )
+        if command.devices.names:
+            return [*options, "--group-add=keep-groups"]
+        return options
 
 
 class Docker(Engine):
@@ -342,12 +380,16 @@ class Docker(Engine):
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
         tag = f"primus-run:{root.id[:24]}"
         load_image(root, tag)
-        client, env = [str(programs.find("docker"))], _client_environment(None)
+        client = [str(programs.find("docker"))]
+        env = _client_environment(None)
         with finally_run([*client, "rm", "--force", name], env):
             yield client, env, [tag]
 
     def _own_options(self, command: Command) -> list[str]:
-        hosts = [] if command.network else [f"--add-host={command.hostname}:127.0.0.1"]
+        if command.network:
+            hosts = []
+        else:
+            hosts = [f"--add-host={command.hostname}:127.0.0.1"]
         return [*hosts, *(f"--group-add={group}" for group in command.devices.groups)]
 
 
@@ -369,7 +411,9 @@ def choose(name: str = "auto") -> Engine:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not an error."""
+    """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not
+    an error.
+    """
     shutil.rmtree(path, ignore_errors=True)
     if path.exists() and os.geteuid() != 0 and (podman := programs.find("podman")):
         captured(
@@ -389,8 +433,12 @@ def _lacking() -> dict[str, str]:
 
 
 def _runtimes() -> list[str]:
-    # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed control groups.
-    names = ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
+    # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed
+    # control groups.
+    if os.geteuid() == 0:
+        names = ("runc", "crun")
+    else:
+        names = ("crun", "runc")
     return [str(path) for path in map(programs.find, names) if path]
 
 
@@ -398,12 +446,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings = json_if_readable(folder / "settings.json")
     # A runtime that is installed later may work better.
     valid = settings.get("folder") == str(folder) and settings.get("runtimes") == _runtimes()
-    return settings if valid and "file_system" in settings else {}
+    if valid and "file_system" in settings:
+        return settings
+    return {}
 
 
 def _podman(folder: Path) -> list[str]:
-    # Conmon notes a command over its memory limit in a file of the current folder. Podman stores no image, and its
-    # default storage driver does not work in all folders.
+    # Conmon notes a command over its memory limit in a file of the current folder. Podman stores no
+    # image, and its default storage driver does not work in all folders.
     options = [
         f"--root={folder}/storage",
         f"--runroot={_run_folder(folder)}",
@@ -413,8 +463,12 @@ def _podman(folder: Path) -> list[str]:
 
 
 def _inside(folder: Path) -> list[str]:
-    """Return what precedes a command that is to run in ``folder``, in the namespaces of podman's containers."""
-    return ["env", f"--chdir={folder}"] if os.geteuid() == 0 else [*_podman(folder), "unshare"]
+    """Return what precedes a command that is to run in ``folder``, in the namespaces of podman's
+    containers.
+    """
+    if os.geteuid() == 0:
+        return ["env", f"--chdir={folder}"]
+    return [*_podman(folder), "unshare"]
 
 
 def _file_systems() -> list[str]:
@@ -426,13 +480,18 @@ def _file_systems() -> list[str]:
 def _mounted(
     file_system: str, folder: Path, layers: Sequence[str], name: str
 ) -> Iterator[subprocess.CompletedProcess[str]]:
-    """Create ``containers/NAME/root`` from the layers, top first, and remove it and the container at the end.
+    """Create ``containers/NAME/root`` from the layers, top first, and remove it and the container
+    at the end.
 
     Yields the result of the command that created it.
     """
-    place, env = f"../containers/{name}", _client_environment(folder)
+    place = f"../containers/{name}"
+    env = _client_environment(folder)
     options = f"lowerdir={':'.join(layers)},upperdir={place}/upper,workdir={place}/work"
-    kernel = f"nodev,{options}" if os.geteuid() == 0 else f"nodev,{options},userxattr"
+    if os.geteuid() == 0:
+        kernel = f"nodev,{options}"
+    else:
+        kernel = f"nodev,{options},userxattr"
     words = {
         "overlay": ["mount", "-t", "overlay", "-o", kernel, "overlay"],
         "fuse-overlayfs": ["fuse-overlayfs", "-o", options],
@@ -456,7 +515,9 @@ def _mounted(
 
 
 def _run_folder(folder: Path) -> Path:
-    """Return the folder of what podman must forget when the machine starts anew. Its path must be short."""
+    """Return the folder of what podman must forget when the machine starts anew. Its path must be
+    short.
+    """
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     if os.geteuid() == 0:
         return Path("/run/primus") / name
@@ -469,7 +530,10 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("w")
     except OSError as error:
-        raise refusal("podman_folder", folder=folder, error=reason_of(error)) from error
+        raise HostError(
+            f"podman cannot keep its files in {folder}: {reason_of(error)}",
+            hint="the folder must be yours and on a writable file system",
+        ) from error
     with file:
         lock(file.fileno(), f"another command that prepares {folder}", folder / "lock")
         yield
@@ -478,7 +542,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _client_environment(folder: Path | None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if _CLIENT_ENVIRONMENT.fullmatch(name)}
     env["PATH"] = os.pathsep.join([env.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    return {**env, "CONTAINERS_CONF": str(folder / "containers.conf")} if folder else env
+    if folder:
+        return {**env, "CONTAINERS_CONF": str(folder / "containers.conf")}
+    return env
 
 
 def _options(command: Command, terminal: bool) -> list[str]:
@@ -509,9 +575,10 @@ def _options(command: Command, terminal: bool) -> list[str]:
 
 
 def _variables(command: Command, terminal: bool) -> tuple[list[str], dict[str, str]]:
-    variables = (
-        {"TERM": os.environ.get("TERM", "xterm"), **command.env} if terminal else dict(command.env)
-    )
+    if terminal:
+        variables = {"TERM": os.environ.get("TERM", "xterm"), **command.env}
+    else:
+        variables = dict(command.env)
     values = {
         name: value for name, value in variables.items() if not _READ_BY_CLIENTS.fullmatch(name)
     }

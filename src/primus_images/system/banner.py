@@ -1,7 +1,8 @@
-"""Entry point of the image: ``python3 -m primus_images.system.banner COMMAND…`` prints a greeting, then becomes the command.
+"""Entry point of the image: ``python3 -m primus_images.system.banner COMMAND…`` prints a greeting,
+then becomes the command.
 
-An error in the greeting never keeps the command from running. The greeting is printed before a shell, or if standard
-error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
+An error in the greeting never keeps the command from running. The greeting is printed before a
+shell, or if standard error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
 import os
@@ -18,13 +19,16 @@ from primus_images.system.host import IMAGE_FILE, Host, finding
 from primus_images.system.preflight import driver, rights, shared_memory
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
-# Tab completion. bash reads this file if it is interactive and not a login shell; login shells read /etc/profile.d.
+# Tab completion. bash reads this file if it is interactive and not a login shell; login shells read
+# /etc/profile.d.
 BASHRC = Path("/etc/primus/bashrc")
 _NAMED_BASHRC = frozenset({"--rcfile", "--init-file", "--norc"})
 
 
 def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: bool) -> bool:
-    """Return whether to print the greeting: before a bare shell or on a terminal, unless it is turned off."""
+    """Return whether to print the greeting: before a bare shell or on a terminal, unless it is
+    turned off.
+    """
     if environment.get("PRIMUS_NO_BANNER", "0") not in ("", "0"):
         return False
     # "sh -c …" runs a script, so nobody reads the greeting.
@@ -32,12 +36,16 @@ def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: 
 
 
 def compose(image: Mapping[str, Any], gpu: str) -> str:
-    """Return the greeting. ``image`` is the content of ``/etc/primus/image.json``; missing fields are left out."""
+    """Return the greeting. ``image`` is the content of ``/etc/primus/image.json``; missing fields
+    are left out.
+    """
     title = (
         " ".join(str(image[key]) for key in ("release", "target") if image.get(key))
         or "unnamed build"
     )
-    channel = f" ({image['channel']} channel)" if image.get("channel") else ""
+    channel = ""
+    if image.get("channel"):
+        channel = f" ({image['channel']} channel)"
     lines = [f"Primus {title}{channel}"]
     if image.get("preview"):
         lines.append(f"  PREVIEW, no release: {image['preview']}")
@@ -50,7 +58,8 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
 
 
 def lacking(image: Mapping[str, Any], host: Host) -> str:
-    """Return what this container lacks to train on the GPU of its image: one line per problem, with the remedy.
+    """Return what this container lacks to train on the GPU of its image: one line per problem, with
+    the remedy.
 
     The result is empty if nothing is missing, or if the image is for no GPU. Reads files only.
     """
@@ -72,7 +81,9 @@ def lacking(image: Mapping[str, Any], host: Host) -> str:
 
 
 def with_bashrc(command: Sequence[str]) -> list[str]:
-    """Return ``command``; bash gets the image's start-up file unless the command names one or turns it off."""
+    """Return ``command``; bash gets the image's start-up file unless the command names one or turns
+    it off.
+    """
     first, *rest = command
     if Path(first).name != "bash" or _NAMED_BASHRC.intersection(rest) or not BASHRC.exists():
         return list(command)
@@ -80,9 +91,11 @@ def with_bashrc(command: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the greeting and replace this process by ``argv`` (default: bash, else sh). Returns only on failure.
+    """Print the greeting and replace this process by ``argv`` (default: bash, else sh). Returns
+    only on failure.
 
-    The exit codes are a shell's: 127 for a command that does not exist, 126 for one that cannot be executed.
+    The exit codes are a shell's: 127 for a command that does not exist, 126 for one that cannot be
+    executed.
     """
     command = list(argv) or [
         next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")
@@ -99,7 +112,9 @@ def main(argv: Sequence[str]) -> int:
             f"primus: {command[0]!r} cannot be run: {getattr(error, 'strerror', error)}",
             file=sys.stderr,
         )
-        return 127 if isinstance(error, FileNotFoundError | ValueError) else 126
+        if isinstance(error, FileNotFoundError | ValueError):
+            return 127
+        return 126
 
 
 if __name__ == "__main__":

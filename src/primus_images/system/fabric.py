@@ -1,4 +1,6 @@
-"""Network devices for several nodes: RDMA ports with their GID, and the interface that NCCL and gloo should use."""
+"""Network devices for several nodes: RDMA ports with their GID, and the interface that NCCL and
+gloo should use.
+"""
 
 import fcntl
 import os
@@ -31,13 +33,18 @@ def devices(host: Host) -> list[Path]:
 
 
 def rdma(host: Host) -> Iterator[Finding]:
-    """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices have one firmware."""
+    """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices
+    have one firmware.
+    """
     cards = devices(host)
     if not cards:
         yield finding("no_rdma")
         return
     chosen = host.environment.get("NCCL_IB_HCA", "")
-    names = chosen.lstrip("=").split(",") if not chosen.startswith("^") else []
+    if not chosen.startswith("^"):
+        names = chosen.lstrip("=").split(",")
+    else:
+        names = []
     for name in (word.partition(":")[0] for word in names):
         if name and not any(card.name.startswith(name) for card in cards):
             yield finding("unknown_hca", name=name)
@@ -77,7 +84,9 @@ def _rights(host: Host) -> Iterator[Finding]:
 
 
 def libraries(host: Host) -> Iterator[Finding]:
-    """Check for libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall back to TCP."""
+    """Check for libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall
+    back to TCP.
+    """
     cards = devices(host)
     if not cards:
         return
@@ -111,7 +120,9 @@ def _library(host: Host, name: str) -> bool:
 
 
 def _port(host: Host, port: Path) -> Finding | str:
-    """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be used."""
+    """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be
+    used.
+    """
     state, physical = (
         host.text(port / name).partition(": ")[2] or "unknown" for name in ("state", "phys_state")
     )
@@ -138,7 +149,8 @@ def _port(host: Host, port: Path) -> Finding | str:
 
 
 def variables(host: Host) -> dict[str, str]:
-    """Return the variables that make NCCL and RCCL use the ports that can be used; empty without such a port.
+    """Return the variables that make NCCL and RCCL use the ports that can be used; empty without
+    such a port.
 
     A variable that the user has set, and a GID index on which the ports do not agree, are left out.
     """
@@ -168,8 +180,8 @@ def _best_interface(host: Host) -> str:
 
 
 def interface(host: Host) -> Iterator[Finding]:
-    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one: that of the
-    default route, else the fastest that is up.
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or
+    recommend one: that of the default route, else the fastest that is up.
     """
     best = _best_interface(host)
     folders = host.glob("sys/class/net/*")
@@ -182,7 +194,9 @@ def interface(host: Host) -> Iterator[Finding]:
                 if folder.name.startswith(word.strip())
             ]
             if all(state == "down" for state in states):
-                what = "is down" if states else "does not exist"
+                what = "does not exist"
+                if states:
+                    what = "is down"
                 yield finding(
                     "wrong_interface", variable=variable, word=word, what=what, best=best or "NAME"
                 )
@@ -190,11 +204,15 @@ def interface(host: Host) -> Iterator[Finding]:
 
 
 def own_address(host: str) -> str:
-    """Return this machine's IPv4 address on the route to ``host``; empty without a route, or if ``host`` is unknown."""
+    """Return this machine's IPv4 address on the route to ``host``; empty without a route, or if
+    ``host`` is unknown.
+    """
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))
         address = str(probe.getsockname()[0])
-        return "" if address == "0.0.0.0" else address
+        if address == "0.0.0.0":
+            return ""
+        return address
     return ""
 
 

@@ -28,8 +28,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run slower than it
-    could.
+    """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run
+    slower than it could.
 
     ``remedy`` tells what to do about it. For a skipped check, ``message`` is the reason.
     """
@@ -40,7 +40,8 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        # Files of the machine and variables are quoted. They must not move the cursor or break the table.
+        # Files of the machine and variables are quoted. They must not move the cursor or break the
+        # table.
         for name in ("message", "remedy"):
             text = "".join(c if c.isprintable() else " " for c in getattr(self, name))
             object.__setattr__(self, name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
@@ -52,7 +53,9 @@ class Finding:
 
 
 def finding(name: str, /, *, level: Level | None = None, **values: object) -> Finding:
-    """Return the finding ``name`` of ``findings.yaml`` with ``values`` in its texts. ``level`` replaces its own."""
+    """Return the finding ``name`` of ``findings.yaml`` with ``values`` in its texts. ``level``
+    replaces its own.
+    """
     row = _FINDINGS[name]
     usual = next(word for word in get_args(Level) if word in row)
     texts = (
@@ -87,17 +90,20 @@ class Host:
         return f"/{path.relative_to(self.root)}"
 
     def components(self) -> dict[str, str]:
-        """Return the versions of the image's components, by names in lower case; empty outside an image."""
+        """Return the versions of the image's components, by names in lower case; empty outside an
+        image.
+        """
         components = json_if_readable(self.root / IMAGE_FILE.relative_to("/")).get("components")
-        return (
-            {k.lower(): str(v) for k, v in components.items()}
-            if isinstance(components, dict)
-            else {}
-        )
+        if isinstance(components, dict):
+            return {k.lower(): str(v) for k, v in components.items()}
+        return {}
 
     def issues(self, gpu: str | None) -> list[Issue]:
-        """Return the known issues on ``gpu`` of the image that this code is in; none outside an image."""
-        if not (components := self.components()):
+        """Return the known issues on ``gpu`` of the image that this code is in; none outside an
+        image.
+        """
+        components = self.components()
+        if not components:
             return []
         return issues({**debs(self.text(STATUS)), **components}, [gpu] if gpu else [])
 
@@ -115,20 +121,24 @@ class Host:
         )
 
     def bytes_of(self, folder: Path) -> tuple[int, int]:
-        """Return total and free bytes of the file system of ``folder``, which may not exist yet. Raises OSError."""
+        """Return total and free bytes of the file system of ``folder``, which may not exist yet.
+        Raises OSError.
+        """
         usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
         return usage.total, usage.free
 
 
 def lost_warning(folder: Path) -> str:
-    """Return a sentence if ``folder`` is deleted with this container, with the option that keeps it; otherwise "".
+    """Return a sentence if ``folder`` is deleted with this container, with the option that keeps
+    it; otherwise "".
 
     Outside the images of this project, the result is always empty.
     """
     if not IMAGE_FILE.exists():
         return ""
     with suppress(OSError):
-        folder, kinds = folder.resolve(), {Path("/"): ""}
+        folder = folder.resolve()
+        kinds = {Path("/"): ""}
         for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             if len(fields := line.split()) > 2:
                 # A later mount on the same point hides the earlier one.
@@ -138,6 +148,9 @@ def lost_warning(folder: Path) -> str:
         point = max(filter(folder.is_relative_to, kinds), key=lambda mount: len(mount.parts))
         if point == Path("/") or kinds[point] in _OWN:
             # A mount on the folder in which jobs start would hide the image's files there.
-            mounted = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
+            if folder.parent in (Path("/"), Path.cwd()):
+                mounted = folder
+            else:
+                mounted = folder.parent
             return str(refusal("lost_folder", folder=folder, name=mounted.name, mounted=mounted))
     return ""

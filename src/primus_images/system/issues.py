@@ -32,7 +32,9 @@ class Issue:
     severity: Literal["note", "refuse"] = "note"
 
     def __str__(self) -> str:
-        end = f"; until {self.until}" if self.until else ""
+        end = ""
+        if self.until:
+            end = f"; until {self.until}"
         return f"{self.component} {self.versions}: {self.symptom} ({self.source}){end}"
 
 
@@ -43,7 +45,8 @@ class _Table:
     def __post_init__(self) -> None:
         groups = {word for gpu in load_table().generations for word in words_for(gpu.name)}
         for index, issue in enumerate(self.issues):
-            if strange := [word for word in issue.gpus if word not in groups]:
+            strange = [word for word in issue.gpus if word not in groups]
+            if strange:
                 raise WrongValue(
                     f"{strange[0]!r} is no GPU, architecture or vendor", "issues", index, "gpus"
                 )

@@ -1,10 +1,11 @@
 """Benchmarks and burn-in of one rank's GPU. Needs PyTorch only.
 
-The benchmarks are GEMMs, copies in the GPU's memory, all-reduce and all-to-all. The burn-in repeats what has a known
-result, and counts the elements that differ from it.
+The benchmarks are GEMMs, copies in the GPU's memory, all-reduce and all-to-all. The burn-in repeats
+what has a known result, and counts the elements that differ from it.
 
-:mod:`primus_images.system.nodes` starts it through torchrun with one rank per GPU and the folder for ``rank-N.json``. All GPUs
-work at the same time, as in a training job. Without a GPU, it runs the same steps on a CPU with small sizes.
+:mod:`primus_images.system.nodes` starts it through torchrun with one rank per GPU and the folder
+for ``rank-N.json``. All GPUs work at the same time, as in a training job. Without a GPU, it runs
+the same steps on a CPU with small sizes.
 """
 
 import json
@@ -37,16 +38,17 @@ class _Bench:
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.on_gpu = torch.cuda.is_available()
-        self.device = (
-            torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            if self.on_gpu
-            else torch.device("cpu")
-        )
+        if self.on_gpu:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        else:
+            self.device = torch.device("cpu")
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
     def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
-        """Return the median seconds of a call. ``together``: all ranks make the same number of calls."""
+        """Return the median seconds of a call. ``together``: all ranks make the same number of
+        calls.
+        """
         timer = Timer("call()", globals={"call": call})  # it warms up, and waits for the device
         once = torch.tensor([max(timer.timeit(1).mean, 1e-6)], device=self.device)
         if together:
@@ -93,12 +95,16 @@ _Check: TypeAlias = Callable[[int], tuple[Tensor, int]]
 class BurnIn:
     """What one rank computes, keeps in memory and exchanges in each round, with a known result.
 
-    Before each part begins, ``state`` is written to ``file``, so that it is also known of a rank that hangs.
+    Before each part begins, ``state`` is written to ``file``, so that it is also known of a rank
+    that hangs.
     """
 
     def __init__(self, bench: _Bench, file: Path, fp8: str = "") -> None:
         """Prepare this rank. All ranks of the default process group at once."""
-        self.rank, self.world, self.device, self._file = bench.rank, bench.world, bench.device, file
+        self.rank = bench.rank
+        self.world = bench.world
+        self.device = bench.device
+        self._file = file
         # The period is prime, so each place in a tile of the matrix units meets all values.
         self._size, self._period, self._products = (
             (8192, 1021, 200) if bench.on_gpu else (256, 61, 2)
@@ -112,7 +118,9 @@ class BurnIn:
         self._chunks = [
             torch.empty(chunk, dtype=torch.int64, device=bench.device) for _ in range(count)
         ]
-        side = 4096 if bench.on_gpu else 64
+        side = 64
+        if bench.on_gpu:
+            side = 4096
         generator = torch.Generator().manual_seed(1)
         a, b, c = (
             torch.randn(side, side, generator=generator).to(bench.device, torch.bfloat16)
@@ -138,7 +146,10 @@ class BurnIn:
             (4, "memory", alone, self._memory),
         ]
         # A sum of all is wrong for all. Sums of all but one tell whose part in it is.
-        sizes = sorted({2, self.world - 1, self.world} - {0, 1}) if self.world > 1 else []
+        if self.world > 1:
+            sizes = sorted({2, self.world - 1, self.world} - {0, 1})
+        else:
+            sizes = []
         for place, ranks in enumerate(
             (c for size in sizes for c in combinations(range(self.world), size)), start=5
         ):
@@ -161,7 +172,8 @@ class BurnIn:
         for place, what, ranks, check in self._parts:
             self.note(round=number, place=place, what=what, ranks=ranks)
             wrong, total = check(number)
-            if count := int(wrong):
+            count = int(wrong)
+            if count:
                 new: dict[str, Any] = {
                     "what": what,
                     "ranks": ranks,
@@ -184,25 +196,35 @@ class BurnIn:
         part.replace(self._file)
 
     def _exact(self, kind: torch.dtype, number: int) -> tuple[Tensor, int]:
-        """Multiply two matrices of integers, tiled with signs that alternate: sums become large, and end small."""
-        generator, tile = torch.Generator().manual_seed(number), (self._period, self._period)
+        """Multiply two matrices of integers, tiled with signs that alternate: sums become large,
+        and end small.
+        """
+        generator = torch.Generator().manual_seed(number)
+        tile = (self._period, self._period)
         left, right = (torch.randint(-3, 4, tile, generator=generator) for _ in range(2))
         index = torch.arange(self._size) % self._period
         sign = 1 - torch.arange(self._size) // self._period % 2 * 2
         repeats = torch.zeros(self._period, dtype=torch.int64).index_add_(0, index, sign)
-        # The sums are at most 216: 9 times the repeats that no other cancels. FP8 and bfloat16 represent all exactly.
+        # The sums are at most 216: 9 times the repeats that no other cancels. FP8 and bfloat16
+        # represent all exactly.
         counted = repeats.nonzero().flatten()
         sums = (left[:, counted] * repeats[counted]) @ right[:, counted].t()
-        index, sign = index.to(self.device), sign.to(self.device, torch.bfloat16)
+        index = index.to(self.device)
+        sign = sign.to(self.device, torch.bfloat16)
 
         def whole(values: Tensor) -> Tensor:
             return values.to(self.device, torch.bfloat16)[index][:, index]
 
-        a, b, expected = (whole(left) * sign).to(kind), whole(right).to(kind), whole(sums)
+        a = (whole(left) * sign).to(kind)
+        b = whole(right).to(kind)
+        expected = whole(sums)
         scale = torch.ones((), device=self.device)
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for _ in range(self._products):
-            product = torch.mm(a, b.t()) if kind is torch.bfloat16 else _scaled(a, b, scale)
+            if kind is torch.bfloat16:
+                product = torch.mm(a, b.t())
+            else:
+                product = _scaled(a, b, scale)
             wrong += (product != expected).sum()
         return wrong, self._products * expected.numel()
 
@@ -212,7 +234,8 @@ class BurnIn:
         def check(_: int) -> tuple[Tensor, int]:
             nonlocal first
             bits = compute().view(torch.int16)  # as bits, NaN is equal to itself
-            first = bits if first is None else first
+            if first is None:
+                first = bits
             return (bits != first).sum(), bits.numel()
 
         return check
@@ -221,7 +244,9 @@ class BurnIn:
         return torch.arange(start, start + count, device=self.device) * _STRIDE + key
 
     def _memory(self, number: int) -> tuple[Tensor, int]:
-        """Read what the last round wrote, and write the opposite of each bit, or in every second round others."""
+        """Read what the last round wrote, and write the opposite of each bit, or in every second
+        round others.
+        """
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for place, chunk in enumerate(self._chunks):
             values = [
@@ -260,9 +285,9 @@ def device_name(device: torch.device) -> str:
     gpu: Any = torch.cuda.get_device_properties(device)
     # Older versions of PyTorch lack these.
     has_pci = hasattr(gpu, "pci_bus_id")
-    pci = (
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" if has_pci else ""
-    )
+    pci = ""
+    if has_pci:
+        pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return ", ".join(filter(None, (gpu.name, pci, str(getattr(gpu, "uuid", "")))))
 
 
@@ -271,11 +296,9 @@ def _burn_in(bench: _Bench, folder: Path, fp8: str, seconds: float) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     burn_in = BurnIn(bench, folder / f"rank-{bench.rank}.json", fp8)
     # Rank 0 decides how long it lasts, by a file: the GPUs' own messages are under test.
-    store, end, number = (
-        dist.FileStore(str(folder / "store"), bench.world),
-        time.monotonic() + seconds,
-        0,
-    )
+    store = dist.FileStore(str(folder / "store"), bench.world)
+    end = time.monotonic() + seconds
+    number = 0
     try:
         while True:
             number += 1
@@ -294,7 +317,9 @@ def _burn_in(bench: _Bench, folder: Path, fp8: str, seconds: float) -> None:
 
 
 def main(folder: Path, fp8: str, seconds: float = 0) -> None:
-    """Write to ``folder`` this rank's figures, or what the burn-in counts in ``seconds``. ``fp8``: the GPU's format."""
+    """Write to ``folder`` this rank's figures, or what the burn-in counts in ``seconds``. ``fp8``:
+    the GPU's format.
+    """
     bench = _Bench()
     dist.init_process_group("nccl" if bench.on_gpu else "gloo")
     if seconds:
@@ -308,7 +333,9 @@ def main(folder: Path, fp8: str, seconds: float = 0) -> None:
 
 def _benchmarks(bench: _Bench, folder: Path, fp8: str) -> None:
     figures: dict[str, float | str] = {}
-    size = 8192 if bench.on_gpu else 256
+    size = 256
+    if bench.on_gpu:
+        size = 8192
     figures["gemm bf16"] = _gemm_tflops(bench, size)
     if fp8 and bench.on_gpu:
         figures["gemm fp8"] = _gemm_tflops(bench, size, fp8)
@@ -322,7 +349,10 @@ def _benchmarks(bench: _Bench, folder: Path, fp8: str) -> None:
         if not bool((ranks == bench.world * (bench.world + 1) / 2).all()):
             raise RuntimeError("an all-reduce gave a wrong sum")
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
-        message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4) if bench.on_gpu else 1 << 20
+        if bench.on_gpu:
+            message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4)
+        else:
+            message = 1 << 20
         # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
         data = torch.zeros(message // 4, device=bench.device)
         figures["all-reduce"] = 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data))

@@ -1,4 +1,6 @@
-"""Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the comparison of machines."""
+"""Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the
+comparison of machines.
+"""
 
 import importlib.util
 import os
@@ -32,7 +34,8 @@ UNITS = {
     "all-to-all": "GB/s",
 }
 _COLLECTIVES = ("all-reduce", "all-to-all")
-# All GPUs wait for the slowest in every step, so one that is this much below the node's median is reported.
+# All GPUs wait for the slowest in every step, so one that is this much below the node's median is
+# reported.
 _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
@@ -57,8 +60,11 @@ class Measurement:
 
 
 def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
-    """Return the visible GPUs of ``host``, their FP8 format, and the reason if PyTorch cannot use any."""
-    gpus, name = visible(len(host.gpus.names), host.environment), host.gpus.generation
+    """Return the visible GPUs of ``host``, their FP8 format, and the reason if PyTorch cannot use
+    any.
+    """
+    gpus = visible(len(host.gpus.names), host.environment)
+    name = host.gpus.generation
     reason = ""
     if not host.gpus.names:
         reason = "no GPU on this machine"
@@ -70,7 +76,9 @@ def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
-    """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
+    """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing
+    can be measured.
+    """
     gpus, fp8, reason = _usable(host)
     if reason:
         return [finding("no_benchmark", reason=reason)], []
@@ -82,14 +90,19 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
 
 
 def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] | str:
-    """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the matrix units."""
+    """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the
+    matrix units.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
-        folder, deadline = Path(name), time.monotonic() + seconds
+        folder = Path(name)
+        deadline = time.monotonic() + seconds
         if _run(folder, ranks, fp8, 0, lambda: time.monotonic() > deadline):
             if time.monotonic() > deadline:
                 return f"the GPUs did not finish within {seconds:g} s"
             return _failure(folder)
-        return states if all(states := _states(folder, ranks)) else _failure(folder)
+        if all(states := _states(folder, ranks)):
+            return states
+        return _failure(folder)
 
 
 def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[[], bool]) -> int:
@@ -128,10 +141,11 @@ def _failure(folder: Path) -> str:
 def burn_in(
     host: Host, seconds: float, say: Callable[[str], None], patience: float = 120
 ) -> list[Finding]:
-    """Compute, keep and exchange known values on all GPUs for ``seconds``, and name each GPU that gets others.
+    """Compute, keep and exchange known values on all GPUs for ``seconds``, and name each GPU that
+    gets others.
 
-    ``say`` prints progress. A GPU that does not finish a part of it within ``patience`` seconds hangs. Raises HostError
-    if PyTorch cannot use any GPU.
+    ``say`` prints progress. A GPU that does not finish a part of it within ``patience`` seconds
+    hangs. Raises HostError if PyTorch cannot use any GPU.
     """
     gpus, fp8, reason = _usable(host)
     if reason:
@@ -142,19 +156,22 @@ def burn_in(
 
     def hopeless() -> bool:
         nonlocal states, began, changed, reported, hangs
-        now, before = time.monotonic(), states
+        now = time.monotonic()
+        before = states
         states = _states(folder, len(gpus))
         if states != before:
             changed = now
         if not all(before):
             began = now
         if now - reported > _REPORT_SECONDS and all(states):
-            reported, wrong = now, sum(bool(state["wrong"]) for state in states)
-            verdict = (
-                f"{wrong} of {len(gpus)} GPUs with wrong results" if wrong else "no wrong result"
-            )
+            reported = now
+            wrong = sum(bool(state["wrong"]) for state in states)
+            verdict = "no wrong result"
+            if wrong:
+                verdict = f"{wrong} of {len(gpus)} GPUs with wrong results"
             say(
-                f"burn-in: {now - began:.0f} of {seconds:.0f} s, round {states[0]['round']}, {verdict}"
+                f"burn-in: {now - began:.0f} of {seconds:.0f} s, round {states[0]['round']}, "
+                f"{verdict}"
             )
         # Before the first part, PyTorch is loaded.
         hangs = now - changed > patience * (1 if all(states) else 3)
@@ -162,17 +179,25 @@ def burn_in(
 
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
-        code, states = _run(folder, len(gpus), fp8, seconds, hopeless), _states(folder, len(gpus))
-        failure = "" if not code and all(states) else "hangs" if hangs else _failure(folder)
+        code = _run(folder, len(gpus), fp8, seconds, hopeless)
+        states = _states(folder, len(gpus))
+        if not code and all(states):
+            failure = ""
+        elif hangs:
+            failure = "hangs"
+        else:
+            failure = _failure(folder)
     rounds = counted(states[0].get("round", 0), "round")
     findings = [finding("wrong_result", what=text) for text in _wrong(states, gpus, failure)]
     return findings or [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
 
 
 def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
-    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others wait for.
+    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others
+    wait for.
 
-    The first one names the rank that takes part in all that is wrong, if others only receive it from there.
+    The first one names the rank that takes part in all that is wrong, if others only receive it
+    from there.
     """
 
     def part(rank: int, row: Mapping[str, Any]) -> str:
@@ -188,15 +213,17 @@ def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: st
     groups = {tuple(row["ranks"]) for state in states for row in state.get("wrong", ())}
     common = set(range(len(gpus))).intersection(*groups)
     if len(groups) > 1 and len(common) == 1:
-        yield f"{names[common.pop()]}: it takes part in everything that is wrong, and no other GPU does"
+        yield (
+            f"{names[common.pop()]}: it takes part in everything that is wrong, and no other "
+            "GPU does"
+        )
     for rank, state in enumerate(states):
         for row in state.get("wrong", ()):
             when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
             wrong = f"{row['elements']:,} of {row['of']:,} elements are wrong {when}"
             yield f"{names[rank]}: {part(rank, row)}: {wrong}"
-    if errors := [
-        (state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state
-    ]:
+    errors = [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]
+    if errors:
         # The ranks that lose their peer fail later.
         rank = min(errors)[1]
         yield f"{names[rank]}: {part(rank, states[rank])} fails: {states[rank]['error']}"
@@ -210,17 +237,23 @@ def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: st
 
 
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
-    """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
+    """Group the figures of all ranks by benchmark, each with the range expected of the GPU
+    ``name``.
+    """
     rows = []
     for what, unit in UNITS.items():
-        if not (figures := tuple(float(rank[what]) for rank in ranks if what in rank)):
+        figures = tuple(float(rank[what]) for rank in ranks if what in rank)
+        if not figures:
             continue
         row = EXPECTED.get((name, what), {"least": None, "source": "no table knows this GPU"})
         if row.get("gpus") not in (None, len(ranks)):
             row = {"least": None, "source": f"the published figure is of {row['gpus']} GPUs"}
         # A collective has one figure, because all ranks wait for each other.
-        figures = (min(figures),) if what in _COLLECTIVES else figures
-        most, least, source = peak_of(name, what), row["least"], row["source"]
+        if what in _COLLECTIVES:
+            figures = (min(figures),)
+        most = peak_of(name, what)
+        least = row["least"]
+        source = row["source"]
         rows.append(
             Measurement(
                 what=what, unit=unit, figures=figures, least=least, most=most, source=source
@@ -237,13 +270,21 @@ def peak_of(name: str, what: str) -> float | None:
     if what == "memory":
         return gpu.memory.tb_s
     row = peak(gpu, "fp8" if what == "gemm fp8" else "bf16")
-    return row[0] if row else None
+    if row:
+        return row[0]
+    return None
 
 
 def judge(benchmark: Measurement) -> Iterator[Finding]:
-    """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
-    what, unit, figures = benchmark.what, benchmark.unit, benchmark.figures
-    least, most, typical = benchmark.least, benchmark.most, statistics.median(figures)
+    """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as
+    expected.
+    """
+    what = benchmark.what
+    unit = benchmark.unit
+    figures = benchmark.figures
+    least = benchmark.least
+    most = benchmark.most
+    typical = statistics.median(figures)
     remedies = _TABLE["remedies"]
     remedy = remedies.get(what) or remedies["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
     texts: Any = {
@@ -294,7 +335,9 @@ class Node:
 
 
 def read(path: Path) -> Node:
-    """Read a document that ``preflight --json`` wrote. Raises InputError, with the place, for any other file."""
+    """Read a document that ``preflight --json`` wrote. Raises InputError, with the place, for any
+    other file.
+    """
     document = parse_json(read_text(path), str(path))
     if isinstance(document.data, dict):
         document.data.pop("passed", None)
@@ -302,8 +345,11 @@ def read(path: Path) -> Node:
 
 
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
-    """Return (node, finding) for problems that show only between nodes. InputError if a node has two documents."""
-    if twice := [name for name, count in Counter(node.name for node in nodes).items() if count > 1]:
+    """Return (node, finding) for problems that show only between nodes. InputError if a node has
+    two documents.
+    """
+    twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
+    if twice:
         raise InputError(
             f"two documents are from node {twice[0]}", hint="give one document for each node"
         )
@@ -334,7 +380,8 @@ def _odd(
     usual = Counter(of(node) for node in nodes).most_common(1)[0][0]
     for node in nodes:
         if of(node) != usual:
-            what, most = of(node) or "unknown", usual or "an unknown one"
+            what = of(node) or "unknown"
+            most = usual or "an unknown one"
             yield node.name, finding("odd_node", check=check, what=what, usual=most)
 
 
@@ -368,6 +415,8 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
-    """Return one self-contained HTML page: each problem with its remedy, and all checks and figures by nodes."""
+    """Return one self-contained HTML page: each problem with its remedy, and all checks and figures
+    by nodes.
+    """
     problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
     return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems)

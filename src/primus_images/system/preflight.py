@@ -1,4 +1,6 @@
-"""Checks of a machine before a job. Each reads the kernel's files, and names the problem and its remedy."""
+"""Checks of a machine before a job. Each reads the kernel's files, and names the problem and its
+remedy.
+"""
 
 import os
 import re
@@ -14,7 +16,8 @@ from primus_images.system.host import IMAGE_FILE, Finding, Host, Level, finding
 from primus_images.yamlfile import read_values
 
 _GIB = 2**30
-_AMD, _NVIDIA = "0x1002", "0x10de"
+_AMD = "0x1002"
+_NVIDIA = "0x10de"
 # PCI classes: processing accelerators, and display controllers that only compute.
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
@@ -31,9 +34,12 @@ def present(host: Host) -> Iterator[Finding]:
     devices = [path for path, maker in makers.items() if maker in (_AMD, _NVIDIA)]
     # The driver is also bound for GPUs of the host that this container does not see.
     unbound = [makers[path] for path in devices if not (path / "driver").exists()]
-    names, bus = host.gpus.names, len(devices)
+    names = host.gpus.names
+    bus = len(devices)
     if unbound:
-        module = "amdgpu" if _AMD in unbound else "nvidia"
+        module = "nvidia"
+        if _AMD in unbound:
+            module = "amdgpu"
         yield finding("unbound", unbound=len(unbound), bus=bus, module=module)
     elif not names and bus:
         yield finding("unusable", bus=bus)
@@ -59,7 +65,8 @@ def one_generation(host: Host) -> Iterator[Finding]:
 
 def rights(host: Host) -> Iterator[Finding]:
     """Check that the user may open the GPUs' devices."""
-    gpus, option = host.gpus, "--gpus all"
+    gpus = host.gpus
+    option = "--gpus all"
     if gpus.vendor == "amd":
         option = "--device /dev/kfd --device /dev/dri"
         needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
@@ -91,7 +98,9 @@ def visible(host: Host) -> Iterator[Finding]:
         chosen[name] = words
         wrong = [word for word in words if word.isdecimal() and int(word) >= len(host.gpus.names)]
         if wrong or not words or "-1" in words:
-            what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}" if wrong else "no GPU"
+            what = "no GPU"
+            if wrong:
+                what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}"
             yield finding("wrong_choice", name=name, text=text, what=what)
     if len({tuple(words) for words in chosen.values()}) > 1:
         yield finding(
@@ -119,18 +128,21 @@ def driver(host: Host) -> Iterator[Finding]:
     if host.gpus.vendor != "amd":
         yield finding("driver_of_others", vendor=host.gpus.vendor)
         return
-    table, version = _table("drivers.yaml"), host.text("sys/module/amdgpu/version")
+    table = _table("drivers.yaml")
+    version = host.text("sys/module/amdgpu/version")
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
-    row, supporting = table["amdgpu"].get(version), amdgpu_drivers(rocm)
+    row = table["amdgpu"].get(version)
+    supporting = amdgpu_drivers(rocm)
     if row is None or not supporting:
-        what = (
-            f"amdgpu {version or 'of the kernel'}"
-            if row is None
-            else f"ROCm {rocm or 'of unknown version'}"
-        )
+        if row is None:
+            what = f"amdgpu {version or 'of the kernel'}"
+        else:
+            what = f"ROCm {rocm or 'of unknown version'}"
         yield finding("unknown_driver", what=what)
     else:
-        name = "driver" if version in supporting else "other_driver"
+        name = "other_driver"
+        if version in supporting:
+            name = "driver"
         yield finding(name, version=version, row=row, rocm=rocm, source=table["source"])
 
 
@@ -150,7 +162,8 @@ def limits(host: Host) -> Iterator[Finding]:
     """Check the limits for open files, locked memory and processes."""
     soft: dict[str, float] = {}
     for line in host.text("proc/self/limits").splitlines():
-        if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
+        match = re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line)
+        if match:
             soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
     if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
         yield finding("few_files", count=soft["open files"])
@@ -164,35 +177,39 @@ def limits(host: Host) -> Iterator[Finding]:
 
 def shared_memory(host: Host) -> Iterator[Finding]:
     """Check that /dev/shm is large enough for the ranks."""
-    path, gpus = host.root / "dev/shm", len(host.gpus.names)
+    path = host.root / "dev/shm"
+    gpus = len(host.gpus.names)
     # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
-    least, good = gpus * _GIB // 8 if gpus > 1 else _GIB // 32, 8 * _GIB if gpus else _GIB // 32
+    if gpus > 1:
+        least = gpus * _GIB // 8
+    else:
+        least = _GIB // 32
+    if gpus:
+        good = 8 * _GIB
+    else:
+        good = _GIB // 32
     if not path.is_dir():
         yield finding("no_shm")
         return
     total, free = host.bytes_of(path)
-    name = (
-        "small_shm"
-        if total < least
-        else "full_shm"
-        if free < least
-        else "modest_shm"
-        if total < good
-        else "shm"
-    )
+    if total < least:
+        name = "small_shm"
+    elif free < least:
+        name = "full_shm"
+    else:
+        name = "modest_shm" if total < good else "shm"
     yield finding(name, total=total / _GIB, free=free / _GIB, ranks=gpus or 1, least=least / _GIB)
 
 
 def disk(host: Host) -> Iterator[Finding]:
     """Check the free space of the output folder."""
     _, free = host.bytes_of(host.output)
-    name = (
-        "full_disk"
-        if free < _GIB
-        else "small_disk"
-        if free < 20 * _GIB and host.gpus.names
-        else "disk"
-    )
+    if free < _GIB:
+        name = "full_disk"
+    else:
+        name = "disk"
+        if free < 20 * _GIB and host.gpus.names:
+            name = "small_disk"
     yield finding(name, folder=host.output, free=free / _GIB)
 
 
@@ -255,13 +272,16 @@ def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
             yield finding("uncorrected", gpu=name, count=errors["ue"], block=block.name)
         elif int(errors.get("ce", 0)) > 1000:
             yield finding("corrected", gpu=name, count=errors["ce"], block=block.name)
-    if pages := host.text(card / "ras/gpu_vram_bad_pages").splitlines():
+    pages = host.text(card / "ras/gpu_vram_bad_pages").splitlines()
+    if pages:
         yield finding("retired_pages", gpu=name, count=len(pages))
     for what in ("speed", "width"):
-        now, most = host.text(card / f"current_link_{what}"), host.text(card / f"max_link_{what}")
+        now = host.text(card / f"current_link_{what}")
+        most = host.text(card / f"max_link_{what}")
         if now and most and _leading(now) < _leading(most):
             yield finding("pcie_link", gpu=name, what=what, now=now, most=most)
-    used, total = host.text(card / "mem_info_vram_used"), host.text(card / "mem_info_vram_total")
+    used = host.text(card / "mem_info_vram_used")
+    total = host.text(card / "mem_info_vram_total")
     if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
         full: Level = "failed" if int(used) > 0.5 * int(total) else "slow"
         yield finding(
@@ -271,7 +291,9 @@ def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
 
 def _leading(text: str) -> float:
     match = re.match(r"[\d.]+", text)
-    return float(match[0]) if match else 0.0
+    if match:
+        return float(match[0])
+    return 0.0
 
 
 def known_issues(host: Host) -> Iterator[Finding]:
@@ -336,11 +358,14 @@ def preflight(host: Host) -> list[Finding]:
 
 
 def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) -> Iterator[Finding]:
-    """Check the numbers of GPUs and RDMA devices, and the generation of the GPUs, if they are not None.
+    """Check the numbers of GPUs and RDMA devices, and the generation of the GPUs, if they are not
+    None.
 
-    A machine without a GPU is a problem unless ``gpus`` is 0: nothing shows that a job on GPUs would run.
+    A machine without a GPU is a problem unless ``gpus`` is 0: nothing shows that a job on GPUs
+    would run.
     """
-    there, cards = host.gpus.names, fabric.devices(host)
+    there = host.gpus.names
+    cards = fabric.devices(host)
     if not there and gpus is None:
         yield finding("expected_gpu")
     if gpus is not None and len(there) != gpus:
@@ -353,8 +378,11 @@ def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) ->
 
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
-    """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a checkpoint."""
-    started, size = time.monotonic(), 0.0
+    """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a
+    checkpoint.
+    """
+    started = time.monotonic()
+    size = 0.0
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             while size < megabytes and time.monotonic() - started < 10:

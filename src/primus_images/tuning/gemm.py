@@ -1,8 +1,10 @@
-"""The fastest solution of every GEMM, by PyTorch's TunableOp: shapes, measurement on all GPUs, merged result.
+"""The fastest solution of every GEMM, by PyTorch's TunableOp: shapes, measurement on all GPUs,
+merged result.
 
-PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and reads the result in
-later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions. On
-ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only cuBLAS, so nothing gets faster there.
+PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and
+reads the result in later runs. A result begins with lines that name the versions it is valid for;
+PyTorch refuses one of other versions. On ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only
+cuBLAS, so nothing gets faster there.
 """
 
 import fcntl
@@ -18,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primus_images.errors import CheckFailed, InputError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
 from primus_images.recipes.recipe import Recipe
-from primus_images.refusals import refusal
 from primus_images.waits import holders
 
 _RECORDED = ("Gemm", "ScaledGemm")
-# Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
+# Shapes that one process measures before it saves the results. An interruption loses at most this
+# many per GPU.
 _PART = 16
 # Results are read per device: PyTorch replaces %d by the device's number.
 _DEVICES = 16
@@ -37,7 +39,9 @@ _NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a result is valid for: the version of PyTorch, the GPU's architecture and the recipe's hash."""
+    """What a result is valid for: the version of PyTorch, the GPU's architecture and the recipe's
+    hash.
+    """
 
     pytorch: str
     arch: str
@@ -62,7 +66,8 @@ class Key:
 
 
 class Place:
-    """The files of one recipe below ``root``: a folder of recorded ``shapes``, the result, and the key of the result.
+    """The files of one recipe below ``root``: a folder of recorded ``shapes``, the result, and the
+    key of the result.
 
     ``tuned`` is the file name of the result, with %d for the device's number.
     """
@@ -74,7 +79,9 @@ class Place:
 
 
 def dumping(place: Place, node: str) -> dict[str, str]:
-    """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""
+    """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's
+    number.
+    """
     return {
         **_READING,
         "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
@@ -85,7 +92,9 @@ def dumping(place: Place, node: str) -> dict[str, str]:
 
 
 def read_shapes(folder: Path) -> list[str]:
-    """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if there is none."""
+    """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if
+    there is none.
+    """
     shapes: dict[str, None] = {}
     for file in sorted(folder.glob("*.csv")):
         # If the process was killed, its last line can be truncated at any point.
@@ -94,17 +103,22 @@ def read_shapes(folder: Path) -> list[str]:
             if line.startswith(_RECORDED) and "," in line:
                 shapes[",".join(line.split(",")[:2])] = None
     if not shapes:
-        raise refusal("no_gemm", folder=folder)
+        raise InputError(
+            f"no GEMM is recorded in {folder}",
+            hint="the stage dump records them: primus tune gemm RECIPE --stage dump",
+        )
     return list(shapes)
 
 
 def measure(
     shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable
 ) -> tuple[list[str], list[str]]:
-    """Measure every shape, a part at a time on each of ``gpus``. Finished parts in ``folder`` are reused.
+    """Measure every shape, a part at a time on each of ``gpus``. Finished parts in ``folder`` are
+    reused.
 
-    Returns the lines of PyTorch's file: those that name versions, and one ``OPERATION,SHAPE,SOLUTION,TIME`` for each
-    GEMM. Raises CheckFailed if PyTorch fails, after the parts in progress have ended.
+    Returns the lines of PyTorch's file: those that name versions, and one
+    ``OPERATION,SHAPE,SOLUTION,TIME`` for each GEMM. Raises CheckFailed if PyTorch fails, after the
+    parts in progress have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = [shapes[start : start + _PART] for start in range(0, len(shapes), _PART)]
@@ -130,7 +144,8 @@ def measure(
 
 
 def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: str) -> Path:
-    todo, done = folder / f"part-{number}.todo.csv", folder / f"part-{number}.csv"
+    todo = folder / f"part-{number}.todo.csv"
+    done = folder / f"part-{number}.csv"
     text = "\n".join(shapes) + "\n"
     if done.is_file() and todo.is_file() and todo.read_text(encoding="utf-8") == text:
         return done
@@ -165,13 +180,19 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         lines = [line[:300] for line in ended.stderr.splitlines() if line.strip()] or [
             "it wrote no result"
         ]
-        raise refusal("unmeasured_gemms", count=len(shapes), gpu=gpu, reason=lines[-1])
+        reason = lines[-1]
+        raise CheckFailed(
+            f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: {reason}",
+            hint="finished parts are kept; run it again to continue",
+        )
     result.replace(done)
     return done
 
 
 def merge(place: Place, key: Key, lines: Sequence[str]) -> None:
-    """Write the lines of a result for every device, and its key. A result without a matching key is not used."""
+    """Write the lines of a result for every device, and its key. A result without a matching key is
+    not used.
+    """
     place.tuned.parent.mkdir(parents=True, exist_ok=True)
     place.key.unlink(missing_ok=True)
     for device in range(_DEVICES):
@@ -197,7 +218,9 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
             if stored.get(name) != value
         ]
     except (OSError, ValueError, AttributeError):
-        raise refusal("no_key", tuned=tuned, key=place.key) from None
+        raise InputError(
+            f"{tuned} has no valid key: {place.key} is missing or damaged", hint="tune again"
+        ) from None
     if differences:
         raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
     return {**_READING, "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
@@ -214,14 +237,17 @@ def folder_of(recipe: str, below: Path) -> Path:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder while the context is open. Raises HostError if another process holds the lock."""
+    """Lock the folder while the context is open. Raises HostError if another process holds the
+    lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "lock"
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise refusal(
-                "tuned_now", folder=folder, holders=holders(lock.fileno(), path)
+            raise HostError(
+                f"another process tunes in {folder}: {holders(lock.fileno(), path)}",
+                hint="run it again when that has ended, or choose another --folder",
             ) from error
         yield

@@ -1,7 +1,9 @@
-"""The search for a recipe's fastest settings: the candidates, the order of trying them, and the file to write.
+"""The search for a recipe's fastest settings: the candidates, the order of trying them, and the
+file to write.
 
-The tokens of an optimizer step never change: a candidate with a smaller micro batch accumulates more of them. Each is
-measured by a short training run in a process of its own, whose result is kept.
+The tokens of an optimizer step never change: a candidate with a smaller micro batch accumulates
+more of them. Each is measured by a short training run in a process of its own, whose result is
+kept.
 """
 
 import errno
@@ -17,14 +19,13 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from primus_images.errors import HostError, InputError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import read_sealed, write_sealed
 from primus_images.recipes.load import beside, is_path
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.rules import predict
 from primus_images.recipes.setting import CHOICES
-from primus_images.refusals import refusal
 from primus_images.training.run import failure, processes
 from primus_images.training.run.logs import read_run
 from primus_images.training.run.outcome import RunResult, read_result
@@ -38,8 +39,9 @@ _COMPARED = 3
 class Point(NamedTuple):
     """One candidate.
 
-    ``words`` are the settings that differ from the start. ``peak`` is the predicted memory of one rank in bytes,
-    None on a CPU. ``out`` is the reason why it is not tried, or empty. ``recipe`` is None if it cannot be resolved.
+    ``words`` are the settings that differ from the start. ``peak`` is the predicted memory of one
+    rank in bytes, None on a CPU. ``out`` is the reason why it is not tried, or empty. ``recipe`` is
+    None if it cannot be resolved.
     """
 
     turbo: str
@@ -62,10 +64,11 @@ def candidates(
     available: float | None,
     missing: Callable[[tuple[str, ...]], Sequence[str]],
 ) -> list[Point]:
-    """Every combination of optimizations, checkpointing and micro batch; the first is ``start``, a recipe ``source``.
+    """Every combination of optimizations, checkpointing and micro batch; the first is ``start``, a
+    recipe ``source``.
 
-    ``available`` are the bytes of a rank that may be used, None on a CPU. ``missing`` returns the packages that
-    optimizations need and this machine lacks.
+    ``available`` are the bytes of a rank that may be used, None on a CPU. ``missing`` returns the
+    packages that optimizations need and this machine lacks.
     """
     knows = start.knows
     share = start.global_batch // start.data_parallel
@@ -76,16 +79,19 @@ def candidates(
     ):
         words = [*of_turbo, *of_checkpointing]
         if words or batch != start.local_batch:
-            # Named even where it is the start's: with other settings, another of a recipe's list may fit.
+            # Named even where it is the start's: with other settings, another of a recipe's list
+            # may fit.
             words.append(f"{knows.key('local_batch')}={batch}")
         if batch != start.local_batch:
-            # Otherwise the backend would use the new micro batch times the ranks as the global batch.
+            # Otherwise the backend would use the new micro batch times the ranks as the global
+            # batch.
             words.append(f"{knows.key('global_batch')}={start.global_batch}")
         if batch % start.find("validation.accumulation", 1):
             # Turn off checks that add accumulation steps.
             words.append("validation.accumulation=1")
         peak: float | None = None
-        out, recipe = "", None
+        out = ""
+        recipe = None
         try:
             recipe = resolve(source, start.overrides, start.choices, words)
             # With `auto`, a missing package only turns its optimization off.
@@ -100,25 +106,27 @@ def candidates(
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    names, setting = chosen(start), start.settings.get("turbo")
-    title = (
-        setting.value
-        if setting and isinstance(setting.value, str)
-        else ",".join(names)
-        if setting
-        else AUTO
-    )
+    names = chosen(start)
+    setting = start.settings.get("turbo")
+    if setting and isinstance(setting.value, str):
+        title = setting.value
+    elif setting:
+        title = ",".join(names)
+    else:
+        title = AUTO
     searched = usable(start) and not (setting and setting.origin.startswith("command line"))
     others = [word for word in (OFF, AUTO) if searched and word != title]
     return [(title, ()), *((word, (f"turbo={word}",)) for word in others)]
 
 
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    head, rows = start.backend, start.knows.checkpointing
+    head = start.backend
+    rows = start.knows.checkpointing
     current = "as the recipe"
     others = []
     for row in rows:
-        key, title = next(iter(row)), " ".join(map(str, row.values()))
+        key = next(iter(row))
+        title = " ".join(map(str, row.values()))
         values = {
             name: start.settings[f"{head}.{name}"].value
             for name in row
@@ -134,9 +142,9 @@ def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
 def search(points: Sequence[Point], measure: Callable[[Point], float | None]) -> Point | None:
     """Return the fastest point, or None if the start, ``points[0]``, has no rate.
 
-    One setting at a time: first the optimizations, then for each checkpointing the largest micro batch and smaller
-    ones, as long as that helps; once more if something changed. ``measure`` returns tokens per second, or None for a
-    point that failed; it is called once for each point.
+    One setting at a time: first the optimizations, then for each checkpointing the largest micro
+    batch and smaller ones, as long as that helps; once more if something changed. ``measure``
+    returns tokens per second, or None for a point that failed; it is called once for each point.
     """
     rates: dict[tuple[str, ...], float | None] = {}
 
@@ -172,30 +180,43 @@ def search(points: Sequence[Point], measure: Callable[[Point], float | None]) ->
 
 
 def different(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str:
-    """Return how ``losses`` of the first steps differ from ``wanted`` by more than ``tolerance`` (relative), or ""."""
+    """Return how ``losses`` of the first steps differ from ``wanted`` by more than ``tolerance``
+    (relative), or "".
+    """
     for step, (here, there) in enumerate(
         zip(losses[:_COMPARED], reference[:_COMPARED], strict=False), 1
     ):
         if not abs(here - there) <= tolerance * abs(there):
-            return f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than {tolerance:.0e} apart"
-    return "" if losses else "it reported no loss"
+            return (
+                f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than "
+                f"{tolerance:.0e} apart"
+            )
+    if losses:
+        return ""
+    return "it reported no loss"
 
 
 def overlay(
     source: str, winner: Recipe, leave: Sequence[str], because: str, command: str, file: Path
 ) -> str:
-    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets the values that were found.
+    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets the values
+    that were found.
 
-    ``leave`` are keys that only the measurement set. The user's key=value arguments become part of the file.
+    ``leave`` are keys that only the measurement set. The user's key=value arguments become part of
+    the file.
     """
     keys = []
     for word in winner.overrides:
         key = word.partition("=")[0]
-        key = key if key in winner.settings else f"{winner.backend}.{key}"
+        if key not in winner.settings:
+            key = f"{winner.backend}.{key}"
         if key not in leave:
             keys.append(key)
     below = file.absolute().parent
-    use = os.path.relpath(winner.path, below) if is_path(source) else winner.path.name
+    if is_path(source):
+        use = os.path.relpath(winner.path, below)
+    else:
+        use = winner.path.name
     when = {choice: winner.settings[choice].value for choice in CHOICES}
     lines = [f"# Written by: {command}", f"uses: [{json.dumps(use)}]"]
     for name in winner.section("assets"):
@@ -222,10 +243,11 @@ _SAID = "primus train: "
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one run. ``reason`` is why it does not count, or empty; ``seconds`` is its wall time.
+    """The result of one run. ``reason`` is why it does not count, or empty; ``seconds`` is its wall
+    time.
 
-    ``tokens_per_second`` is the median of a rank after the warm-up, ``memory_gib`` the peak, ``losses`` those of
-    all steps.
+    ``tokens_per_second`` is the median of a rank after the warm-up, ``memory_gib`` the peak,
+    ``losses`` those of all steps.
     """
 
     tokens_per_second: float | None
@@ -236,10 +258,11 @@ class Result:
 
 
 class Search:
-    """The runs of a search for a recipe ``source``, with their results in ``folder``; each may take ``limit`` seconds.
+    """The runs of a search for a recipe ``source``, with their results in ``folder``; each may take
+    ``limit`` seconds.
 
-    ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and the winner. There are
-    ``pairs`` of them. ``say`` prints progress.
+    ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and
+    the winner. There are ``pairs`` of them. ``say`` prints progress.
     """
 
     def __init__(
@@ -255,8 +278,13 @@ class Search:
     ) -> None:
         self.rows: list[tuple[Point, Result]] = []
         self.finals: tuple[list[float], list[float]] = [], []
-        self._start, self._source, self._folder, self._pairs = points[0], source, folder, pairs
-        self._limit, self._warmup, self._say = limit, warmup, say
+        self._start = points[0]
+        self._source = source
+        self._folder = folder
+        self._pairs = pairs
+        self._limit = limit
+        self._warmup = warmup
+        self._say = say
         self._most = sum(not point.out for point in points) + 2 * pairs
         self._runs = 0
 
@@ -268,19 +296,23 @@ class Search:
             reason = different(result.losses, self.rows[0][1].losses, tolerance)
             result = replace(result, reason=reason)
         self.rows.append((point, result))
-        return None if result.reason else result.tokens_per_second
+        if result.reason:
+            return None
+        return result.tokens_per_second
 
     def pairs(self, winner: Point) -> tuple[float, float]:
         """Run the start and ``winner`` in turns. Raises CheckFailed if a run fails.
 
-        Returns the winner's gain in tokens/s (0.1: 10 % faster), and the spread, the larger (max − min) ÷ median.
+        Returns the winner's gain in tokens/s (0.1: 10 % faster), and the spread, the larger (max −
+        min) ÷ median.
         """
         for number in range(1, self._pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
                 result = self._result(point, number)
                 if result.reason or result.tokens_per_second is None:
-                    raise refusal(
-                        "failed_again", title=point.title, reason=result.reason, folder=self._folder
+                    raise CheckFailed(
+                        f"{point.title} ran once and then failed: {result.reason}",
+                        hint=f"the log is in {self._folder}; delete that folder to search again",
                     )
                 rates.append(result.tokens_per_second)
         before, after = map(statistics.median, self.finals)
@@ -292,21 +324,24 @@ class Search:
         if point.recipe is None:
             raise InputError(point.out)
         result = self.known(point.recipe, number)
-        suffix = " (kept from before)" if result else ""
+        suffix = ""
+        if result:
+            suffix = " (kept from before)"
         if result is None:
             self._say(f"run {self._runs + 1} of at most {self._most}: {point.title}")
             result = self.run(point.recipe, number)
         self._runs += 1
-        rate = (
-            f"{result.tokens_per_second:,.0f} tokens/s/rank"
-            if result.tokens_per_second
-            else result.reason
-        )
+        if result.tokens_per_second:
+            rate = f"{result.tokens_per_second:,.0f} tokens/s/rank"
+        else:
+            rate = result.reason
         self._say(f"  {point.title}: {rate}{suffix}")
         return result
 
     def known(self, recipe: Recipe, number: int) -> Result | None:
-        """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts as none."""
+        """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts
+        as none.
+        """
         stored = read_sealed(self._output(recipe, number).with_suffix(".json"))
         try:
             return Result(**{**stored, "losses": tuple(stored["losses"])})
@@ -324,11 +359,15 @@ class Search:
                 shutil.rmtree(output / large, ignore_errors=True)
             if any(text in result.reason for text in (failure.DISK_FULL.text, "the disk is full")):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            # Do not save a failure for lack of a requirement, which may be installed at the next start.
+            # Do not save a failure for lack of a requirement, which may be installed at the next
+            # start.
             if code != HostError.exit_code:
                 write_sealed(output.with_suffix(".json"), asdict(result))
         except OSError as error:
-            raise refusal("no_room", folder=self._folder, error=error.strerror) from error
+            raise HostError(
+                f"cannot write to {self._folder}: {error.strerror}",
+                hint="make room there, and run the same command again: finished runs are kept",
+            ) from error
         return result
 
     def _output(self, recipe: Recipe, number: int) -> Path:
@@ -344,7 +383,8 @@ class Search:
             "--json",
         ]
         words += ["--compile-cache", str(self._folder / "compiled")]
-        end, lines = time.monotonic() + self._limit, list[str]()
+        end = time.monotonic() + self._limit
+        lines = list[str]()
         ended = processes.run(
             [sys.executable, "-m", "primus_images.cli.main", "train", *words],
             log=output.with_suffix(".log"),
@@ -358,7 +398,8 @@ class Search:
             run = RunResult(exit_code=1)
         series = read_run(output)
         rates = [step.tokens_per_second for step in series.steps[self._warmup :]]
-        reason, late = run.cause, ended.seconds > self._limit
+        reason = run.cause
+        late = ended.seconds > self._limit
         if late:
             reason = f"it took longer than {self._limit:g} s"
         elif not reason and not run.passed:

@@ -1,8 +1,8 @@
 """Frozen linear layers together with LoRA's adapters, forward and backward.
 
-An adapter's products are so thin that they cost their memory traffic. Layers with the same input therefore share them:
-the input is multiplied once by the first matrices of all their adapters, and so is its gradient. The second product is
-added to the frozen layer's while it is written.
+An adapter's products are so thin that they cost their memory traffic. Layers with the same input
+therefore share them: the input is multiplied once by the first matrices of all their adapters, and
+so is its gradient. The second product is added to the frozen layer's while it is written.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from primus_images.turbo.optimizations import CALLS
 
 # The layers of a block that have the same input, in the order in which transformers calls them.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROWS, _COLUMNS, _RANKS = 32, 128, 64
+_ROWS = 32
+_COLUMNS = 128
+_RANKS = 64
 
 
 @triton.jit
@@ -70,8 +72,8 @@ def add_low_rank(
 ) -> torch.Tensor:
     """Return the sum of ``parts`` and of ``factor · rows @ columns.T``, added in float32.
 
-    ``parts`` are one to three tensors [tokens, width], ``rows`` [tokens, ranks], whose columns are contiguous, and
-    ``columns`` [width, ranks].
+    ``parts`` are one to three tensors [tokens, width], ``rows`` [tokens, ranks], whose columns are
+    contiguous, and ``columns`` [width, ranks].
     """
     CALLS["add_low_rank"] += 1
     if not rows.is_cuda:
@@ -108,8 +110,9 @@ add_low_rank.register_fake(lambda parts, _rows, _columns, _factor: torch.empty_l
 
 @torch._dynamo.allow_in_graph
 class _Adapted(torch.autograd.Function):
-    """``tensors``: the first matrices of all adapters, then the second ones, then the frozen weights of all layers: one
-    matrix each, or what :func:`primus_images.turbo.fp8.frozen` returns if there is a ``config`` of FP8.
+    """``tensors``: the first matrices of all adapters, then the second ones, then the frozen
+    weights of all layers: one matrix each, or what :func:`primus_images.turbo.fp8.frozen` returns
+    if there is a ``config`` of FP8.
     """
 
     @staticmethod
@@ -117,25 +120,38 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, factor: float, config: Any, count: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
-        firsts, seconds, weights = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        firsts = tensors[:count]
+        seconds = tensors[count : 2 * count]
+        weights = tensors[2 * count :]
         together = torch.cat(firsts)
         inner = (flat @ together.t()).split([len(first) for first in firsts], dim=1)
         outs = []
         for rows, second, weight in zip(inner, seconds, _of_layers(weights, count), strict=True):
-            product = fp8.frozen_product(flat, weight, config) if config else flat @ weight[0].t()
+            if config:
+                product = fp8.frozen_product(flat, weight, config)
+            else:
+                product = flat @ weight[0].t()
             outs.append(
                 add_low_rank([product], rows, second, factor).view(*x.shape[:-1], len(second))
             )
         ctx.save_for_backward(flat, together, *inner, *seconds, *weights)
-        ctx.factor, ctx.config, ctx.count = factor, config, count
+        ctx.factor = factor
+        ctx.config = config
+        ctx.count = count
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flat, together, *rest = ctx.saved_tensors
-        count, factor, config = ctx.count, ctx.factor, ctx.config
-        inner, seconds, weights = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        of_inner, of_seconds, of_x = [], [], []
+        count = ctx.count
+        factor = ctx.factor
+        config = ctx.config
+        inner = rest[:count]
+        seconds = rest[count : 2 * count]
+        weights = rest[2 * count :]
+        of_inner = []
+        of_seconds = []
+        of_x = []
         for grad, rows, second, weight in zip(
             grads, inner, seconds, _of_layers(weights, count), strict=True
         ):
@@ -165,10 +181,12 @@ def adapted(
     factor: float,
     config: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``x @ weight.T + factor · x @ first.T @ second.T`` of each layer, with gradients of ``x`` and adapters.
+    """Return ``x @ weight.T + factor · x @ first.T @ second.T`` of each layer, with gradients of
+    ``x`` and adapters.
 
-    ``x`` is [..., in]; an adapter is ``first`` [rank, in] and ``second`` [out, rank]. A layer's weights are one matrix
-    [out, in], or what :func:`primus_images.turbo.fp8.frozen` returns with torchao's ``config``.
+    ``x`` is [..., in]; an adapter is ``first`` [rank, in] and ``second`` [out, rank]. A layer's
+    weights are one matrix [out, in], or what :func:`primus_images.turbo.fp8.frozen` returns with
+    torchao's ``config``.
     """
     firsts, seconds = zip(*adapters, strict=True)
     flat = [tensor for weight in weights for tensor in weight]
@@ -206,7 +224,9 @@ class _Group:
 
 
 def attach(model: torch.nn.Module) -> None:
-    """Let PEFT's linear layers in ``model``, frozen in FP8 or of a 16-bit type, compute as :func:`adapted` does."""
+    """Let PEFT's linear layers in ``model``, frozen in FP8 or of a 16-bit type, compute as
+    :func:`adapted` does.
+    """
     for parent in model.modules():
         children = {
             name: child for name, child in parent.named_children() if hasattr(child, "lora_A")
@@ -215,7 +235,10 @@ def attach(model: torch.nn.Module) -> None:
             layers = [children[name] for name in names]
             group = _Group(layers)
             for layer in layers:
-                layer.forward = group.first if layer is layers[0] else group.next
+                if layer is layers[0]:
+                    layer.forward = group.first
+                else:
+                    layer.forward = group.next
 
 
 def _groups(names: Sequence[str]) -> list[Sequence[str]]:

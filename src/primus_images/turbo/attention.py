@@ -1,4 +1,6 @@
-"""Attention and rotary positions. Flash Attention 4 is wrapped as PyTorch operators that a compiled model can call."""
+"""Attention and rotary positions. Flash Attention 4 is wrapped as PyTorch operators that a compiled
+model can call.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -82,13 +84,15 @@ def flash_attention_4(
     window: int = 0,
     causal: bool = True,
 ) -> torch.Tensor:
-    """Return attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
+    """Return attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have
+    fewer heads.
 
-    ``scale`` multiplies the logits (default: size ** -0.5). ``window`` is the number of tokens that each token sees,
-    including itself; 0 for all before it. Without ``causal``, each token sees all tokens. Supports BF16 and FP16 on
-    NVIDIA sm_90 and later.
+    ``scale`` multiplies the logits (default: size ** -0.5). ``window`` is the number of tokens that
+    each token sees, including itself; 0 for all before it. Without ``causal``, each token sees all
+    tokens. Supports BF16 and FP16 on NVIDIA sm_90 and later.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     return _forward(q, k, v, scale, window if causal else _EVERYTHING)[0]
 
 
@@ -100,11 +104,16 @@ def flash_attention_2(
     scale: float | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Return causal attention as :func:`flash_attention_4` does, by Flash Attention 2, which runs on AMD GPUs."""
+    """Return causal attention as :func:`flash_attention_4` does, by Flash Attention 2, which runs
+    on AMD GPUs.
+    """
     from flash_attn import flash_attn_func
 
     CALLS["flash_attention_2"] += 1
-    seen = (window - 1, 0) if window else (-1, -1)
+    if window:
+        seen = (window - 1, 0)
+    else:
+        seen = (-1, -1)
     return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
 
 
@@ -116,7 +125,8 @@ FLASH: Mapping[str, Callable[..., torch.Tensor]] = {
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Any:
-    """Return the mask for :func:`windowed_attention`: which blocks of 128 × 128 pairs contain visible ones.
+    """Return the mask for :func:`windowed_attention`: which blocks of 128 × 128 pairs contain
+    visible ones.
 
     On a CPU, where flex_attention has no backward pass, it is a mask of all pairs.
     """
@@ -136,7 +146,9 @@ def _block_mask(length: int, window: int, device: torch.device) -> Any:
 
 
 def seen_within(window: int) -> Any:
-    """Return a function for flex_attention: ``query`` sees ``key`` if it is one of the last ``window`` tokens."""
+    """Return a function for flex_attention: ``query`` sees ``key`` if it is one of the last
+    ``window`` tokens.
+    """
 
     def seen(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (query - key < window)
@@ -147,10 +159,11 @@ def seen_within(window: int) -> Any:
 def windowed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
 ) -> torch.Tensor:
-    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size], heads may be
-    grouped.
+    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size],
+    heads may be grouped.
 
-    Compiled, it is one Triton kernel in each direction, which skips blocks without visible pairs, on any GPU.
+    Compiled, it is one Triton kernel in each direction, which skips blocks without visible pairs,
+    on any GPU.
     """
     parts = tuple(part.transpose(1, 2) for part in (q, k, v))
     if isinstance(mask, torch.Tensor):
@@ -165,7 +178,9 @@ def windowed_attention(
 
 
 def attend_in_diffusers() -> None:
-    """Make the FLUX transformer of diffusers use Flash Attention 4. Its tensors are [batch, tokens, heads, size]."""
+    """Make the FLUX transformer of diffusers use Flash Attention 4. Its tensors are [batch, tokens,
+    heads, size].
+    """
     from diffusers.models.transformers import transformer_flux
 
     def attend(
@@ -179,7 +194,9 @@ def attend_in_diffusers() -> None:
 
 
 def attend_in_transformers(name: str) -> str:
-    """Register one of :data:`FLASH` with Hugging Face's models. Returns the name for ``attn_implementation``."""
+    """Register one of :data:`FLASH` with Hugging Face's models. Returns the name for
+    ``attn_implementation``.
+    """
     from transformers import AttentionInterface
 
     def attend(
@@ -193,7 +210,9 @@ def attend_in_transformers(name: str) -> str:
     ) -> tuple[torch.Tensor, None]:
         if attention_mask is not None:
             raise RuntimeError(f"{name} takes no mask: these sequences are not packed")
-        window = sliding_window if sliding_window and sliding_window < query.shape[2] else 0
+        window = 0
+        if sliding_window and sliding_window < query.shape[2]:
+            window = sliding_window
         return FLASH[name](
             *(part.transpose(1, 2) for part in (query, key, value)), window=window
         ), None
@@ -203,9 +222,11 @@ def attend_in_transformers(name: str) -> str:
 
 
 class Attention(torch.nn.Module):
-    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [batch, heads, tokens, size].
+    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [batch, heads, tokens,
+    size].
 
-    ``attend`` is causal attention with tensors [batch, tokens, heads, size], and the ``scale`` of the logits.
+    ``attend`` is causal attention with tensors [batch, tokens, heads, size], and the ``scale`` of
+    the logits.
     """
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
@@ -228,7 +249,9 @@ class Attention(torch.nn.Module):
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbors in the last dimension of ``x`` by ``turn`` [..., size ÷ 2, 2], cosine and sine, in float32."""
+    """Rotate neighbors in the last dimension of ``x`` by ``turn`` [..., size ÷ 2, 2], cosine and
+    sine, in float32.
+    """
     real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = turn.unbind(-1)
     rotated = torch.stack(

@@ -18,8 +18,8 @@ SCALE_FP8: float = _LIMITS["scale_fp8"]
 class Compared:
     """One tensor that a kernel computed, beside the same in float64 and by plain PyTorch.
 
-    All have the same shape. Without ``exact``, ``out`` must have the bits of ``plain``. ``floor`` is a relative error
-    that is always allowed, for results with few numbers.
+    All have the same shape. Without ``exact``, ``out`` must have the bits of ``plain``. ``floor``
+    is a relative error that is always allowed, for results with few numbers.
     """
 
     label: str
@@ -38,15 +38,15 @@ class Compared:
                 tensor.contiguous().view(torch.uint8) for tensor in (self.out, self.plain)
             )
             other = int((bits != plain_bits).sum())
-            return (
-                f"has {other:,} other bytes than plain PyTorch, of {bits.numel():,}"
-                if other
-                else ""
-            )
+            if other:
+                return f"has {other:,} other bytes than plain PyTorch, of {bits.numel():,}"
+            return ""
         out, plain, exact = (_rows(tensor) for tensor in (self.out, self.plain, self.exact))
-        if count := int((~torch.isfinite(out)).sum()):
+        count = int((~torch.isfinite(out)).sum())
+        if count:
             return f"has {count:,} values that are not finite, of {out.numel():,}"
-        error, accepted = out - exact, plain - exact
+        error = out - exact
+        accepted = plain - exact
         typical = exact.square().mean().sqrt().clamp(min=1e-300)
         for part, limit, ratios in (
             ("as a whole", _LIMITS["all"], [_relative(e, exact, None) for e in (error, accepted)]),
@@ -69,11 +69,15 @@ class Compared:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     wide = tensor.detach().double()
-    return wide.reshape(-1, wide.shape[-1]) if wide.dim() > 1 else wide.reshape(1, -1)
+    if wide.dim() > 1:
+        return wide.reshape(-1, wide.shape[-1])
+    return wide.reshape(1, -1)
 
 
 def _relative(error: torch.Tensor, exact: torch.Tensor, dim: int | None) -> float:
-    """Return the norm of ``error`` ÷ that of ``exact``; with ``dim``, the largest over all rows (1) or columns (0)."""
+    """Return the norm of ``error`` ÷ that of ``exact``; with ``dim``, the largest over all rows (1)
+    or columns (0).
+    """
     if dim is None:
         return float(error.norm() / exact.norm().clamp(min=1e-300))
     sizes = exact.norm(dim=dim)
@@ -117,13 +121,16 @@ def three_ways(
     make: Maker,
     factor: float = SCALE,
 ) -> Rows:
-    """Compare results and gradients of ``function`` with those of ``plain`` and of ``exact``, in float64."""
+    """Compare results and gradients of ``function`` with those of ``plain`` and of ``exact``, in
+    float64.
+    """
     results: list[tuple[torch.Tensor, ...]] = []
     grads: list[torch.Tensor] = []
     for call, dtype in ((function, None), (plain, None), (exact, torch.float64)):
         leaves = leaves_of(*inputs, dtype=dtype)
         outputs = call(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
         grads = grads or [
             make.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out)
             for out in outputs
@@ -134,7 +141,10 @@ def three_ways(
         results.append((*(out.detach() for out in outputs), *gradients))
         del outputs, gradients, leaves
     for label, out, usual, best in zip(labels, *results, strict=True):
-        floor = 0.0 if out.dim() else _LIMITS["alone"]
+        if out.dim():
+            floor = 0.0
+        else:
+            floor = _LIMITS["alone"]
         yield Compared(label=label, out=out, plain=usual, exact=best, floor=floor, factor=factor)
 
 

@@ -1,10 +1,13 @@
-"""Send tokens to the experts that the router chose, multiply by their weights and add up the results.
+"""Send tokens to the experts that the router chose, multiply by their weights and add up the
+results.
 
-torchtitan copies each row four times on its way to the experts, and PyTorch's gradient of such a copy sorts the indices
-again. Here one kernel gathers rows and another adds them up. Each kernel computes the gradient of the other.
+torchtitan copies each row four times on its way to the experts, and PyTorch's gradient of such a
+copy sorts the indices again. Here one kernel gathers rows and another adds them up. Each kernel
+computes the gradient of the other.
 
-Products are QuACK's (quack-kernels, a requirement of Flash Attention 4). PyTorch's grouped product assigns tiles to all
-SMs before it starts, so it takes twice as long while NCCL holds a few of them, as FSDP's collectives do in every layer.
+Products are QuACK's (quack-kernels, a requirement of Flash Attention 4). PyTorch's grouped product
+assigns tiles to all SMs before it starts, so it takes twice as long while NCCL holds a few of them,
+as FSDP's collectives do in every layer.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ ALIGNMENT = 8
 class Routes(NamedTuple):
     """Which row of the experts' input holds each choice of a token.
 
-    ``rows`` [tokens, choices] int32: the row of each choice. ``choices`` [all rows] int32: the choice in each row, as
-    token × choices per token + index of the choice; -1 in padding. ``counts`` [experts] int32: the rows of each expert,
-    padding included, a multiple of :data:`ALIGNMENT` and never 0.
+    ``rows`` [tokens, choices] int32: the row of each choice. ``choices`` [all rows] int32: the
+    choice in each row, as token × choices per token + index of the choice; -1 in padding.
+    ``counts`` [experts] int32: the rows of each expert, padding included, a multiple of
+    :data:`ALIGNMENT` and never 0.
     """
 
     rows: torch.Tensor
@@ -115,7 +119,8 @@ def _add_up(
 
 
 def _gathered(x: torch.Tensor, routing: Routes) -> torch.Tensor:
-    width, per_token = x.shape[1], routing.rows.shape[1]
+    width = x.shape[1]
+    per_token = routing.rows.shape[1]
     if not x.is_cuda:
         padded = torch.cat((x, x.new_zeros(1, width)))
         return padded[
@@ -168,13 +173,15 @@ def _summed(
 def _weighted_back(
     gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, routing: Routes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    per_token, width = routing.rows.shape[1], experts.shape[1]
+    per_token = routing.rows.shape[1]
+    width = experts.shape[1]
     if not experts.is_cuda:
         spread = _gathered(gradient, routing).float()
         factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[routing.choices.long()]
         dots = (spread * experts.float()).sum(1)[routing.rows.long()]
         return (spread * factors[:, None]).to(experts.dtype), dots.to(weights.dtype)
-    out, dots = torch.empty_like(experts), torch.empty_like(weights)
+    out = torch.empty_like(experts)
+    dots = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     _spread[(len(out),)](
         gradient,
@@ -221,7 +228,8 @@ class _Combine(torch.autograd.Function):
         base: torch.Tensor | None,
         *routing: torch.Tensor,
     ) -> torch.Tensor:
-        experts, weights = experts.contiguous(), weights.contiguous()
+        experts = experts.contiguous()
+        weights = weights.contiguous()
         ctx.save_for_backward(experts, weights, *routing)
         ctx.based = base is not None
         return _summed(
@@ -237,7 +245,9 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
-    """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``. Padding is zero."""
+    """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``.
+    Padding is zero.
+    """
     CALLS["moe_dispatch"] += 1
     return _Dispatch.apply(x, *routing)
 
@@ -247,8 +257,8 @@ def combine(
 ) -> torch.Tensor:
     """Return ``base`` [tokens, width] plus the weighted sum of each token's rows of ``experts``.
 
-    ``weights`` [tokens, choices] are float32. The sum is computed in float32, in the order of the choices, and rounded
-    once.
+    ``weights`` [tokens, choices] are float32. The sum is computed in float32, in the order of the
+    choices, and rounded once.
     """
     CALLS["moe_combine"] += 1
     return _Combine.apply(experts, weights, base, *routing)
@@ -278,7 +288,8 @@ def _expert_rows(
     x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     CALLS["expert_rows"] += 1
-    weights = weights.mT if transposed else weights
+    if transposed:
+        weights = weights.mT
     if not x.is_cuda:
         parts = [
             x[first:end] @ w
@@ -312,7 +323,7 @@ _expert_weights.register_fake(
 )
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.transposed = inputs
     ctx.save_for_backward(*tensors)
 
@@ -334,8 +345,8 @@ def through_experts(
     w3: torch.Tensor,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``x`` [sorted rows, hidden] through SwiGLU experts, in BF16. ``product`` multiplies rows by the transposed
-    weights of their experts.
+    """Return ``x`` [sorted rows, hidden] through SwiGLU experts, in BF16. ``product`` multiplies
+    rows by the transposed weights of their experts.
     """
     narrow, first, second, third = (tensor.bfloat16() for tensor in (x, w1, w2, w3))
     hidden = torch.nn.functional.silu(product(narrow, first)) * product(narrow, third)
@@ -349,7 +360,9 @@ def grouped_experts(
     x: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
 ) -> torch.Tensor:
-    """Replaces torchtitan's ``_run_experts_grouped_mm``. Rows after the last expert's are undefined, as there."""
+    """Replaces torchtitan's ``_run_experts_grouped_mm``. Rows after the last expert's are
+    undefined, as there.
+    """
     starts = torch.nn.functional.pad(num_tokens_per_expert.cumsum(0, dtype=torch.int32), (1, 0))
     return through_experts(
         lambda rows, weights: _expert_rows(rows, weights, starts, True), w1, w2, w3, x

@@ -1,8 +1,10 @@
-"""Linear layers and the feed-forward block in FP8 with one scale per tensor, with fused quantization.
+"""Linear layers and the feed-forward block in FP8 with one scale per tensor, with fused
+quantization.
 
-A product on the tensor cores needs both factors with the summed dimension contiguous. Each activation and each gradient
-is therefore needed in two layouts: one for the next product, one for the weight's gradient. Scales are those of
-torchao's tensorwise recipe, from the largest value of the tensor itself.
+A product on the tensor cores needs both factors with the summed dimension contiguous. Each
+activation and each gradient is therefore needed in two layouts: one for the next product, one for
+the weight's gradient. Scales are those of torchao's tensorwise recipe, from the largest value of
+the tensor itself.
 """
 
 from collections.abc import Sequence
@@ -82,7 +84,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flipped, scale, weight = ctx.saved_tensors
-        formats, grad = ctx.formats, grads[0]
+        formats = ctx.formats
+        grad = grads[0]
         data, weight_scale = _weight(weight, formats.weight)
         values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
         of_x = _product(
@@ -94,7 +97,9 @@ class _Linear(torch.autograd.Function):
 
 @torch._dynamo.allow_in_graph
 class _Projections(torch.autograd.Function):
-    """Several layers with the same input as one product in each direction. Each layer keeps its own scales."""
+    """Several layers with the same input as one product in each direction. Each layer keeps its own
+    scales.
+    """
 
     @staticmethod
     def forward(
@@ -117,11 +122,13 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flipped, scale, *weights = ctx.saved_tensors
-        formats, kind, like = ctx.formats, grads[0].dtype, grads[0].shape[:-1]
+        formats = ctx.formats
+        kind = grads[0].dtype
+        like = grads[0].shape[:-1]
         data, scales = _stacked(weights, formats.weight)
-        # One product sums up the gradients of x from all layers, so scale of gradient · scale of weight must be equal
-        # for all. Use the smallest product for which a gradient fills its range. The others lose no precision, only
-        # range.
+        # One product sums up the gradients of x from all layers, so scale of gradient · scale of
+        # weight must be equal for all. Use the smallest product for which a gradient fills its
+        # range. The others lose no precision, only range.
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         limits = [
             _scale(fp8_kernels.largest(grad), formats.grad) * factor
@@ -154,7 +161,9 @@ def _stacked(weights: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    return x if factor is None else (x.float() * factor).to(x.dtype)
+    if factor is None:
+        return x
+    return (x.float() * factor).to(x.dtype)
 
 
 @torch._dynamo.allow_in_graph
@@ -190,7 +199,8 @@ class _FeedForward(torch.autograd.Function):
         flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight = (
             ctx.saved_tensors
         )
-        formats, grad = ctx.formats, grads[0]
+        formats = ctx.formats
+        grad = grads[0]
         kind = grad.dtype
         values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
         data, weight_scale = _weight(down_weight, formats.weight)
@@ -198,7 +208,8 @@ class _FeedForward(torch.autograd.Function):
             values, grad_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input
         )
         tops = fp8_kernels.swiglu_backward_largest(gate, up, of_made)
-        gate_scale, up_scale = _scale(tops[0], formats.grad), _scale(tops[1], formats.grad)
+        gate_scale = _scale(tops[0], formats.grad)
+        up_scale = _scale(tops[1], formats.grad)
         of_gate, of_gate_flipped, of_up, of_up_flipped, made_flipped = fp8_kernels.swiglu_backward(
             gate, up, of_made, gate_scale, up_scale, made_scale, formats.grad, formats.input
         )
@@ -219,22 +230,28 @@ class _FeedForward(torch.autograd.Function):
 def _computed(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` in the type that autocast requests, as ``torch.nn.functional.linear`` does.
 
-    With FSDP's mixed precision, ``x`` already has that type. On one rank, torchtitan uses autocast, and ``x`` is
-    float32.
+    With FSDP's mixed precision, ``x`` already has that type. On one rank, torchtitan uses autocast,
+    and ``x`` is float32.
     """
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
+    """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one
+    scale per tensor.
+    """
     return _Linear.apply(_computed(x), weight, config)
 
 
 def projections(
     x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
+    """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is
+    torchao's.
+    """
     return _Projections.apply(_computed(x), config, *weights)
 
 
@@ -247,7 +264,9 @@ def feed_forward(
 
 @torch._dynamo.allow_in_graph
 class _Frozen(torch.autograd.Function):
-    """A linear layer whose weight needs no gradient, so that each input and each gradient is needed in one layout."""
+    """A linear layer whose weight needs no gradient, so that each input and each gradient is needed
+    in one layout.
+    """
 
     @staticmethod
     def forward(
@@ -285,7 +304,8 @@ def _by_cast(
     x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, data_scale: torch.Tensor, fast: bool
 ) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    # By rows, because the compiler then finds the largest value while it writes ``flat``, not in another pass.
+    # By rows, because the compiler then finds the largest value while it writes ``flat``, not in
+    # another pass.
     scale = _scale(flat.abs().amax(-1).amax(), dtype)
     out = _product(kernels.eight(flat, scale, dtype), scale, data, data_scale, x.dtype, fast)
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -303,7 +323,9 @@ def frozen_linear(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) 
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Cast the weights of torchao's linear layers in ``model`` that are not trained, once for all steps."""
+    """Cast the weights of torchao's linear layers in ``model`` that are not trained, once for all
+    steps.
+    """
     from torchao.float8.float8_linear import Float8Linear
 
     for layer in model.modules():
@@ -317,7 +339,9 @@ _PARTS = ("eight", "eight_flipped", "eight_scale")
 
 
 def frozen_parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weight of one of torchao's layers as :func:`frozen` does; :func:`freeze` has kept it."""
+    """Return the weight of one of torchao's layers as :func:`frozen` does; :func:`freeze` has kept
+    it.
+    """
     if not hasattr(layer, "eight"):
         return frozen(layer.weight, layer.config)
     return layer.eight, layer.eight_flipped, layer.eight_scale
@@ -325,4 +349,6 @@ def frozen_parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _frozen_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     out = frozen_linear(x, frozen_parts(layer), layer.config)
-    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+    if layer.bias is None:
+        return out
+    return out + layer.bias.to(out.dtype)

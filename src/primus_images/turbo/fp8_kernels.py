@@ -1,8 +1,8 @@
 """Triton kernels that quantize to FP8, and operators that call them.
 
 Each writes a tensor and its transpose in one pass. Every operator counts its calls in
-:data:`primus_images.turbo.optimizations.CALLS`. For tensors that are not on a GPU, the operators compute the same in plain
-PyTorch.
+:data:`primus_images.turbo.optimizations.CALLS`. For tensors that are not on a GPU, the operators
+compute the same in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LARGEST_BLOCKS = 4
 def _bytes(value, KIND: tl.constexpr, ALONE: tl.constexpr):
     """``value`` as bytes of the FP8 type ``KIND``."""
     if ALONE:
-        # ptxas 12.8 for sm_90 reads an uninitialized register if the upper byte of a pair of e5m2 values is used alone,
-        # so each value is converted separately.
+        # ptxas 12.8 for sm_90 reads an uninitialized register if the upper byte of a pair of e5m2
+        # values is used alone, so each value is converted separately.
         pair = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e5m2x2.f32 $0, 0f00000000, $1;",
             "=h,f",
@@ -114,7 +114,9 @@ def _swiglu_gradients(a, b, d):
 def _largest(
     gate, up, grad, largest, count, INPUTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """The largest absolute values of one input, of the product of two, or with ``grad`` of the gradients of both."""
+    """The largest absolute values of one input, of the product of two, or with ``grad`` of the
+    gradients of both.
+    """
     top = tl.zeros([BLOCK], tl.float32)
     top_up = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
@@ -202,7 +204,8 @@ def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int
 
 def _reduced(shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
     highest = torch.zeros(shape, dtype=torch.float32, device=inputs[0].device)
-    count, used = inputs[0].numel(), [x.contiguous() for x in inputs]
+    count = inputs[0].numel()
+    used = [x.contiguous() for x in inputs]
     gate, up, grad = (*used, used[0], used[0])[:3]
     _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
         gate,
@@ -226,7 +229,8 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
 def cast_both(
     parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply each of ``parts`` [rows, columns of each] by its scale, clamp it to ``dtype``'s range and cast it.
+    """Multiply each of ``parts`` [rows, columns of each] by its scale, clamp it to ``dtype``'s
+    range and cast it.
 
     Returns all of them side by side, and the transpose of the same.
     """
@@ -237,12 +241,12 @@ def cast_both(
         ]
         rows = torch.cat(eights, dim=1).view(dtype)
         return rows, _turned(rows)
-    rows, width = len(parts[0]), sum(x.shape[1] for x in parts)
-    out, flipped = (
-        parts[0].new_empty((rows, width), dtype=dtype),
-        parts[0].new_empty((width, rows), dtype=dtype),
-    )
-    tile, start = TILES["cast_both"], 0
+    rows = len(parts[0])
+    width = sum(x.shape[1] for x in parts)
+    out = parts[0].new_empty((rows, width), dtype=dtype)
+    flipped = parts[0].new_empty((width, rows), dtype=dtype)
+    tile = TILES["cast_both"]
+    start = 0
     for x, scale in zip(parts, scales, strict=True):
         columns = x.shape[1]
         _cast_both[_grid(rows, columns, tile)](
@@ -307,7 +311,9 @@ def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def swiglu_cast(
     gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return ``silu(gate) · up · scale``, computed in float32, clamped to ``dtype``'s range and cast to it."""
+    """Return ``silu(gate) · up · scale``, computed in float32, clamped to ``dtype``'s range and
+    cast to it.
+    """
     CALLS["fp8_swiglu_cast"] += 1
     if not gate.is_cuda:
         return eight(torch.nn.functional.silu(gate.float()) * up.float(), scale, dtype)
@@ -330,7 +336,9 @@ def swiglu_cast(
 def _gradients(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    a, b, d = gate.float(), up.float(), grad.float()
+    a = gate.float()
+    b = up.float()
+    d = grad.float()
     sigmoid = a.sigmoid()
     silu = a * sigmoid
     return d * b * (sigmoid + silu * (1 - sigmoid)), d * silu, silu * b
@@ -340,7 +348,9 @@ def _gradients(
 def swiglu_backward_largest(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Return the largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN if there is one."""
+    """Return the largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN
+    if there is one.
+    """
     CALLS["fp8_swiglu_backward_largest"] += 1
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
@@ -359,14 +369,16 @@ def swiglu_backward(
     dtype: torch.dtype,
     made_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each with its transpose.
+    """Return the scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each with
+    its transpose.
 
     Also returns ``silu(gate) · up · made_scale`` in ``made_dtype``, transposed.
     """
     CALLS["fp8_swiglu_backward"] += 1
     if not gate.is_cuda:
         of_gate, of_up, product = _gradients(gate, up, grad)
-        gate_eight, up_eight = eight(of_gate, gate_scale, dtype), eight(of_up, up_scale, dtype)
+        gate_eight = eight(of_gate, gate_scale, dtype)
+        up_eight = eight(of_up, up_scale, dtype)
         product = eight(product, made_scale, made_dtype)
         return gate_eight, _turned(gate_eight), up_eight, _turned(up_eight), _turned(product)
     rows, columns = gate.shape
@@ -410,7 +422,8 @@ flip.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 @cast_both.register_fake
 def _(parts: Any, _scales: Any, dtype: torch.dtype) -> Any:
-    rows, width = parts[0].shape[0], sum(x.shape[1] for x in parts)
+    rows = parts[0].shape[0]
+    width = sum(x.shape[1] for x in parts)
     return parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty(
         (width, rows), dtype=dtype
     )
@@ -419,7 +432,8 @@ def _(parts: Any, _scales: Any, dtype: torch.dtype) -> Any:
 @swiglu_backward.register_fake
 def _(gate: Any, *others: Any) -> Any:
     dtype, made_dtype = others[-2:]
-    straight, flipped = gate.shape, gate.shape[::-1]
+    straight = gate.shape
+    flipped = gate.shape[::-1]
     shapes = (
         (straight, dtype),
         (flipped, dtype),

@@ -1,8 +1,9 @@
-"""Our own Triton kernels, each for a gap that a profile of a training step shows and no library fills, and the loss.
+"""Our own Triton kernels, each for a gap that a profile of a training step shows and no library
+fills, and the loss.
 
-Every wrapper counts its calls in :data:`primus_images.turbo.optimizations.CALLS`, with which a run proves what it used. For
-tensors that are not on a GPU, the wrappers compute the same in plain PyTorch, so that CPU proxies use the same code
-path.
+Every wrapper counts its calls in :data:`primus_images.turbo.optimizations.CALLS`, with which a run
+proves what it used. For tensors that are not on a GPU, the wrappers compute the same in plain
+PyTorch, so that CPU proxies use the same code path.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def _cross_entropy(
     logits += row * stride
     label = tl.load(labels + row)
     offsets = tl.arange(0, BLOCK)
-    # One pass with a running maximum computes the sum; the second pass overwrites the logits with the gradient. A row
-    # fits into the L2 cache, so the second pass does not read device memory.
+    # One pass with a running maximum computes the sum; the second pass overwrites the logits with
+    # the gradient. A row fits into the L2 cache, so the second pass does not read device memory.
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
@@ -70,10 +71,11 @@ def _cross_entropy(
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
-    """Write each row's cross entropy to ``losses``, and overwrite ``logits`` with the gradient of their sum.
+    """Write each row's cross entropy to ``losses``, and overwrite ``logits`` with the gradient of
+    their sum.
 
-    ``logits`` [rows, vocabulary] have any float type and contiguous rows; ``labels`` [rows] are int64, -100 for a
-    row that does not count; ``losses`` [rows] are float32. Computed in float32.
+    ``logits`` [rows, vocabulary] have any float type and contiguous rows; ``labels`` [rows] are
+    int64, -100 for a row that does not count; ``losses`` [rows] are float32. Computed in float32.
     """
     CALLS["cross_entropy_"] += 1
     if not logits.is_cuda:
@@ -113,10 +115,11 @@ def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it: one pass over ``x`` instead of three.
+    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it: one pass over ``x``
+    instead of three.
 
-    ``x`` is contiguous; ``scale`` is one float32. The result has the bits of multiplying, clamping and casting in
-    turn.
+    ``x`` is contiguous; ``scale`` is one float32. The result has the bits of multiplying, clamping
+    and casting in turn.
     """
     CALLS["cast_fp8"] += 1
     if not x.is_cuda:
@@ -140,11 +143,11 @@ def _copy_in(grad, out, share, width, at, BLOCK: tl.constexpr):
 
 
 def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> bool:
-    """Copy ``grads`` to the layout for a reduce-scatter over ``ranks``: each first dimension in ``ranks`` equal
-    parts.
+    """Copy ``grads`` to the layout for a reduce-scatter over ``ranks``: each first dimension in
+    ``ranks`` equal parts.
 
-    ``out`` [ranks, numbers per rank] is contiguous and may have a wider type. If a gradient is not contiguous, or
-    its first dimension is not divisible, does nothing and returns False.
+    ``out`` [ranks, numbers per rank] is contiguous and may have a wider type. If a gradient is not
+    contiguous, or its first dimension is not divisible, does nothing and returns False.
     """
     if not all(
         grad.is_contiguous() and grad.dim() and grad.shape[0] % ranks == 0 for grad in grads
@@ -178,7 +181,9 @@ def _sum_of_ranks(shares, out, count, RANKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_of_ranks(shares: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of ``shares`` [ranks, count] to ``out`` [count], added in float32 in the order of ranks."""
+    """Write the sum of ``shares`` [ranks, count] to ``out`` [count], added in float32 in the order
+    of ranks.
+    """
     if not shares.is_cuda:
         torch.sum(shares, 0, dtype=torch.float32, out=out)
         return
@@ -211,7 +216,8 @@ def _adamw(
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One row per tensor: the addresses of weights, gradients, moments and largest value, and the number of weights.
+    # One row per tensor: the addresses of weights, gradients, moments and largest value, and the
+    # number of weights.
     table += tl.program_id(1) * 6
     p = tl.load(table).to(tl.pointer_type(tl.float32))
     g = tl.load(table + 1).to(tl.pointer_type(tl.float32))
@@ -220,12 +226,10 @@ def _adamw(
     amax = tl.load(table + 4)
     count = tl.load(table + 5)
     if ALIGNED:
-        p, g, m, v = (
-            tl.multiple_of(p, 16),
-            tl.multiple_of(g, 16),
-            tl.multiple_of(m, 16),
-            tl.multiple_of(v, 16),
-        )
+        p = tl.multiple_of(p, 16)
+        g = tl.multiple_of(g, 16)
+        m = tl.multiple_of(m, 16)
+        v = tl.multiple_of(v, 16)
     scale = tl.load(clip)
     top = tl.zeros([BLOCK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -245,7 +249,7 @@ def _adamw(
         tl.store(v + offsets, second, mask=inside)
         if AMAX:
             top = _larger(top, tl.where(inside, tl.abs(weight), 0.0))
-    if AMAX:  # noqa: SIM102 (the compiler knows this one)
+    if AMAX:
         if amax != 0:
             tl.atomic_max(
                 amax.to(tl.pointer_type(tl.float32)), tl.reduce(top, 0, _larger), sem="relaxed"
@@ -266,15 +270,18 @@ def adamw_(
     eps: float,
     step: int,
 ) -> None:
-    """Update weights and moments in place by one AdamW step in float32, with their gradients multiplied by ``clip``.
+    """Update weights and moments in place by one AdamW step in float32, with their gradients
+    multiplied by ``clip``.
 
-    All tensors of ``updates`` are updated by one kernel, because starting one per tensor takes longer than computing
-    small ones. ``clip`` is one number; ``step`` starts at 1. A largest weight is one float32, which is raised to the
-    largest absolute weight, so that the weights need not be read again before they are cast to FP8.
+    All tensors of ``updates`` are updated by one kernel, because starting one per tensor takes
+    longer than computing small ones. ``clip`` is one number; ``step`` starts at 1. A largest weight
+    is one float32, which is raised to the largest absolute weight, so that the weights need not be
+    read again before they are cast to FP8.
     """
     CALLS["adamw_"] += 1
     beta1, beta2 = betas
-    step_size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    step_size = lr / (1 - beta1**step)
+    root = (1 - beta2**step) ** 0.5
     if not clip.is_cuda:
         for p, g, m, v, amax in updates:
             clipped = g * clip
@@ -299,7 +306,8 @@ def adamw_(
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(
         clip.device, non_blocking=True
     )
-    # A product that is not rounded before the next sum would give other bits than gradients that were clipped before.
+    # A product that is not rounded before the next sum would give other bits than gradients that
+    # were clipped before.
     _adamw[(_PROGRAMS, len(rows))](
         table,
         clip,
@@ -327,7 +335,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int
     ) -> torch.Tensor:
-        rows, places = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        rows = x.reshape(-1, x.shape[-1])
+        places = labels.reshape(-1)
         losses = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(rows)
         grad_weight: torch.Tensor | None = None
@@ -360,17 +369,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """Return the sum of the cross entropies of ``x @ weight.T`` against ``labels`` (-100: ignored), as float32.
+    """Return the sum of the cross entropies of ``x @ weight.T`` against ``labels`` (-100: ignored),
+    as float32.
 
-    ``x`` [..., hidden] and ``weight`` [vocabulary, hidden] have one type, and ``labels`` [...] are int64. The
-    gradients are computed in the forward pass, so that only the logits of ``chunk`` tokens exist at any time;
-    ``backward`` works once. A frozen ``weight`` gets no gradient, which saves a third of the work.
+    ``x`` [..., hidden] and ``weight`` [vocabulary, hidden] have one type, and ``labels`` [...] are
+    int64. The gradients are computed in the forward pass, so that only the logits of ``chunk``
+    tokens exist at any time; ``backward`` works once. A frozen ``weight`` gets no gradient, which
+    saves a third of the work.
     """
     return _LinearCrossEntropy.apply(x, weight, labels, chunk)
 
 
 class LossHead(torch.nn.Linear):
-    """An output projection that returns the sum of the losses while ``labels`` is set, and logits otherwise."""
+    """An output projection that returns the sum of the losses while ``labels`` is set, and logits
+    otherwise.
+    """
 
     labels: torch.Tensor | None = None
 
@@ -378,5 +391,6 @@ class LossHead(torch.nn.Linear):
         """Return the loss or the logits."""
         if self.labels is None:
             return super().forward(x)
-        labels, self.labels = self.labels, None
+        labels = self.labels
+        self.labels = None
         return linear_cross_entropy(x, self.weight, labels)

@@ -1,8 +1,8 @@
 """The catalogue of optimizations for training runs: requirements, exclusions and effects.
 
-Pure: the recipe determines which ones apply, so every machine resolves the same list. Whether their packages are
-installed, and whether their kernels compute the right numbers on this GPU, is checked on the machine that trains
-(:mod:`primus_images.turbo.trial`).
+Pure: the recipe determines which ones apply, so every machine resolves the same list. Whether their
+packages are installed, and whether their kernels compute the right numbers on this GPU, is checked
+on the machine that trains (:mod:`primus_images.turbo.trial`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from primus_images.gpus.table import arch_of, generation
 from primus_images.recipes.architecture import arguments
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.setting import Setting
-from primus_images.refusals import refusal
 from primus_images.yamlfile import read_values, spell
 
 if TYPE_CHECKING:
@@ -31,7 +30,9 @@ CALLS: Counter[str] = Counter()
 
 OPTIMIZATIONS_FILE = Path(__file__).with_name("optimizations.yaml")
 
-AUTO, REQUIRE, OFF = "auto", "require", "off"
+AUTO = "auto"
+REQUIRE = "require"
+OFF = "off"
 """Values of the setting ``turbo`` beside names. A recipe that does not set it means ``auto``."""
 
 
@@ -68,10 +69,12 @@ class Optimization:
         ):
             if accepted and value not in accepted:
                 yield f"{requirement} {' or '.join(accepted)}, not {value}"
-        gpu = None if recipe.gpu == CPU else generation(recipe.gpu)
-        if (places := {*self.vendors, *self.archs}) and (
-            gpu is None or places.isdisjoint((gpu.arch, arch_of(gpu).vendor))
-        ):
+        if recipe.gpu == CPU:
+            gpu = None
+        else:
+            gpu = generation(recipe.gpu)
+        places = {*self.vendors, *self.archs}
+        if places and (gpu is None or places.isdisjoint((gpu.arch, arch_of(gpu).vendor))):
             yield f"a GPU of {' or '.join(self.archs or self.vendors)}, not {recipe.gpu}"
         for key, accepted_value in self.settings.items():
             if key in recipe.settings and recipe.settings[key].value != accepted_value:
@@ -89,14 +92,19 @@ class Optimization:
 
 @cache
 def optimizations() -> Mapping[str, Optimization]:
-    """Return every entry of the catalogue by name. Of two that exclude each other, ``auto`` prefers the first."""
+    """Return every entry of the catalogue by name. Of two that exclude each other, ``auto`` prefers
+    the first.
+    """
     data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
     return {entry["name"]: Optimization(**entry) for entry in data["optimizations"]}
 
 
 def usable(recipe: Recipe) -> tuple[str, ...]:
     """Return the optimizations whose requirements ``recipe`` meets. Without a GPU there are none."""
-    rows = {} if recipe.gpu == CPU else optimizations()
+    if recipe.gpu == CPU:
+        rows = {}
+    else:
+        rows = optimizations()
     return tuple(name for name, entry in rows.items() if not any(entry.objections(recipe)))
 
 
@@ -110,32 +118,43 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
         return OFF
     if setting.value in (AUTO, REQUIRE):
         return str(setting.value)
-    words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
-    names, catalogue = [str(word).strip() for word in words], optimizations()
+    if isinstance(setting.value, list):
+        words = setting.value
+    else:
+        words = str(setting.value).split(",")
+    names = [str(word).strip() for word in words]
+    catalogue = optimizations()
     for name in names:
         if name not in catalogue:
-            raise refusal(
-                "no_optimization", setting.origin, name=name, nearest=nearest(name, catalogue)
+            raise InputError(
+                f"there is no optimization {name!r}{nearest(name, catalogue)}",
+                where=setting.origin,
+                hint="primus show RECIPE lists them; auto, require and off cannot be combined",
             )
     return tuple(name for name in catalogue if name in names)
 
 
 def candidates(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations to test on the machine, in the catalogue's order; some may exclude each other.
+    """Return the optimizations to test on the machine, in the catalogue's order; some may exclude
+    each other.
 
-    With ``auto`` and ``require``, these are all :func:`usable` ones. Raises InputError for a name that is not in the
-    catalogue, for one that the recipe cannot use, and for two that exclude each other.
+    With ``auto`` and ``require``, these are all :func:`usable` ones. Raises InputError for a name
+    that is not in the catalogue, for one that the recipe cannot use, and for two that exclude each
+    other.
     """
-    names, catalogue = requested(recipe), optimizations()
+    names = requested(recipe)
+    catalogue = optimizations()
     if names == OFF:
         return ()
     if isinstance(names, str):
         return usable(recipe)
     where = recipe.settings["turbo"].origin
     for name in names:
-        if objections := list(catalogue[name].objections(recipe)):
+        objections = list(catalogue[name].objections(recipe))
+        if objections:
             raise InputError(f"{name} needs {'; '.join(objections)}", where=where)
-        if clash := [other for other in names if excluded(other, (name,))]:
+        clash = [other for other in names if excluded(other, (name,))]
+        if clash:
             raise InputError(
                 f"{name} and {clash[0]} exclude each other", where=where, hint="name one of them"
             )
@@ -160,7 +179,8 @@ def compatible(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def chosen(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations that ``recipe`` uses where all packages are installed and all self-tests pass.
+    """Return the optimizations that ``recipe`` uses where all packages are installed and all
+    self-tests pass.
 
     Raises as :func:`candidates`.
     """
@@ -168,25 +188,35 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
-    """Return for every optimization whether ``recipe`` enables it, and why. Raises as :func:`candidates`."""
-    on, setting = chosen(recipe), requested(recipe)
+    """Return for every optimization whether ``recipe`` enables it, and why. Raises as
+    :func:`candidates`.
+    """
+    on = chosen(recipe)
+    setting = requested(recipe)
 
     def why(name: str, entry: Optimization) -> str:
         if name in on:
-            return "by default, if its self-test passes" if setting == AUTO else "requested"
-        if objection := next(entry.objections(recipe), ""):
+            if setting == AUTO:
+                return "by default, if its self-test passes"
+            return "requested"
+        objection = next(entry.objections(recipe), "")
+        if objection:
             return f"needs {objection}"
         if setting == OFF:
             return "turbo is off"
         if not isinstance(setting, str):
             return "not named"
-        return "no GPU" if recipe.gpu == CPU else f"{excluded(name, on)} is used instead"
+        if recipe.gpu == CPU:
+            return "no GPU"
+        return f"{excluded(name, on)} is used instead"
 
     return {name: (name in on, why(name, entry)) for name, entry in optimizations().items()}
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:
-    """Return, for the facts of a run, which of ``names`` ran on this rank, and how often each function was called."""
+    """Return, for the facts of a run, which of ``names`` ran on this rank, and how often each
+    function was called.
+    """
     if not names:
         return {}
     catalogue = optimizations()
@@ -210,8 +240,9 @@ def importable(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Sizes of one rank. ``tokens`` is those of a micro batch of ``batch`` sequences; ``shards`` is the number of ranks
-    that share a weight; ``rotated`` is the part of a head that gets rotary positions; ``window`` 0: no window.
+    """Sizes of one rank. ``tokens`` is those of a micro batch of ``batch`` sequences; ``shards`` is
+    the number of ranks that share a weight; ``rotated`` is the part of a head that gets rotary
+    positions; ``window`` 0: no window.
     """
 
     batch: int
@@ -235,8 +266,12 @@ class Shapes:
 
 def shapes_of(recipe: Recipe) -> Shapes:
     """Return the sizes of ``recipe``'s micro batch on one rank."""
-    model, tensor_ranks = recipe.architecture, recipe.degree("tp")
-    length = model.dit.image_tokens + model.dit.text_tokens if model.of_images else recipe.seq_len
+    model = recipe.architecture
+    tensor_ranks = recipe.degree("tp")
+    if model.of_images:
+        length = model.dit.image_tokens + model.dit.text_tokens
+    else:
+        length = recipe.seq_len
     latent = model.mla.kv_lora_rank > 0
     heads = max(1, model.heads // tensor_ranks)
     return Shapes(

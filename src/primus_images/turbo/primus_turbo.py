@@ -1,7 +1,8 @@
 """Calls of Primus Turbo's public API, and modules that replace PyTorch's own.
 
-The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins). Each is counted in
-:data:`primus_images.turbo.optimizations.CALLS`, with which a run proves what it used.
+The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins).
+Each is counted in :data:`primus_images.turbo.optimizations.CALLS`, with which a run proves what it
+used.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,17 +33,18 @@ def attention(
     scale: float | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer
-    heads.
+    """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which
+    may have fewer heads.
 
     ``scale`` and ``window`` are those of :func:`primus_images.turbo.attention.flash_attention_4`.
     """
     CALLS["turbo_attention"] += 1
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    seen, deterministic = (
-        (window - 1, 0) if window else (-1, -1),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    if window:
+        seen = (window - 1, 0)
+    else:
+        seen = (-1, -1)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     out: torch.Tensor = _package().ops.flash_attn_func(
         q, k, v, softmax_scale=scale, causal=True, window_size=seen, deterministic=deterministic
     )
@@ -50,11 +52,13 @@ def attention(
 
 
 def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
-    """Compute every linear layer in FP8, scaled by tensor, except those whose names contain one of ``filtered``.
+    """Compute every linear layer in FP8, scaled by tensor, except those whose names contain one of
+    ``filtered``.
 
     Raises SystemExit for a layer with unsupported sizes, which would silently train in BF16.
     """
-    turbo, left_out = _package(), tuple(filtered)
+    turbo = _package()
+    left_out = tuple(filtered)
     low = turbo.core.low_precision
     config = low.Float8QuantConfig(granularity=low.ScalingGranularity.TENSORWISE)
     for name, module in model.named_modules():
@@ -62,7 +66,8 @@ def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
             continue
         if any(size % _FP8_MULTIPLE for size in module.weight.shape):
             raise SystemExit(
-                f"turbo-fp8-linear: {name} has {' × '.join(map(str, module.weight.shape))} weights, and its products "
+                f"turbo-fp8-linear: {name} has {' × '.join(map(str, module.weight.shape))} "
+                "weights, and its products "
                 f"take multiples of {_FP8_MULTIPLE}; name it in quantize.linear.float8.filter_fqns"
             )
         turbo.modules.Float8Linear.from_float(module, config)

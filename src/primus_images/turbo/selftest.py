@@ -1,9 +1,11 @@
-"""The self-test of every optimization on this machine's GPU: `python -m primus_images.turbo.selftest SHAPES NAME…`.
+"""The self-test of every optimization on this machine's GPU: `python -m
+primus_images.turbo.selftest SHAPES NAME…`.
 
-Each is called with random tensors of the run's sizes, forward and backward, and compared with float64 and with plain
-PyTorch (:mod:`primus_images.turbo.compared`). The process prints one line of JSON after each, in the given order, so the first
-name without a line is that of a kernel that ended the process. Memory is filled with NaN before each test, so that a
-value that a kernel does not write is seen.
+Each is called with random tensors of the run's sizes, forward and backward, and compared with
+float64 and with plain PyTorch (:mod:`primus_images.turbo.compared`). The process prints one line of
+JSON after each, in the given order, so the first name without a line is that of a kernel that ended
+the process. Memory is filled with NaN before each test, so that a value that a kernel does not
+write is seen.
 """
 
 import itertools
@@ -58,7 +60,8 @@ def linear_cross_entropy(shapes: Shapes, make: Maker) -> Rows:
 
     def whole(x: torch.Tensor, w: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         logits = x[part] @ w.t()
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if logits.dtype != torch.float64:
+            logits = logits.float()
         return cross_entropy(logits, labels[part], reduction="sum")
 
     def in_parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -94,7 +97,9 @@ def fp8_weight_cast(shapes: Shapes, make: Maker) -> Rows:
 
 
 def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
-    """Compare the bits of the casts that layers consist of: a wrong tile hardly shows in a sum over all tokens."""
+    """Compare the bits of the casts that layers consist of: a wrong tile hardly shows in a sum over
+    all tokens.
+    """
     top = torch.finfo(dtype).max
     scales = [top / (part.abs().max().float() * (1 + number)) for number, part in enumerate(parts)]
     rows, columns = fp8_kernels.cast_both(parts, scales, dtype)
@@ -121,7 +126,9 @@ def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
 
 
 def _layer(ours: Callable[..., torch.Tensor], shapes: Shapes, make: Maker) -> Rows:
-    """Compare the layer after attention, which ``ours`` computes from an input and a weight, with torchao's."""
+    """Compare the layer after attention, which ``ours`` computes from an input and a weight, with
+    torchao's.
+    """
     config = formats()
     yield from three_ways(
         ("output", "gradient of the input", "gradient of the weight"),
@@ -160,8 +167,12 @@ def frozen_weights(shapes: Shapes, make: Maker) -> Rows:
 
 
 def adapter_products(shapes: Shapes, make: Maker) -> Rows:
-    """Queries, keys and values with adapters of rank 16. In FP8, the frozen products are those of frozen-weights."""
-    rank, factor, inner = 16, 2.0, shapes.hidden**-0.5
+    """Queries, keys and values with adapters of rank 16. In FP8, the frozen products are those of
+    frozen-weights.
+    """
+    rank = 16
+    factor = 2.0
+    inner = shapes.hidden**-0.5
     outs = (shapes.heads * shapes.head_dim, *[shapes.kv_heads * shapes.head_dim] * 2)
     weights = [make.normal(rows, shapes.hidden, scale=inner) for rows in outs]
     firsts = [make.normal(rank, shapes.hidden, scale=inner) for _ in outs]
@@ -195,7 +206,8 @@ def adapter_products(shapes: Shapes, make: Maker) -> Rows:
 
 def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
     """Queries, keys and values, with weights of different size."""
-    config, narrow = formats(), shapes.kv_heads * shapes.head_dim
+    config = formats()
+    narrow = shapes.kv_heads * shapes.head_dim
     weights = [
         make.normal(rows, shapes.hidden, scale=scale)
         for rows, scale in ((shapes.heads * shapes.head_dim, 0.02), (narrow, 0.05), (narrow, 0.01))
@@ -217,10 +229,8 @@ def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
 
 def _swiglu(tokens: int, width: int, config: Any, make: Maker) -> Rows:
     gate, up, grad = (make.normal(tokens, width, dtype=torch.bfloat16) for _ in range(3))
-    wide, narrow = (
-        config.cast_config_input.target_dtype,
-        config.cast_config_grad_output.target_dtype,
-    )
+    wide = config.cast_config_input.target_dtype
+    narrow = config.cast_config_grad_output.target_dtype
     results = []
     for dtype in (torch.float32, torch.float64):
         a, b = leaves_of(gate, up, dtype=dtype)
@@ -263,7 +273,8 @@ def _swiglu(tokens: int, width: int, config: Any, make: Maker) -> Rows:
 def fp8_feed_forward(shapes: Shapes, make: Maker) -> Rows:
     """The SwiGLU block."""
     config = formats()
-    tokens, inner = min(shapes.tokens, _LONGEST), {"scale": shapes.hidden**-0.5}
+    tokens = min(shapes.tokens, _LONGEST)
+    inner = {"scale": shapes.hidden**-0.5}
     yield from _swiglu(tokens, shapes.ffn, config, make)
     weights = (
         make.normal(shapes.ffn, shapes.hidden, **inner),
@@ -292,7 +303,8 @@ def fp8_feed_forward(shapes: Shapes, make: Maker) -> Rows:
 
 def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
     """The gradients of one block, from BF16 to float32."""
-    ranks, narrow = shapes.shards, shapes.kv_heads * shapes.head_dim
+    ranks = shapes.shards
+    narrow = shapes.kv_heads * shapes.head_dim
     wide = shapes.heads * shapes.head_dim
     sizes = [
         (wide, shapes.hidden),
@@ -313,8 +325,11 @@ def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
 
 def peer_copies(shapes: Shapes, make: Maker) -> Rows:
     """A gather and a reduction of one weight, by each rank from the memory of the others."""
-    ranks, count = shapes.shards, shapes.ffn * shapes.hidden // shapes.shards
-    present = torch.cuda.device_count() if make.device == "cuda" else 0
+    ranks = shapes.shards
+    count = shapes.ffn * shapes.hidden // shapes.shards
+    present = 0
+    if make.device == "cuda":
+        present = torch.cuda.device_count()
     devices = [f"cuda:{rank % present}" if present else "cpu" for rank in range(ranks)]
     for one, other in itertools.permutations(range(min(present, ranks)), 2):
         if not torch.cuda.can_device_access_peer(one, other):
@@ -344,9 +359,16 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
 
 
 def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
-    """The third step of a rank's share of the largest weight and of a norm's, with gradients scaled by 0.37."""
-    wide, clip = torch.float32, torch.tensor(0.37, device=make.device)
-    lr, decay, betas, eps, step = 3e-4, 0.1, (0.9, 0.95), 1e-8, 3
+    """The third step of a rank's share of the largest weight and of a norm's, with gradients scaled
+    by 0.37.
+    """
+    wide = torch.float32
+    clip = torch.tensor(0.37, device=make.device)
+    lr = 3e-4
+    decay = 0.1
+    betas = (0.9, 0.95)
+    eps = 1e-8
+    step = 3
     starts: list[tuple[torch.Tensor, ...]] = []
     for sizes in (
         (shapes.ffn // shapes.shards or 1, shapes.hidden),
@@ -377,9 +399,10 @@ def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
         )
         state = {"exp_avg": first.to(dtype, copy=True), "exp_avg_sq": second.to(dtype, copy=True)}
         optimizer.state[weight] = state | {"step": torch.tensor(step - 1.0)}
-        weight.grad = (
-            (gradient * clip).to(dtype) if dtype == wide else gradient.to(dtype) * clip.to(dtype)
-        )
+        if dtype == wide:
+            weight.grad = (gradient * clip).to(dtype)
+        else:
+            weight.grad = gradient.to(dtype) * clip.to(dtype)
         optimizer.step()
         return weight.detach() - before, state["exp_avg"], state["exp_avg_sq"]
 
@@ -396,14 +419,18 @@ def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
 
 def real_rope(shapes: Shapes, make: Maker) -> Rows:
     """Queries of a few heads over the whole sequence."""
-    length, size = min(shapes.seq_len, _LONGEST), shapes.rotated
+    length = min(shapes.seq_len, _LONGEST)
+    size = shapes.rotated
     angles = torch.arange(length, device=make.device)[:, None] * 500000.0 ** (
         -torch.arange(0, size, 2, device=make.device).double() / size
     )
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
     def by_complex(x: torch.Tensor) -> torch.Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
+        if x.dtype == torch.float64:
+            wide = x.double()
+        else:
+            wide = x.float()
         pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2).type_as(x)
 
@@ -419,8 +446,11 @@ def real_rope(shapes: Shapes, make: Maker) -> Rows:
 
 
 def expert_routing(shapes: Shapes, make: Maker) -> Rows:
-    """Tokens to experts and back. Each expert multiplies by a number of its own, so that a wrong one is seen."""
-    tokens, count = min(shapes.tokens, _LONGEST), shapes.experts
+    """Tokens to experts and back. Each expert multiplies by a number of its own, so that a wrong
+    one is seen.
+    """
+    tokens = min(shapes.tokens, _LONGEST)
+    count = shapes.experts
     selected = (
         torch.rand(tokens, count, generator=make.generator, device=make.device)
         .topk(shapes.top_k)
@@ -438,22 +468,23 @@ def expert_routing(shapes: Shapes, make: Maker) -> Rows:
         )
 
     def plain(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if x.dtype == torch.float64:
+            wide = torch.float64
+        else:
+            wide = torch.float32
         rows = (x[:, None] * factors[selected][:, :, None].to(wide)).to(x.dtype).to(wide)
         return ((rows * weights.to(wide)[:, :, None]).sum(1) + base.to(wide)).to(x.dtype)
 
-    # Rows of padding must be zero in both directions, or they add NaN to the gradients of the experts' weights.
-    x, weights = (
-        make.normal(tokens, shapes.hidden),
-        make.normal(tokens, shapes.top_k, dtype=torch.float32),
-    )
-    routed, places = (ways.choices >= 0)[:, None], ways.choices.clamp(min=0).long()
+    # Rows of padding must be zero in both directions, or they add NaN to the gradients of the
+    # experts' weights.
+    x = make.normal(tokens, shapes.hidden)
+    weights = make.normal(tokens, shapes.top_k, dtype=torch.float32)
+    routed = (ways.choices >= 0)[:, None]
+    places = ways.choices.clamp(min=0).long()
     expected = torch.where(routed, x[places // shapes.top_k], 0)
     yield Compared(label="rows of the experts", out=experts.dispatch(x, ways), plain=expected)
-    rows, grad = (
-        make.normal(len(places), shapes.hidden).requires_grad_(),
-        make.normal(tokens, shapes.hidden),
-    )
+    rows = make.normal(len(places), shapes.hidden).requires_grad_()
+    grad = make.normal(tokens, shapes.hidden)
     (of_rows,) = torch.autograd.grad(experts.combine(rows, weights, ways, None), rows, grad)
     exact = (
         grad.double()[places // shapes.top_k] * weights.double().flatten()[places][:, None] * routed
@@ -480,14 +511,21 @@ def expert_routing(shapes: Shapes, make: Maker) -> Rows:
 
 def _attention(attend: Any, shapes: Shapes, make: Maker) -> Rows:
     """Attention of the run: its heads, window and mask."""
-    batch, length = min(shapes.batch, _MOST), min(shapes.seq_len, _LONGEST)
-    window = shapes.window if 0 < shapes.window < length else 0
+    batch = min(shapes.batch, _MOST)
+    length = min(shapes.seq_len, _LONGEST)
+    window = 0
+    if 0 < shapes.window < length:
+        window = shapes.window
     seen = torch.ones(length, length, dtype=torch.bool, device=make.device)
-    seen = seen.tril().triu(1 - (window or length)) if shapes.causal else seen
+    if shapes.causal:
+        seen = seen.tril().triu(1 - (window or length))
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = (part.transpose(1, 2) for part in (q, k, v))
-        mask = {"attn_mask": seen} if window else {"is_causal": shapes.causal}
+        if window:
+            mask = {"attn_mask": seen}
+        else:
+            mask = {"is_causal": shapes.causal}
         return scaled_dot_product_attention(
             *parts, enable_gqa=shapes.heads != shapes.kv_heads, **mask
         ).transpose(1, 2)
@@ -531,12 +569,11 @@ def flex_attention(shapes: Shapes, make: Maker) -> Rows:
     mask = attention.window_mask(
         min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device)
     )
-    attend = (
-        torch.compile(attention.windowed_attention)
-        if make.device != "cpu"
-        else attention.windowed_attention
-    )
-    yield from _attention(lambda q, k, v, window: attend(q, k, v, mask), shapes, make)  # noqa: ARG005
+    if make.device != "cpu":
+        attend = torch.compile(attention.windowed_attention)
+    else:
+        attend = attention.windowed_attention
+    yield from _attention(lambda q, k, v, window: attend(q, k, v, mask), shapes, make)
 
 
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
@@ -555,7 +592,9 @@ def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
 
 def _experts(run: Any, shapes: Shapes, make: Maker) -> Rows:
     """The SwiGLU experts of one layer, one of them without tokens."""
-    tokens, count, inner = min(shapes.tokens, _LONGEST), shapes.experts, shapes.expert_ffn
+    tokens = min(shapes.tokens, _LONGEST)
+    count = shapes.experts
+    inner = shapes.expert_ffn
     chosen = make.whole(max(1, count - 1), tokens)
     counts = torch.bincount(chosen, minlength=count)
     weights = [
@@ -614,10 +653,14 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
         torch.full((2**30,), float("nan"), device=device)
     try:
         for compared in TESTS[name](shapes, Maker(device, seed)):
-            if reason := compared.fault():
+            reason = compared.fault()
+            if reason:
                 return f"{compared.label} {reason}"
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on without it
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    except (Exception, SystemExit) as error:
+        return (
+            f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        )
     return ""
 
 

@@ -1,10 +1,12 @@
-"""Faster handling of shards by FSDP2 and the optimizer, for every model and every backend that uses both.
+"""Faster handling of shards by FSDP2 and the optimizer, for every model and every backend that uses
+both.
 
-Gathers and reductions can use the copy engines of GPUs that read each other's memory. NCCL's kernels hold SMs, which
-the products beside them then lack, and add gradients in float32 on the wire. Here each rank copies what it needs from
-the memory of its peers, which takes no SM. Gradients travel as BF16, the type in which they were computed, and each
-rank adds its share in float32, in the order of ranks: half of the bytes, and at least the precision of a float32
-reduction. Weights that are kept until the backward pass are gathered in place.
+Gathers and reductions can use the copy engines of GPUs that read each other's memory. NCCL's
+kernels hold SMs, which the products beside them then lack, and add gradients in float32 on the
+wire. Here each rank copies what it needs from the memory of its peers, which takes no SM. Gradients
+travel as BF16, the type in which they were computed, and each rank adds its share in float32, in
+the order of ranks: half of the bytes, and at least the precision of a float32 reduction. Weights
+that are kept until the backward pass are gathered in place.
 """
 
 import math
@@ -26,7 +28,9 @@ from primus_images.turbo.optimizations import CALLS
 
 
 def lay_out_gradients() -> None:
-    """Make FSDP2 copy gradients to the layout of the reduce-scatter with one kernel per gradient, in this process."""
+    """Make FSDP2 copy gradients to the layout of the reduce-scatter with one kernel per gradient,
+    in this process.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
@@ -40,15 +44,17 @@ def lay_out_gradients() -> None:
 
 
 class Step:
-    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints are
-    unchanged.
+    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that
+    checkpoints are unchanged.
 
     It replaces ``optimizer.step`` and runs the same hooks, which see clipped gradients as before.
     """
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
-        self._optimizer, self._count = optimizer, -1
-        # Without a gradient norm (when states are created for loading a checkpoint), there is nothing to clip.
+        self._optimizer = optimizer
+        self._count = -1
+        # Without a gradient norm (when states are created for loading a checkpoint), there is
+        # nothing to clip.
         self._clip = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
         # torch's learning-rate schedulers check for their own attribute.
         self._wrapped_by_lr_sched = True
@@ -63,14 +69,17 @@ class Step:
 
     def __call__(self, *_args: Any, **_options: Any) -> None:
         """Update all parameters. Arguments of torch's ``step`` are ignored."""
-        optimizer, clip = self._optimizer, self._clip
+        optimizer = self._optimizer
+        clip = self._clip
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad():
-            if before := [
+            before = [
                 *_global_optimizer_pre_hooks.values(),
                 *optimizer._optimizer_step_pre_hooks.values(),
-            ]:
-                # Only hooks read gradients before the kernel scales them. This pass is needed only for them.
+            ]
+            if before:
+                # Only hooks read gradients before the kernel scales them. This pass is needed only
+                # for them.
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], clip)
                 clip = torch.ones_like(clip)
@@ -115,7 +124,8 @@ class Step:
             first += len(params)
         self._count += 1
         self._optimizer._opt_called = True
-        # PyTorch creates the states by a step at a rate of 0, and then loads other weights, which need other scales.
+        # PyTorch creates the states by a step at a rate of 0, and then loads other weights, which
+        # need other scales.
         if scaled and any(float(group["lr"]) for group in self._optimizer.param_groups):
             # As torchao's precompute_float8_dynamic_scale_for_fsdp, with the kernel's maximum.
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -134,10 +144,11 @@ _ALIGNED = 4096
 def gather(
     memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
 ) -> None:
-    """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``, from the ``memory`` of all ranks.
+    """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``, from the ``memory`` of
+    all ranks.
 
-    A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes. ``memory`` is the handle of
-    symmetric memory that a rendezvous returns.
+    A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes.
+    ``memory`` is the handle of symmetric memory that a rendezvous returns.
     """
     ranks = len(outputs[0])
     memory.barrier()
@@ -150,7 +161,9 @@ def gather(
 
 
 def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
-    """Write the sum of what all ranks have for the share of ``rank``, in ``dtype``, to ``output`` [count]."""
+    """Write the sum of what all ranks have for the share of ``rank``, in ``dtype``, to ``output``
+    [count].
+    """
     count = output.numel()
     shares = torch.empty(ranks, count, dtype=dtype, device=output.device)
     memory.barrier()
@@ -182,7 +195,9 @@ class _Collective:
     """Slots in symmetric memory, which grows in the first step. All ranks ask for the same sizes."""
 
     def __init__(self, slots: int) -> None:
-        self._slots, self._slot, self._size = slots, 0, 0
+        self._slots = slots
+        self._slot = 0
+        self._size = 0
         self._buffer: Any = None
         self._handle: Any = None
 
@@ -200,8 +215,8 @@ class _Collective:
             self._buffer = symmetric.empty(
                 self._size * self._slots, dtype=torch.uint8, device=device
             )
-            # It is filled with zeros on the default stream, for which no other stream waits. Without this, zeros can
-            # replace what another stream copies into it.
+            # It is filled with zeros on the default stream, for which no other stream waits.
+            # Without this, zeros can replace what another stream copies into it.
             torch.cuda.synchronize(device)
         self._slot = (self._slot + 1) % self._slots
         start = self._slot * self._size
@@ -212,8 +227,8 @@ class _Collective:
         """Return the handle of all ranks' buffers. The first call exchanges their addresses."""
         if self._handle is None:
             self._handle = symmetric.rendezvous(self._buffer, group.group_name)
-            # The addresses are copied to the GPU on the default stream, for which no other stream waits. Without this,
-            # a barrier can read what their memory held before.
+            # The addresses are copied to the GPU on the default stream, for which no other stream
+            # waits. Without this, a barrier can read what their memory held before.
             torch.cuda.synchronize(self._buffer.device)
         return self._handle
 
@@ -249,13 +264,14 @@ class PeerGather(_Collective):
     def fill(
         self, params: Sequence[Any], group: dist.ProcessGroup, copying: Any, stream: Any
     ) -> torch.Event:
-        """Gather FSDP2's ``params`` into their own memory on ``stream``, after the casts on ``copying``."""
-        shards, ranks = [param._sharded_param_data for param in params], group.size()
-        sizes, kind, device = (
-            [shard.numel() for shard in shards],
-            params[0].param_dtype,
-            shards[0].device,
-        )
+        """Gather FSDP2's ``params`` into their own memory on ``stream``, after the casts on
+        ``copying``.
+        """
+        shards = [param._sharded_param_data for param in params]
+        ranks = group.size()
+        sizes = [shard.numel() for shard in shards]
+        kind = params[0].param_dtype
+        device = shards[0].device
         with torch.cuda.stream(copying):
             own = self.allocate((sum(sizes),), dtype=kind, device=device).split(sizes)
             torch._foreach_copy_(own, shards)
@@ -276,7 +292,9 @@ class PeerGather(_Collective):
 
 
 class PeerReduce(_Collective):
-    """FSDP2's reduce-scatter: ``torch.distributed.fsdp``'s protocol of ``set_custom_reduce_scatter``."""
+    """FSDP2's reduce-scatter: ``torch.distributed.fsdp``'s protocol of
+    ``set_custom_reduce_scatter``.
+    """
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -285,7 +303,9 @@ class PeerReduce(_Collective):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return the buffer of the gradients, which is BF16 whatever ``dtype`` is, then that of their sum."""
+        """Return the buffer of the gradients, which is BF16 whatever ``dtype`` is, then that of
+        their sum.
+        """
         self._for_output = not self._for_output
         if self._for_output:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -299,7 +319,9 @@ class PeerReduce(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Add up the gradients of all ranks. Raises RuntimeError for any other operation than a sum."""
+        """Add up the gradients of all ranks. Raises RuntimeError for any other operation than a
+        sum.
+        """
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"peer-copies cannot reduce by {op}")
         CALLS["peer_reduce"] += 1
@@ -309,10 +331,11 @@ class PeerReduce(_Collective):
 def attach(parts: Iterable[torch.nn.Module], *, kept: bool) -> None:
     """Let all FSDP2 modules of ``parts`` gather weights and reduce gradients by copies.
 
-    With ``kept``, no module frees its weights before the backward pass. Then they have memory for the whole run, and
-    are gathered into it. Raises SystemExit if the ranks cannot share memory.
+    With ``kept``, no module frees its weights before the backward pass. Then they have memory for
+    the whole run, and are gathered into it. Raises SystemExit if the ranks cannot share memory.
     """
-    gathering, reducing = PeerGather(), PeerReduce()
+    gathering = PeerGather()
+    reducing = PeerReduce()
     try:
         gathering.allocate(
             (1,), dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
@@ -364,7 +387,10 @@ def _fill_in_place() -> None:
         if not getattr(self, "gathered_in_place", False):
             free(self)
 
-    takes = "fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm"
+    takes = (
+        "fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, "
+        "device, all_gather_comm"
+    )
     from_buffer = replace(
         groups, "foreach_all_gather", torch.no_grad()(foreach_all_gather), takes=takes
     )

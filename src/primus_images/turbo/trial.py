@@ -1,8 +1,10 @@
-"""Deciding which optimizations a run uses: those of its recipe that are installed and pass their self-test here.
+"""Deciding which optimizations a run uses: those of its recipe that are installed and pass their
+self-test here.
 
-The self-test runs in a process of its own (:mod:`primus_images.turbo.selftest`), because a faulty kernel can end the process
-or damage its GPU context. Passes are kept beside the compiled kernels, in a folder whose name covers all packages, our
-kernels and the GPU; the key of an entry adds the driver and the sizes of the run. Failures are tested again.
+The self-test runs in a process of its own (:mod:`primus_images.turbo.selftest`), because a faulty
+kernel can end the process or damage its GPU context. Passes are kept beside the compiled kernels,
+in a folder whose name covers all packages, our kernels and the GPU; the key of an entry adds the
+driver and the sizes of the run. Failures are tested again.
 """
 
 import hashlib
@@ -14,23 +16,27 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from primus_images.errors import CheckFailed, HostError
 from primus_images.files import read_sealed, write_sealed
 from primus_images.gpus.detect import detect
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
-from primus_images.refusals import refusal
 from primus_images.turbo import optimizations as catalogue
 from primus_images.turbo.optimizations import AUTO, Shapes, compatible, missing_packages
 
 KEPT = "selftest.json"
-# Compiling one kernel takes seconds, so a minute is a hang. The import of torch may read gigabytes from a cold disk.
-_PATIENCE, _IMPORT = 60.0, 120.0
+# Compiling one kernel takes seconds, so a minute is a hang. The import of torch may read gigabytes
+# from a cold disk.
+_PATIENCE = 60.0
+_IMPORT = 120.0
 _COMMAND = (sys.executable, "-m", "primus_images.turbo.selftest")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """``names`` are the optimizations that a run uses; ``off`` is name → reason of those that it could use, but not."""
+    """``names`` are the optimizations that a run uses; ``off`` is name → reason of those that it
+    could use, but not.
+    """
 
     names: tuple[str, ...] = ()
     off: Mapping[str, str] = field(default_factory=dict)
@@ -47,25 +53,30 @@ def decide(
     environment: Mapping[str, str],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trial:
-    """Decide for ``recipe`` on this machine. ``folder`` keeps passed self-tests; ``environment`` is that of the ranks.
+    """Decide for ``recipe`` on this machine. ``folder`` keeps passed self-tests; ``environment`` is
+    that of the ranks.
 
-    Optimizations that the recipe names, or that ``require`` demands, must be usable: raises HostError if a package is
-    missing, and CheckFailed if a self-test fails. With several nodes, a failed self-test is an error as well, because
-    the nodes would train differently.
+    Optimizations that the recipe names, or that ``require`` demands, must be usable: raises
+    HostError if a package is missing, and CheckFailed if a self-test fails. With several nodes, a
+    failed self-test is an error as well, because the nodes would train differently.
     """
-    names, strict = catalogue.candidates(recipe), catalogue.requested(recipe) != AUTO
+    names = catalogue.candidates(recipe)
+    strict = catalogue.requested(recipe) != AUTO
     absent = {name: ", ".join(lacking) for name in names if (lacking := missing_packages((name,)))}
     if absent and strict:
         name, packages = next(iter(absent.items()))
-        raise refusal(
-            "no_package_of_optimization", name=name, packages=packages, python=sys.executable
+        raise HostError(
+            f"{name} needs {packages}, which {sys.executable} cannot import",
+            hint="run this inside a primus image, or leave the optimization out",
         )
     off = {name: f"{packages} not installed" for name, packages in absent.items()}
     present = [name for name in names if name not in absent]
     gpus = detect()
     if recipe.gpu == CPU or not gpus.names:
         # A machine without a GPU computes in plain PyTorch, and uses only what is named.
-        used = compatible(present) if strict else ()
+        used = ()
+        if strict:
+            used = compatible(present)
         return Trial(
             names=used, off=off | {name: "there is no GPU" for name in present if name not in used}
         )
@@ -83,7 +94,10 @@ def decide(
         tested |= {*todo}
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
-        raise refusal("failed_self_test", name=name, reason=reason)
+        raise CheckFailed(
+            f"{name} failed its self-test on this GPU: {reason}",
+            hint="--turbo off trains without it",
+        )
     off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
     passed = [name for name in present if name not in faults]
     used = compatible(passed)
@@ -132,13 +146,16 @@ def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -
                 timeout=_IMPORT + _PATIENCE * len(todo),
                 check=False,
             )
-            output, fault = process.stdout, f"ended its process with exit code {process.returncode}"
+            output = process.stdout
+            fault = f"ended its process with exit code {process.returncode}"
         except subprocess.TimeoutExpired as error:
-            output, fault = error.stdout or b"", "gave no answer"
+            output = error.stdout or b""
+            fault = "gave no answer"
         for line in output.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # what a library printed
                 row = json.loads(line)
                 faults[row["name"]] = row["fault"]
-        if begun := next((name for name in todo if name not in faults), ""):
+        begun = next((name for name in todo if name not in faults), "")
+        if begun:
             faults[begun] = fault
     return faults

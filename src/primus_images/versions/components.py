@@ -1,4 +1,6 @@
-"""The contents of versions.yaml, the file of pins, which fields.yaml describes. Moving references are refused."""
+"""The contents of versions.yaml, the file of pins, which fields.yaml describes. Moving references
+are refused.
+"""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +23,9 @@ _KINDS = ("wheel", "sdist", "git", "deb", "path", "inside")
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How a source is built to a wheel: what its root file system contains in addition to the target's base."""
+    """How a source is built to a wheel: what its root file system contains in addition to the
+    target's base.
+    """
 
     debs: tuple[str, ...] = ()
     wheels: tuple[str, ...] = ()
@@ -32,7 +36,8 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and its source: exactly one of wheel, sdist, git, deb, path and inside.
+    """One exact version of a component, and its source: exactly one of wheel, sdist, git, deb, path
+    and inside.
 
     ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
@@ -65,7 +70,8 @@ class Pin:
         self._check_paths()
         kind = kinds[0]
         for key, notes in notes_of(Pin).items():
-            present, owners = getattr(self, key) not in (None, (), False), notes.get("of", _KINDS)
+            present = getattr(self, key) not in (None, (), False)
+            owners = notes.get("of", _KINDS)
             if present and kind not in owners:
                 raise ValueError(
                     f"`{key}` goes with {' or '.join(f'`{owner}`' for owner in owners)} only"
@@ -76,7 +82,8 @@ class Pin:
             raise ValueError("channel local is for path pins, and path pins are for it alone")
         if kind != "inside" and (kind == "deb") != (self.channel == "debian"):
             raise ValueError(
-                "channel debian is for deb pins and for what is inside packages, and deb pins are for it alone"
+                "channel debian is for deb pins and for what is inside packages, and deb pins "
+                "are for it alone"
             )
 
     def _check_paths(self) -> None:
@@ -103,7 +110,9 @@ class Pin:
         return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
 
     def loaded_as(self, component: str) -> str:
-        """Return the Python package or the library that a process has loaded if it uses ``component``."""
+        """Return the Python package or the library that a process has loaded if it uses
+        ``component``.
+        """
         python = (self.deb or "").startswith("python3-")
         package = (
             self.wheel
@@ -113,18 +122,18 @@ class Pin:
         return re.sub("[-_.]+", "-", package or f"lib{component}").lower()
 
     def resolved(self, place: int, arch: str | None) -> Self:
-        """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if there is none."""
+        """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if
+        there is none.
+        """
 
         def fill(text: str) -> str:
             if arch is None and "{arch}" in text:
                 raise ValueError(f"{text} is for one GPU architecture, and the target has none")
             return text.replace("{arch}", arch or "")
 
-        wheel, sdist, build = (
-            self.wheel and fill(self.wheel),
-            self.sdist and fill(self.sdist),
-            self.build,
-        )
+        wheel = self.wheel and fill(self.wheel)
+        sdist = self.sdist and fill(self.sdist)
+        build = self.build
         if build:
             build = replace(
                 build,
@@ -150,9 +159,11 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A root file system of Debian packages. The lock contains each package's exact version and hash.
+    """A root file system of Debian packages. The lock contains each package's exact version and
+    hash.
 
-    With ``image``, the packages are added to an image from a registry, whose own layers stay unchanged.
+    With ``image``, the packages are added to an image from a registry, whose own layers stay
+    unchanged.
     """
 
     suite: str
@@ -173,7 +184,8 @@ class Base:
                 "experimental holds only packages that differ from sid: write `suite: sid`"
             )
         names = [name_of(p) for p in self.packages]
-        if twice := sorted({n for n in names if names.count(n) > 1}):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
             raise ValueError(f"{twice[0]} is named twice under `packages`")
         if self.image and self.kernels:
             raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
@@ -184,7 +196,8 @@ class Base:
                     f"extras: {extra!r} is not a name of lower-case letters, digits and hyphens"
                 )
             deb = notes_of(Base)["packages"]["pattern"]
-            if wrong := next((p for p in packages if not re.fullmatch(deb, p)), None):
+            wrong = next((p for p in packages if not re.fullmatch(deb, p)), None)
+            if wrong:
                 raise ValueError(f"extras: {wrong!r} is not a package name, or name/suite")
         for package, patterns in self.kernels.items():
             if package not in names:
@@ -240,25 +253,32 @@ class Versions:
             for index, pin in enumerate(component.pins):
                 for target in pin.targets or ("*",):
                     if (pin.channel, target) in seen:
-                        every = f"target {target}" if pin.targets else "all targets"
+                        every = "all targets"
+                        if pin.targets:
+                            every = f"target {target}"
                         key = ("components", name, "pins", index)
                         raise WrongValue(
                             f"{name} has two pins for channel {pin.channel}, {every}", *key
                         )
                     seen.add((pin.channel, target))
-                built = pin.build.built if pin.build else ()
-                if unknown := next((name for name in built if name not in self.components), None):
+                built = ()
+                if pin.build:
+                    built = pin.build.built
+                unknown = next((name for name in built if name not in self.components), None)
+                if unknown:
                     raise ValueError(f"{name}: no component is called {unknown!r}")
             self._check_needs(name, component)
 
     def _check_needs(self, name: str, component: Component) -> None:
-        if wrong := next(
+        wrong = next(
             (text for text in component.needs.values() if not re.fullmatch(_NEED, text)), None
-        ):
+        )
+        if wrong:
             raise ValueError(f"{name}: {wrong!r} is not a requirement like pytorch>=2.14")
         needs = [(Version(first), Requirement(text)) for first, text in component.needs.items()]
         names = {need.name for _, need in needs} | {component.follows or name}
-        if unknown := next(iter(names - self.components.keys()), None):
+        unknown = next(iter(names - self.components.keys()), None)
+        if unknown:
             raise ValueError(f"{name}: no component is called {unknown!r}")
         for first, need in needs:
             for index, pin in enumerate(component.pins):
@@ -273,5 +293,8 @@ class Versions:
                         and not apart
                         and not need.specifier.contains(other.version, prereleases=True)
                     ):
-                        reason = f"{name} {pin.version} needs {need}, and a target may have {other.version}"
+                        reason = (
+                            f"{name} {pin.version} needs {need}, and a target may have "
+                            f"{other.version}"
+                        )
                         raise WrongValue(reason, "components", name, "pins", index)

@@ -1,8 +1,9 @@
 """Debian packages: a base's packages with all dependencies, resolved and downloaded by apt itself.
 
-apt runs with the host's configuration, but with other suites and no installed packages: its indexes, cache and status
-are in a private folder. Mirrors, proxies, CA, credentials and validity checks are the host's. Every function here that
-uses apt raises HostError if the archive is not available.
+apt runs with the host's configuration, but with other suites and no installed packages: its
+indexes, cache and status are in a private folder. Mirrors, proxies, CA, credentials and validity
+checks are the host's. Every function here that uses apt raises HostError if the archive is not
+available.
 """
 
 import os
@@ -45,12 +46,16 @@ Apt = Callable[..., subprocess.CompletedProcess[str]]
 
 @contextmanager
 def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "") -> Iterator[Apt]:
-    """Yield a function that runs a tool of apt on the archive of ``suites``, with fresh indexes in a temporary folder.
+    """Yield a function that runs a tool of apt on the archive of ``suites``, with fresh indexes in
+    a temporary folder.
 
     ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones.
     """
     if shutil.which("apt-get") is None:
-        raise refusal("no_apt")
+        raise HostError(
+            "apt-get is missing; it is needed to resolve Debian packages",
+            hint="run it on Debian or Ubuntu",
+        )
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
@@ -123,9 +128,11 @@ def debian_stanzas(
     environment: Mapping[str, str],
     default: Callable[[], str] = str,
 ) -> list[Stanza]:
-    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default()``."""
-    # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
-    # index does no harm.
+    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or
+    ``default()``.
+    """
+    # These two archives are frozen, so there is no newer index. The lock has the hashes of their
+    # files, so an expired index does no harm.
     rolling = SUITES.get(suite, {}).get("rolling", False)
     common = {
         "Types": "deb",
@@ -134,7 +141,10 @@ def debian_stanzas(
     }
     maker = _maker(suite)
     variable = f"PRIMUS_{maker.upper()}"
-    pockets = ("",) if rolling else _POCKETS[:3]
+    if rolling:
+        pockets = ("",)
+    else:
+        pockets = _POCKETS[:3]
     mirrors = environment.get(f"{variable}_MIRROR", "").split()
     stanzas: dict[tuple[str, str], Stanza] = {}
     for stanza in (entry for entry in host if not mirrors and _is_of(maker, entry)):
@@ -153,12 +163,19 @@ def debian_stanzas(
     if maker == "debian":
         mirrors = mirrors or default().split()
     if not mirrors:
-        raise refusal("no_archive", maker=maker.title(), suite=suite, variable=variable)
+        raise HostError(
+            f"apt on this host names no source of {maker.title()} {suite}",
+            hint=f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its "
+            "keyring)",
+        )
     keyring = environment.get(f"{variable}_KEYRING") or _KEYRING.format(maker)
     result: list[Stanza] = []
     for uri in mirrors:
-        # Debian's security archive has only that pocket, and its other mirrors do not have it. Ubuntu's have all.
-        secure = "-security" if uri.rstrip("/").endswith("-security") else ""
+        # Debian's security archive has only that pocket, and its other mirrors do not have it.
+        # Ubuntu's have all.
+        secure = ""
+        if uri.rstrip("/").endswith("-security"):
+            secure = "-security"
         own = [suite + pocket for pocket in pockets if maker == "ubuntu" or pocket == secure]
         if own:
             result.append({**common, "Signed-By": keyring, "URIs": uri, "Suites": " ".join(own)})
@@ -166,20 +183,29 @@ def debian_stanzas(
 
 
 def _default_mirror() -> str:
-    """Return the mirrors that the package debootstrap names. Installs it, with Debian's keyring, if it is missing."""
+    """Return the mirrors that the package debootstrap names. Installs it, with Debian's keyring, if
+    it is missing.
+    """
     if not _DEBOOTSTRAP.is_file():
-        hint = "set PRIMUS_DEBIAN_MIRROR to the URIs of a mirror (and PRIMUS_DEBIAN_KEYRING to its keyring)"
+        hint = (
+            "set PRIMUS_DEBIAN_MIRROR to the URIs of a mirror (and PRIMUS_DEBIAN_KEYRING to "
+            "its keyring)"
+        )
         _need(
             "apt on this host names no source of Debian",
             ("debootstrap", "debian-archive-keyring"),
             hint,
         )
     mirror = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text_if_readable(_DEBOOTSTRAP), re.M)
-    return f"{mirror[1]} {mirror[1]}-security" if mirror else ""
+    if mirror:
+        return f"{mirror[1]} {mirror[1]}-security"
+    return ""
 
 
 def _need(message: str, packages: Sequence[str], hint: str) -> None:
-    """Install packages of this host. Raises HostError, with ``message`` in front, if that is not possible."""
+    """Install packages of this host. Raises HostError, with ``message`` in front, if that is not
+    possible.
+    """
     try:
         install({package: package for package in packages})
     except HostError as error:
@@ -198,7 +224,9 @@ def _titled(suite: str) -> str:
 def suite_of(word: str) -> tuple[str, str]:
     """Split a suite: ``bookworm-updates`` → ``("bookworm", "-updates")``; ``("", "?")`` for others."""
     match = re.fullmatch(rf"({'|'.join((*SUITES, *_ALIASES))})({'|'.join(_POCKETS)})", word)
-    return (match[1], match[2]) if match else ("", "?")
+    if match:
+        return (match[1], match[2])
+    return ("", "?")
 
 
 def parse_sources(text: str, deb822: bool) -> tuple[Stanza, ...]:
@@ -265,23 +293,25 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 def _reason(text: str) -> str:
     # Without the URL, which may contain credentials.
     error = re.search(r"^E: (.*)", text, re.M)
-    return (
-        re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip()
-        if error
-        else "no reason given"
-    )
+    if error:
+        return re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip()
+    return "no reason given"
 
 
 def resolve_debs(base_name: str, base: BaseRequest, status: str = "") -> tuple[LockedFile, ...]:
-    """Return every deb of the base's root file system: essential and requested packages and their dependencies.
+    """Return every deb of the base's root file system: essential and requested packages and their
+    dependencies.
 
-    For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
-    Recommended packages are left out. Raises InputError for a package or Python that the suite does not have.
+    For a base over an image, whose dpkg ``status`` lists the installed packages, return only the
+    missing ones. Recommended packages are left out. Raises InputError for a package or Python that
+    the suite does not have.
     """
-    suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
+    suites = suites_of(base.suite, base.packages)
+    names = [name_of(p) for p in base.packages]
     with open_archive(suites, preferences(base.suite, base.packages), status) as apt:
-        # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
-        # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
+        # usrmerge converts a running system and depends on all of perl. A root file system that is
+        # merged from the start fulfills the same dependency with a marker package, which
+        # mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
         text = _closure(apt, base, names if base.image else [*essential, *names])
     files = tuple(
@@ -311,7 +341,9 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
             for f in files
             if f.name in names
         ]
-        text = apt("apt-get", "download", "--print-uris", *words).stdout if words else ""
+        text = ""
+        if words:
+            text = apt("apt-get", "download", "--print-uris", *words).stdout
         uris = {(name, unquote(version)): uri for uri, name, version, _, _ in _URI.findall(text)}
         nearby = {name: uri.rpartition("/")[0] for (name, _), uri in uris.items()}
         # A pool keeps files for a while after the index drops them, next to their successors.
@@ -332,13 +364,18 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
             r"^E: Failed to fetch (?!.*( 40[34] |not found)).*", done.stdout + done.stderr, re.M
         )
         if fault:
-            raise refusal("no_packages_sent", suites=" and ".join(suites), reason=_reason(fault[0]))
+            suites_text = " and ".join(suites)
+            raise HostError(
+                f"the archive of {suites_text} does not send its packages: {_reason(fault[0])}",
+                hint="check the network, and run it again",
+            )
 
 
 def preferences(suite: str, packages: Sequence[str]) -> str:
     """Return apt preferences with which each package comes from its suite.
 
-    apt's own ``name/suite`` on the command line would also allow the package's dependencies to come from there.
+    apt's own ``name/suite`` on the command line would also allow the package's dependencies to come
+    from there.
     """
     suites = suites_of(suite, packages)
     # Priority 1: apt uses such a package only if no other version of it exists; -1: never.
@@ -373,7 +410,8 @@ def _closure(apt: Apt, base: BaseRequest, packages: Sequence[str]) -> str:
     if done.returncode == 0:
         return done.stdout
     unknown = re.search(
-        r"E: (?:Unable to locate package|Package '?([^' ]+)'? has no installation candidate) ?(\S*)",
+        r"E: (?:Unable to locate package|Package '?([^' ]+)'? has no installation candidate) "
+        r"?(\S*)",
         done.stderr,
     )
     if unknown:
@@ -389,17 +427,14 @@ def _closure(apt: Apt, base: BaseRequest, packages: Sequence[str]) -> str:
         done.stdout + "\n",
         re.S,
     )
-    reason = (
-        "; ".join(line.strip() for line in unmet[1].splitlines())
-        if unmet
-        else done.stderr.strip()[:300]
-    )
+    if unmet:
+        reason = "; ".join(line.strip() for line in unmet[1].splitlines())
+    else:
+        reason = done.stderr.strip()[:300]
     later = suites_of(base.suite, base.packages)[1:]
-    hint = (
-        f"list what must come from {' or '.join(later)} too, as package/{later[0]}"
-        if later
-        else None
-    )
+    hint = None
+    if later:
+        hint = f"list what must come from {' or '.join(later)} too, as package/{later[0]}"
     raise InputError(
         f"the packages of {_titled(base.suite)} are not compatible: {reason}", hint=hint
     )

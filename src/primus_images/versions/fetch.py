@@ -1,6 +1,8 @@
-"""Fetch missing locked files into the cache, through the host's own pip, apt, registry and git configuration.
+"""Fetch missing locked files into the cache, through the host's own pip, apt, registry and git
+configuration.
 
-A file is identified by its sha256 alone, so a mirror, a local folder and the original source are equally good.
+A file is identified by its sha256 alone, so a mirror, a local folder and the original source are
+equally good.
 """
 
 import errno
@@ -19,9 +21,8 @@ from typing import BinaryIO
 import requests
 from urllib3.exceptions import HTTPError
 
-from primus_images.errors import HostError
+from primus_images.errors import HostError, InputError
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.terminal import counted, some
 from primus_images.versions.debs import download_debs
 from primus_images.versions.filecache import FileCache
@@ -34,7 +35,8 @@ from primus_images.waits import answer_of
 _JOBS = 8
 _FAULTS = 4
 _FIRST_WAIT_S = 0.4
-# "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
+# "Not found". Indexes on an object store without listing permission answer 403 for what they do not
+# have.
 _ABSENT = (403, 404, 410)
 
 
@@ -45,10 +47,12 @@ def fetch(
     offline: bool = False,
     progress: Progress,
 ) -> None:
-    """Fetch every missing file into the cache. ``files`` maps each to the request that it was locked for.
+    """Fetch every missing file into the cache. ``files`` maps each to the request that it was
+    locked for.
 
-    Raises HostError if a source is unreachable, no longer has a file or offers other bytes under its name, or if the
-    disk is full; InputError if a request does not name a file's source. Files that were fetched before are kept.
+    Raises HostError if a source is unreachable, no longer has a file or offers other bytes under
+    its name, or if the disk is full; InputError if a request does not name a file's source. Files
+    that were fetched before are kept.
     """
     missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
     if not missing:
@@ -56,8 +60,12 @@ def fetch(
     if offline:
         names = some([f"{file.name} {file.version}" for file in missing], 5)
         amount = f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'}"
-        raise refusal("offline", amount=amount, names=names)
-    began, size = time.monotonic(), sum(f.size for f in missing)
+        raise HostError(
+            f"--offline allows no download, and {amount} not here: {names}",
+            hint="run it once without --offline",
+        )
+    began = time.monotonic()
+    size = sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
     try:
         cache.root.mkdir(parents=True, exist_ok=True)
@@ -69,7 +77,11 @@ def fetch(
             work.run(work.jobs({file: files[file] for file in missing}), missing)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise refusal("no_room_for_files", folder=cache.root, size=size / 1e6) from None
+            size_text = size / 1e6
+            raise HostError(
+                f"the disk is full at {cache.root}: the missing files take {size_text:,.1f} MB",
+                hint="free some space and run it again; what has been fetched is kept",
+            ) from None
         if error.errno in (errno.EACCES, errno.EROFS):
             raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
         raise
@@ -81,7 +93,12 @@ def fetch(
         options = " ".join(
             f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5]
         )
-        raise refusal("not_offered", files=some([*gone], 5), options=options)
+        raise HostError(
+            f"no source that pip and apt are configured for offers: {some([*gone], 5)}",
+            hint="configure them as where it was locked (pip config list); if the files were "
+            "removed there, use an archive that keeps them, or lock their successors "
+            f"(primus lock {options})",
+        )
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
     progress.finish(
         "fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s"
@@ -90,7 +107,9 @@ def fetch(
 
 class _Fetch:
     def __init__(self, cache: FileCache, scratch: Path, progress: Progress) -> None:
-        self._cache, self._scratch, self._progress = cache, scratch, progress
+        self._cache = cache
+        self._scratch = scratch
+        self._progress = progress
         self.gone: list[LockedFile] = []
 
     def jobs(self, files: Mapping[LockedFile, Request]) -> list[Callable[[], None]]:
@@ -99,9 +118,9 @@ class _Fetch:
         images: dict[str, list[LockedFile]] = defaultdict(list)
         jobs: list[Callable[[], None]] = []
         own = {name: url for request in files.values() for name, url in request.indexes.items()}
-        indexes = (
-            Indexes.of_host(own) if any(file.kind in ("wheel", "sdist") for file in files) else None
-        )
+        indexes = None
+        if any(file.kind in ("wheel", "sdist") for file in files):
+            indexes = Indexes.of_host(own)
         # Largest first: the last one alone would prolong the fetch.
         for file, request in sorted(files.items(), key=lambda item: -item[0].size):
             try:
@@ -116,7 +135,10 @@ class _Fetch:
                         )
                     )
                 elif indexes and file.kind in ("wheel", "sdist"):
-                    places = [own[file.index]] if file.index else indexes.places
+                    if file.index:
+                        places = [own[file.index]]
+                    else:
+                        places = indexes.places
                     jobs.append(partial(self._download, file, indexes, places))
                 else:
                     base = request.bases[file.base or ""]
@@ -127,7 +149,11 @@ class _Fetch:
                     else:
                         raise KeyError(f"an image of base {file.base}")
             except KeyError as error:
-                raise refusal("only_in_lock", what=error.args[0]) from None
+                what = error.args[0]
+                raise InputError(
+                    f"the lock names {what}, but versions.yaml does not",
+                    hint="run `primus lock` again",
+                ) from None
         for suites, group in archives.items():
             source = f"the archive of {' and '.join(suites)}"
             jobs.insert(
@@ -146,7 +172,8 @@ class _Fetch:
             while True:
                 with suppress(multiprocessing.TimeoutError):
                     results.next(timeout=0.2)
-                before, present = present, self._present(files)
+                before = present
+                present = self._present(files)
                 self._progress.advance("fetch", present - before)
 
     def _present(self, files: Collection[LockedFile]) -> int:
@@ -157,7 +184,9 @@ class _Fetch:
         return size
 
     def _copy(self, files: Sequence[LockedFile], source: str, tool: Callable[[Path], None]) -> None:
-        """Let the tool write the files to a folder, each named by its sha256, and take them from there."""
+        """Let the tool write the files to a folder, each named by its sha256, and take them from
+        there.
+        """
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         tool(folder)
         for file in files:
@@ -166,8 +195,12 @@ class _Fetch:
                 self.gone.append(file)
                 continue
             if not self._cache.put(path, file.sha256):
-                raise refusal(
-                    "other_bytes", file=file, source=bare_url(source), offer="other bytes"
+                offer = "other bytes"
+                raise HostError(
+                    f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} "
+                    f"({file.size} bytes) is locked",
+                    hint="do not trust that source; if its maker replaced the file on purpose: primus "
+                    "lock --refresh",
                 )
             path.unlink()
 
@@ -191,29 +224,36 @@ class _Fetch:
             with self._cache.part(file.sha256) as part:
                 if part is None:
                     return True
-                # What is there already may come from another source or a bad disk. Only a file read in one go proves
-                # that the source is wrong.
+                # What is there already may come from another source or a bad disk. Only a file read
+                # in one go proves that the source is wrong.
                 for _ in range(2 if part.seek(0, os.SEEK_END) else 1):
                     if not _append(part, file, offer.url, indexes):
                         return False
                     sha256 = self._cache.commit(part, file.sha256)
                     if sha256 == file.sha256:
                         return True
-        raise refusal(
-            "other_bytes", file=file, source=bare_url(offer.url), offer=f"sha256 {sha256}"
+        offer_text = f"sha256 {sha256}"
+        raise HostError(
+            f"{file.file} from {bare_url(offer.url)} has {offer_text}, but sha256 "
+            f"{file.sha256} ({file.size} bytes) is locked",
+            hint="do not trust that source; if its maker replaced the file on purpose: primus "
+            "lock --refresh",
         )
 
 
 def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
-    """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
-    faults, size = 0, part.seek(0, os.SEEK_END)
+    """Download the rest of the part, as long as bytes keep arriving. Returns False if the source
+    has no file.
+    """
+    faults = 0
+    size = part.seek(0, os.SEEK_END)
     while size < file.size or not file.size:
         before = size
         try:
             with (
                 answer_of(bare_url(url), lambda: size),
                 indexes.open(url, size) as (_, offset, blocks),
-            ):  # noqa: B023
+            ):
                 # A server without ranges begins again.
                 part.truncate(offset)
                 size = offset
@@ -232,12 +272,17 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
             if status == 416:
                 break
             # A server that starts over each time makes no progress.
-            faults = 1 if size > before else faults + 1
+            if size > before:
+                faults = 1
+            else:
+                faults = faults + 1
             if status is not None or faults >= _FAULTS:
-                times = f", {_FAULTS} times" if status is None else ""
-                hint = (
-                    LOGIN_HINT if status in (401, 407) else "run it again to continue the download"
-                )
+                times = ""
+                if status is None:
+                    times = f", {_FAULTS} times"
+                hint = "run it again to continue the download"
+                if status in (401, 407):
+                    hint = LOGIN_HINT
                 raise HostError(
                     f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint
                 ) from None

@@ -1,6 +1,8 @@
-"""The content-addressed cache of fetched files: ``sha256/<hex>`` is either complete and correct, or absent.
+"""The content-addressed cache of fetched files: ``sha256/<hex>`` is either complete and correct, or
+absent.
 
-Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, renamed when complete.
+Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, renamed
+when complete.
 """
 
 import hashlib
@@ -40,7 +42,9 @@ class FileCache:
         return 0
 
     def mark(self, sha256: str) -> tuple[int, ...]:
-        """Return size, times and inode, which change when the file is written to. Empty if it is not cached."""
+        """Return size, times and inode, which change when the file is written to. Empty if it is
+        not cached.
+        """
         try:
             status = self.path(sha256).stat()
         except OSError:
@@ -61,7 +65,9 @@ class FileCache:
         remove_path(self.path(sha256))
 
     def put(self, source: Path, sha256: str) -> bool:
-        """Add a copy of ``source``. Returns False, and keeps nothing, if its bytes do not match ``sha256``."""
+        """Add a copy of ``source``. Returns False, and keeps nothing, if its bytes do not match
+        ``sha256``.
+        """
         with self.part(sha256) as part:
             if part is None:
                 return True
@@ -72,9 +78,12 @@ class FileCache:
 
     @contextmanager
     def part(self, sha256: str) -> Iterator[BinaryIO | None]:
-        """Yield the locked ``.part`` with the bytes of an interrupted fetch; None if another process completed it."""
+        """Yield the locked ``.part`` with the bytes of an interrupted fetch; None if another
+        process completed it.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, final = self._folder / f"{sha256}.part", self.path(sha256)
+        path = self._folder / f"{sha256}.part"
+        final = self.path(sha256)
         while True:
             with path.open("a+b") as file:
                 lock(file.fileno(), f"another download of {sha256[:12]}", path)
@@ -89,7 +98,9 @@ class FileCache:
                     return
 
     def commit(self, part: BinaryIO, sha256: str) -> str:
-        """Make the part the cached file, and return the hash of its bytes. Empties the part if they are other ones."""
+        """Make the part the cached file, and return the hash of its bytes. Empties the part if they
+        are other ones.
+        """
         part.seek(0)
         digest = hashlib.file_digest(part, "sha256").hexdigest()  # type: ignore[arg-type]
         if digest == sha256:

@@ -1,4 +1,6 @@
-"""The Python indexes of this host: pip's configuration, as settings for uv and as requests for files."""
+"""The Python indexes of this host: pip's configuration, as settings for uv and as requests for
+files.
+"""
 
 import ast
 import hashlib
@@ -36,7 +38,8 @@ _PLAIN = {"Accept-Encoding": "identity"}
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (4.0, 20.0)
-# Bytes of an index's page of one package. That of a large package with nightly builds has a few megabytes.
+# Bytes of an index's page of one package. That of a large package with nightly builds has a few
+# megabytes.
 _LARGEST_PAGE = 64 << 20
 # What reading a page of another form raises.
 _ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -53,7 +56,9 @@ _RETRIES = Retry(
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One file of an index; None is not stated. ``python`` are the versions of Python that it requires (empty: any)."""
+    """One file of an index; None is not stated. ``python`` are the versions of Python that it
+    requires (empty: any).
+    """
 
     file: str
     url: str
@@ -69,9 +74,11 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Indexes:
-    """The places that pip would search, first to last, and how it would reach them. They may contain credentials.
+    """The places that pip would search, first to last, and how it would reach them. They may
+    contain credentials.
 
-    ``own`` are a channel's own indexes of versions.yaml, by name, and ``settings`` pip's settings by their names.
+    ``own`` are a channel's own indexes of versions.yaml, by name, and ``settings`` pip's settings
+    by their names.
     """
 
     urls: tuple[str, ...] = field(repr=False)
@@ -80,14 +87,18 @@ class Indexes:
 
     @classmethod
     def of_host(cls, own: Mapping[str, str]) -> Self:
-        """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
+        """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError
+        without pip.
+        """
         return replace(
             cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items())))), own=own
         )
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Self:
-        """Return the indexes that pip's settings name, or the default of pip and uv if they name none."""
+        """Return the indexes that pip's settings name, or the default of pip and uv if they name
+        none.
+        """
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
             urls = [
@@ -116,11 +127,11 @@ class Indexes:
         return tuple(map(bare_url, (*self.urls, *self.listed("find-links"), *self.own.values())))
 
     def uv_settings(self, wheels: Path) -> str:
-        """Return a ``uv.toml`` of these indexes and the folder ``wheels`` in pip's order: uv tries its default last."""
-        urls, keyring = (
-            (*self.urls, *self.own.values()),
-            self.settings.get("keyring-provider") in _KEYRINGS,
-        )
+        """Return a ``uv.toml`` of these indexes and the folder ``wheels`` in pip's order: uv tries
+        its default last.
+        """
+        urls = (*self.urls, *self.own.values())
+        keyring = self.settings.get("keyring-provider") in _KEYRINGS
         lines = [
             'index-strategy = "unsafe-best-match"',
             f"find-links = {json.dumps([*self.listed('find-links'), str(wheels)])}",
@@ -134,7 +145,9 @@ class Indexes:
         return "\n".join([*lines, *(["default = true"] if urls else []), ""])
 
     def uv_environment(self) -> dict[str, str]:
-        """Return the environment in which uv reaches what pip would. Other settings of uv on this host do not apply."""
+        """Return the environment in which uv reaches what pip would. Other settings of uv on this
+        host do not apply.
+        """
         environment = {
             k: v for k, v in os.environ.items() if not k.startswith("UV_") or k == "UV_CACHE_DIR"
         }
@@ -145,11 +158,14 @@ class Indexes:
             "UV_HTTP_RETRIES": "1",
         }
         environment |= {"UV_SYSTEM_CERTS": "true", "NO_COLOR": "1"}
-        if ca := self._ca():
+        ca = self._ca()
+        if ca:
             environment["SSL_CERT_FILE"] = ca
-        if certificate := self.settings.get("client-cert"):
+        certificate = self.settings.get("client-cert")
+        if certificate:
             environment["SSL_CLIENT_CERT"] = certificate
-        if proxy := self.settings.get("proxy"):
+        proxy = self.settings.get("proxy")
+        if proxy:
             names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
             environment |= {word: proxy for name in names for word in (name, name.lower())}
         return environment
@@ -166,9 +182,12 @@ class Indexes:
     def get(
         self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None
     ) -> requests.Response:
-        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
+        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of
+        ``requests``.
+        """
         parts = urlsplit(url)
-        host, proxy = parts.netloc.rpartition("@")[2], self.settings.get("proxy")
+        host = parts.netloc.rpartition("@")[2]
+        proxy = self.settings.get("proxy")
         try:
             response = self._session.request(
                 method,
@@ -177,7 +196,8 @@ class Indexes:
                 allow_redirects=True,  # requests itself follows none for HEAD
                 headers=headers,
                 auth=self._login(host),
-                # Not set on the session, where the environment's proxies would precede pip's own setting.
+                # Not set on the session, where the environment's proxies would precede pip's own
+                # setting.
                 proxies={"http": proxy, "https": proxy} if proxy else None,
                 verify=False
                 if {host, parts.hostname} & {*self.listed("trusted-host")}
@@ -188,7 +208,8 @@ class Indexes:
         except requests.RequestException as error:
             LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
             raise
-        about, seconds = response.headers, response.elapsed.total_seconds()
+        about = response.headers
+        seconds = response.elapsed.total_seconds()
         outcome = (
             f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
         )
@@ -196,9 +217,15 @@ class Indexes:
         return response
 
     def offers(self, package: str, place: str) -> list[Offer]:
-        """Return every file of the package at ``place``: an index, or find-links. HostError if it does not answer."""
-        flat, folder = place in self.listed("find-links"), local_path(place)
-        url = place if flat else f"{place.rstrip('/')}/{package}/"
+        """Return every file of the package at ``place``: an index, or find-links. HostError if it
+        does not answer.
+        """
+        flat = place in self.listed("find-links")
+        folder = local_path(place)
+        if flat:
+            url = place
+        else:
+            url = f"{place.rstrip('/')}/{package}/"
         try:
             if folder is None:
                 with answer_of(bare_url(url)), self.get(url) as page:
@@ -211,10 +238,15 @@ class Indexes:
                     if "json" in page.headers.get("Content-Type", ""):
                         return offers_in(json.loads(content)["files"], page.url)
                     return offers_in(_files(content.decode("utf-8", "replace")), page.url)
-            folder = folder.absolute() if flat else folder.absolute() / package
+            if flat:
+                folder = folder.absolute()
+            else:
+                folder = folder.absolute() / package
             offers = [Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*")]
             listing = folder / "index.html"
-            text = listing.read_text(encoding="utf-8") if listing.exists() else ""
+            text = ""
+            if listing.exists():
+                text = listing.read_text(encoding="utf-8")
             return [*offers_in(_files(text), listing.as_uri()), *offers]
         except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
@@ -230,15 +262,11 @@ class Indexes:
             ),
             None,
         )
-        place, hint = (
-            f"the Python index at {address}",
-            "point pip at a mirror (pip config set global.index-url URL)",
-        )
+        place = f"the Python index at {address}"
+        hint = "point pip at a mirror (pip config set global.index-url URL)"
         if name is not None:
-            place, hint = (
-                f"the index {name} ({bare_url(self.own[name])})",
-                "use another channel (--channel)",
-            )
+            place = f"the index {name} ({bare_url(self.own[name])})"
+            hint = "use another channel (--channel)"
         if re.search(r"\b40[17]\b", reason):
             return HostError(
                 f"{place} wants valid authentication credentials: {reason}",
@@ -268,11 +296,13 @@ class Indexes:
             self.settings.get("cert"),
             *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")),
         )
-        # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
+        # pip trusts the system's certificate store. requests alone would not find a company's own
+        # CA in it.
         return next(filter(None, configured), ssl.get_default_verify_paths().cafile)
 
     def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
-        """Return length and sha256 of the file at ``url``. It is read in full only if one of them is not stated.
+        """Return length and sha256 of the file at ``url``. It is read in full only if one of them
+        is not stated.
 
         Raises HostError if there is no such file, or if the answer is a web page.
         """
@@ -282,7 +312,8 @@ class Indexes:
                 with answer_of(bare_url(url)), suppress(requests.HTTPError), head as (length, _, _):
                     if length is not None:
                         return length, sha256
-            digest, size = hashlib.sha256(), 0
+            digest = hashlib.sha256()
+            size = 0
             with answer_of(bare_url(url), lambda: size), self.open(url) as (_, _, blocks):
                 for block in blocks:
                     digest.update(block)
@@ -296,22 +327,29 @@ class Indexes:
     def open(
         self, url: str, start: int = 0, method: str = "GET"
     ) -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
-        """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if it has no ranges.
+        """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if
+        it has no ranges.
 
         Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
         """
-        if path := local_path(url):
+        path = local_path(url)
+        if path:
             with path.open("rb") as file:
                 file.seek(start)
                 yield path.stat().st_size, start, iter(partial(file.read, _BLOCK), b"")
             return
-        ranges = {"Range": f"bytes={start}-"} if start else {}
+        if start:
+            ranges = {"Range": f"bytes={start}-"}
+        else:
+            ranges = {}
         with self.get(url, method, _PLAIN | ranges) as response:
             response.raise_for_status()
             if response.headers.get("Content-Type", "").startswith("text/html"):
                 raise requests.RequestException("it sends a web page")
             length = response.headers.get("Content-Length", "")
-            offset = start if response.status_code == 206 else 0
+            offset = 0
+            if response.status_code == 206:
+                offset = start
             blocks = response.raw.stream(_BLOCK, decode_content=False)
             yield int(length) if length.isdigit() else None, offset, blocks
 
@@ -324,13 +362,16 @@ def _files(page: str) -> list[dict[str, Any]]:
         values = {name.lower(): unescape("".join(texts)) for name, *texts in quoted}
         url, _, fragment = values.get("href", "").partition("#")
         hashes = dict(re.findall(r"^(sha256)=([0-9a-f]{64})$", fragment))
-        python, yanked = values.get("data-requires-python"), "data-yanked" in attributes
+        python = values.get("data-requires-python")
+        yanked = "data-yanked" in attributes
         files.append({"url": url, "hashes": hashes, "requires-python": python, "yanked": yanked})
     return files
 
 
 def offers_in(files: Any, base: str = "") -> list[Offer]:
-    """Return the files that a page of an index lists, whose address is ``base``, or a package of a ``pylock.toml``."""
+    """Return the files that a page of an index lists, whose address is ``base``, or a package of a
+    ``pylock.toml``.
+    """
     places = [(row, row["url"] if "url" in row else row["path"]) for row in files]
     return [
         Offer(
@@ -352,11 +393,15 @@ def local_path(url: str) -> Path | None:
     parts = urlsplit(url)
     if parts.scheme == "file":
         return Path(url2pathname(parts.path))
-    return Path(url).expanduser() if parts.scheme == "" else None
+    if parts.scheme == "":
+        return Path(url).expanduser()
+    return None
 
 
 def parse_config(listing: str) -> dict[str, str]:
-    """Return pip's settings for `install` from the output of `pip config list`. Variables override files."""
+    """Return pip's settings for `install` from the output of `pip config list`. Variables override
+    files.
+    """
     layers: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for section, name, value in re.findall(r"^([^.=\n]+)\.([^=\n]+)=(.*)$", listing, re.M):
         if section in layers:
@@ -380,7 +425,8 @@ def _pip_config(environment: frozenset[tuple[str, str]]) -> str:
 
 @cache
 def _default_index() -> str:
-    # This project names no index. uv's help names the one that both tools use without configuration.
+    # This project names no index. uv's help names the one that both tools use without
+    # configuration.
     text = subprocess.run(
         [find_uv_bin(), "pip", "compile", "--help"], capture_output=True, text=True, check=False
     )

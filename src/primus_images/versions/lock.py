@@ -1,6 +1,8 @@
-"""The lock: every file of a target with name, version, file name, size and sha256, but without host names.
+"""The lock: every file of a target with name, version, file name, size and sha256, but without host
+names.
 
-There is one committed file per target and channel, with one entry per line, so that a diff is a list of changes.
+There is one committed file per target and channel, with one entry per line, so that a diff is a
+list of changes.
 """
 
 import json
@@ -13,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from primus_images.errors import InputError
 from primus_images.files import path_fault, read_bytes
-from primus_images.refusals import refusal
 from primus_images.schema import build, parse_json
 from primus_images.yamlfile import read_values
 
 SUITES: Mapping[str, Mapping[str, Any]] = read_values(Path(__file__).with_name("suites.yaml")).data
-# The architecture of every image, as Debian and registries call it, and as the kernel and wheels do.
+# The architecture of every image, as Debian and registries call it, and as the kernel and wheels
+# do.
 ARCHITECTURE = "amd64"
 MACHINE = "x86_64"
 
@@ -29,9 +31,9 @@ Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 class LockedFile:
     """One file. ``index`` is the index of versions.yaml that offers it, or None for pip's own.
 
-    ``base`` names the root file system of a deb, a layer, or a wheel of a build; a wheel without one belongs to the
-    image. ``name`` is normalized as in PEP 503 for Python packages. A ``layer`` belongs to an image from a
-    registry, and ``git`` is the archive of a commit.
+    ``base`` names the root file system of a deb, a layer, or a wheel of a build; a wheel without
+    one belongs to the image. ``name`` is normalized as in PEP 503 for Python packages. A ``layer``
+    belongs to an image from a registry, and ``git`` is the archive of a commit.
     """
 
     kind: Kind
@@ -46,14 +48,16 @@ class LockedFile:
     def __post_init__(self) -> None:
         if self.size < 0:
             raise ValueError(f"{self.size} is not a size in bytes")
-        if fault := path_fault(self.file):
+        fault = path_fault(self.file)
+        if fault:
             raise ValueError(f"{self.file!r} is not a file name: {fault}")
 
 
 class BaseRequest(NamedTuple):
     """What a base needs from an archive and a registry. ``packages`` may contain ``name/suite``.
 
-    ``over`` names the base of an extra. The lock then contains only the packages that this base does not have.
+    ``over`` names the base of an extra. The lock then contains only the packages that this base
+    does not have.
     """
 
     suite: str
@@ -77,13 +81,15 @@ Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The input of a lock: what one target needs from the sources. ``python`` is the minor version of its base.
+    """The input of a lock: what one target needs from the sources. ``python`` is the minor version
+    of its base.
 
-    ``wheels`` and ``sdists`` map normalized package names to exact versions (wheels also to an empty one: what fits),
-    and ``debs`` maps names of the base's packages to upstream versions. ``pure`` names wheels for any platform.
-    ``bases`` contains the target's own base, its extras and the root file systems of its builds;
-    ``builds`` the wheels in these (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the
-    channel's own (name → address), ``indexed`` the packages that must come from them.
+    ``wheels`` and ``sdists`` map normalized package names to exact versions (wheels also to an
+    empty one: what fits), and ``debs`` maps names of the base's packages to upstream versions.
+    ``pure`` names wheels for any platform. ``bases`` contains the target's own base, its extras and
+    the root file systems of its builds; ``builds`` the wheels in these (``NAME``, of the image's
+    version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name → address), ``indexed``
+    the packages that must come from them.
     """
 
     target: str
@@ -106,7 +112,9 @@ class Request:
 
     @property
     def provided(self) -> dict[str, str]:
-        """Python packages that come from the base or are built here, with versions as pip compares them."""
+        """Python packages that come from the base or are built here, with versions as pip compares
+        them.
+        """
         names = {
             name: version for name, version in self.debs.items() if name.startswith("python3-")
         }
@@ -120,7 +128,9 @@ class Request:
         }
 
     def flat(self) -> dict[str, str]:
-        """Return the request as one flat mapping, which the lock stores and in which changes are detected."""
+        """Return the request as one flat mapping, which the lock stores and in which changes are
+        detected.
+        """
         result = {"architecture": ARCHITECTURE, "python": self.python}
         for name, base in self.bases.items():
             result[f"base {name} suite"] = base.suite
@@ -163,12 +173,16 @@ class Lock:
 
     @property
     def python_packages(self) -> tuple[LockedFile, ...]:
-        """Return the Python packages of the image: its wheels, and the sources that are built to wheels."""
+        """Return the Python packages of the image: its wheels, and the sources that are built to
+        wheels.
+        """
         return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
 
 
 class Drift(NamedTuple):
-    """One pin on which versions.yaml and the lock differ; None means absent. ``locked`` is its file if that differs."""
+    """One pin on which versions.yaml and the lock differ; None means absent. ``locked`` is its file
+    if that differs.
+    """
 
     pin: str
     locked: str | None
@@ -200,7 +214,9 @@ def upstream(version: str) -> str:
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
-    """Return where the lock, its pins or the files of pinned packages, does not match the request; empty if it does."""
+    """Return where the lock, its pins or the files of pinned packages, does not match the request;
+    empty if it does.
+    """
     pins = {**request.flat(), "target": request.target, "channel": request.channel}
     locked: dict[str, str] = {**lock.pins, "target": lock.target, "channel": lock.channel}
     locked |= {pin: file for pin, file in _misfits(lock, request) if locked.get(pin) == pins[pin]}
@@ -213,7 +229,9 @@ def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
 
 
 def _misfits(lock: Lock, request: Request) -> Iterator[tuple[str, str]]:
-    """Yield each pin of a Python package or base that no file fulfills, as after a merge, and what the lock has."""
+    """Yield each pin of a Python package or base that no file fulfills, as after a merge, and what
+    the lock has.
+    """
     files = {(f.kind, f.base, f.name): f for f in lock.files}
     asked: list[tuple[str, tuple[Kind, str | None, str], str]] = [
         *(
@@ -256,7 +274,9 @@ def dumps(lock: Lock) -> str:
 
 
 def loads(text: str | bytes, name: str) -> Lock:
-    """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a lock."""
+    """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a
+    lock.
+    """
     try:
         document = parse_json(text, name)
         if (
@@ -269,7 +289,8 @@ def loads(text: str | bytes, name: str) -> Lock:
         lock = build(Lock, document)
         seen: set[tuple[str, str | None, str]] = set()
         for index, file in enumerate(lock.files):
-            if (entry := (file.kind, file.base, file.name)) in seen:
+            entry = (file.kind, file.base, file.name)
+            if entry in seen:
                 raise InputError(
                     f"the {file.kind} {file.name} is listed twice",
                     where=document.where(("files", index)),
@@ -278,7 +299,11 @@ def loads(text: str | bytes, name: str) -> Lock:
         return lock
     except InputError as error:
         # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
-        raise refusal("damaged_lock", error.where, error=error.message) from None
+        raise InputError(
+            f"not a lock: {error.message}",
+            where=error.where,
+            hint="restore it from version control, or delete it and run `primus lock`",
+        ) from None
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:

@@ -1,4 +1,6 @@
-"""Resolving a request to a lock with as few changes as possible: versions that still match their pins are kept."""
+"""Resolving a request to a lock with as few changes as possible: versions that still match their
+pins are kept.
+"""
 
 import re
 from collections import defaultdict
@@ -7,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from primus_images.errors import InputError
 from primus_images.progress import Progress
-from primus_images.refusals import refusal
 from primus_images.terminal import counted
 from primus_images.versions.debs import resolve_debs
 from primus_images.versions.lock import (
@@ -23,18 +25,25 @@ from primus_images.versions.lock import (
 from primus_images.versions.remotes import resolve_commit, resolve_image
 from primus_images.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
-# Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.
-# Otherwise, `passwd` would be installed with them, and contains programs that run as root.
-_FOR_SCRIPTS = "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: all\nMulti-Arch: foreign\n"
+# Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are
+# installed. Otherwise, `passwd` would be installed with them, and contains programs that run as
+# root.
+_FOR_SCRIPTS = (
+    "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: "
+    "all\nMulti-Arch: foreign\n"
+)
 _Way = Callable[..., tuple[LockedFile, ...]]
 
 
 def stale(
     request: Request, previous: Lock | None, gone: Collection[LockedFile] = ()
 ) -> frozenset[str]:
-    """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and ``build NAME``."""
-    # Part → what it follows from: pins, and files of parts that are gone. A package that is built here, or was until
-    # now, changes which wheels are needed. A base's glibc and exact Python determine which wheels fit it.
+    """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and
+    ``build NAME``.
+    """
+    # Part → what it follows from: pins, and files of parts that are gone. A package that is built
+    # here, or was until now, changes which wheels are needed. A base's glibc and exact Python
+    # determine which wheels fit it.
     wheels = "wheels|(wheel|deb|sdist|git) .*|base .* (suite|python)"
     sources = {"wheels": wheels, "sdists": "sdists|sdist .*", "gits": "gits|git .*"}
     for name, base in request.bases.items():
@@ -74,9 +83,9 @@ def resolve(
 ) -> Lock:
     """Resolve ``request`` to a lock. Versions of ``previous`` that fit are kept.
 
-    ``shared`` collects results for the targets that are locked later. ``gone`` are files of ``previous`` that no source
-    offers any more. They, and what depends on them, are resolved again. Raises InputError if the pins cannot be
-    fulfilled, HostError if a source is not available.
+    ``shared`` collects results for the targets that are locked later. ``gone`` are files of
+    ``previous`` that no source offers any more. They, and what depends on them, are resolved again.
+    Raises InputError if the pins cannot be fulfilled, HostError if a source is not available.
     """
     parts = stale(request, previous, gone)
     locked: dict[str, list[LockedFile]] = defaultdict(list)
@@ -88,7 +97,10 @@ def resolve(
 
     show = partial(_shown, progress)
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(_commits, request.gits, shared)] if "gits" in parts else []
+        if "gits" in parts:
+            futures = [pool.submit(_commits, request.gits, shared)]
+        else:
+            futures = []
         if "wheels" in parts and request.wheels:
             futures.append(
                 pool.submit(
@@ -135,11 +147,16 @@ def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedF
     below = {f.name: f for f in files if f.base == base and f.kind in ("deb", "layer")}
     result = []
     for file in files:
-        same = below.get(file.name) if file.base == extra else None
+        same = None
+        if file.base == extra:
+            same = below.get(file.name)
         if same is None:
             result.append(file)
         elif same.sha256 != file.sha256:
-            raise refusal("extra_needs", extra=extra, file=file, base=base, version=same.version)
+            raise InputError(
+                f"{extra} needs {file.name} {file.version}, and base {base} has {same.version}",
+                hint=f"name the suite of {file.name} under `packages` of the base",
+            )
     return result
 
 

@@ -1,8 +1,9 @@
 """Images of a registry, with the layers of a digest, and commits of git repositories.
 
-skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and logins. It compares
-every manifest with its digest. A commit becomes one archive, whose bytes depend only on it: unlike in that of
-``git archive``, submodules are there, and no attribute of the tree changes a file.
+skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and
+logins. It compares every manifest with its digest. A commit becomes one archive, whose bytes depend
+only on it: unlike in that of ``git archive``, submodules are there, and no attribute of the tree
+changes a file.
 """
 
 import gzip
@@ -38,7 +39,8 @@ _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 
 
 def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
-    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it (empty without dpkg).
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it
+    (empty without dpkg).
 
     Raises InputError for an image of another platform or with unsupported layers.
     """
@@ -51,8 +53,10 @@ def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
         except HostError as error:
             if "no image found" not in error.message:
                 raise
-            raise refusal(
-                "no_platform", None, image, image=image, architecture=ARCHITECTURE, base=base
+            raise InputError(
+                f"{image} has no image for linux/{ARCHITECTURE}",
+                hint=f"choose another for base {base}",
+                about=image,
             ) from None
         layers = _layers(base, image, json.loads((folder / "manifest.json").read_bytes()))
         return layers, _dpkg_status(image, layers, folder)
@@ -62,11 +66,14 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
     name = image.partition("@")[0]
     layers = manifest.get("layers", ())
     if not layers:
-        raise refusal("no_layers", None, name, image=image, base=base)
+        raise InputError(
+            f"{image} is not an image with layers",
+            hint=f"name the digest of an OCI or Docker schema 2 image for base {base}",
+            about=name,
+        )
     types = (str(layer.get("mediaType")) for layer in layers)
-    if other := next(
-        (kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None
-    ):
+    other = next((kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None)
+    if other:
         raise InputError(
             f"{image} has a layer of type {other}",
             hint="only gzip layers are supported",
@@ -89,7 +96,9 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
 
 
 def copy_image(image: str, folder: Path) -> None:
-    """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with unchanged bytes."""
+    """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with
+    unchanged bytes.
+    """
     platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
     skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
 
@@ -104,7 +113,8 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
                         file := archive.extractfile(member)
                     ):
                         status = file.read().decode("utf-8", "replace")
-        # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended headers raise.
+        # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended
+        # headers raise.
         except (
             tarfile.TarError,
             gzip.BadGzipFile,
@@ -119,7 +129,9 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
 
 
 def skopeo(command: str, *words: str) -> str:
-    """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a failure."""
+    """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a
+    failure.
+    """
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
     for pause in (0.5, 2.0, None):
@@ -135,13 +147,13 @@ def skopeo(command: str, *words: str) -> str:
         if pause is None or not (failing or re.search(r"\bEOF\b|connection reset", reason)):
             break
         time.sleep(pause)
-    host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
+    host = "docker.io"
+    if re.search(r"[.:].*/", image):
+        host = image.partition("/")[0]
     pushed = command == "copy" and address == words[-1]
-    other = (
-        "run it again: what was sent is kept"
-        if pushed
-        else "name a mirror in containers-registries.conf"
-    )
+    other = "name a mirror in containers-registries.conf"
+    if pushed:
+        other = "run it again: what was sent is kept"
     does, first = next(row[1:] for row in _FAILURES if re.search(row[0], reason))
     hint = f"{first.format(host=host, image=image)}, or {other}"
     raise HostError(f"the registry of {image} {does}: {reason}", hint=hint, about=image)
@@ -158,11 +170,14 @@ def _reason(log: str) -> str:
 
 
 def resolve_commit(name: str, pin: Commit) -> LockedFile:
-    """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
+    """Return the archive of the commit of package ``name``. Raises InputError if the repository has
+    no such commit.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         archive_commit(pin, "archive.tar", Path(folder))
         with Path(folder, "archive.tar").open("rb") as file:
-            sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
     return LockedFile(
         kind="git",
         name=name,
@@ -174,7 +189,9 @@ def resolve_commit(name: str, pin: Commit) -> LockedFile:
 
 
 def archive_commit(pin: Commit, name: str, folder: Path) -> None:
-    """Write the archive of the commit to ``folder``. InputError for an unknown commit, HostError without an answer."""
+    """Write the archive of the commit to ``folder``. InputError for an unknown commit, HostError
+    without an answer.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-git-") as scratch:
         source = Path(scratch, "source")
         _check_out(source, pin.url, pin.commit)
@@ -188,8 +205,17 @@ def archive_commit(pin: Commit, name: str, folder: Path) -> None:
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.mtime, member.uid, member.gid, member.uname, member.gname = _MTIME, 0, 0, "", ""
-    member.mode = 0o777 if member.issym() else 0o755 if member.mode & 0o100 else 0o644
+    member.mtime = _MTIME
+    member.uid = 0
+    member.gid = 0
+    member.uname = ""
+    member.gname = ""
+    if member.issym():
+        member.mode = 0o777
+    elif member.mode & 0o100:
+        member.mode = 0o755
+    else:
+        member.mode = 0o644
     return member
 
 
@@ -209,14 +235,21 @@ def _check_out(source: Path, url: str, commit: str) -> None:
         if not any(words in error.message for words in _UNKNOWN):
             raise
         name = Path(url).name.removesuffix(".git")
-        raise refusal("no_commit", None, name, address=bare_url(url), commit=commit) from None
+        raise InputError(
+            f"{bare_url(url)} sends no commit {commit}",
+            hint="correct `commit` in versions.yaml; the server must send single commits (git "
+            "2.26 or newer does)",
+            about=name,
+        ) from None
     git("checkout", "--quiet", "--detach", commit)
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
 
 def _git(source: Path, url: str, template: Path, *words: str, timeout: float | None = None) -> None:
     # Another host must not name folders of this one.
-    local = "always" if url.startswith("file:") else "never"
+    local = "never"
+    if url.startswith("file:"):
+        local = "always"
     options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
     options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
     variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
@@ -231,6 +264,8 @@ def _git(source: Path, url: str, template: Path, *words: str, timeout: float | N
         reason = f"no answer in {timeout:.0f} s"
     address = bare_url(url)
     about = Path(url).name.removesuffix(".git")
-    raise refusal(
-        "silent_repository", None, about, address=address, reason=reason.replace(url, address)
+    raise HostError(
+        f"the repository {address} does not answer: {reason.replace(url, address)}",
+        hint="check the address and the network, or give git a login for it",
+        about=about,
     )

@@ -1,4 +1,5 @@
-"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip configuration.
+"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip
+configuration.
 
 Every function here that asks an index raises HostError if it does not answer.
 """
@@ -35,12 +36,17 @@ class NoSolutionError(InputError):
 
 
 def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
-    """Return the pinned wheels and all dependencies. ``keep`` prefers versions. InputError if no set of them fits."""
+    """Return the pinned wheels and all dependencies. ``keep`` prefers versions. InputError if no
+    set of them fits.
+    """
     pins = [f"{name}==={version}" if version else name for name, version in request.wheels.items()]
     files = _locked(request, pins, keep=keep)
     for file in files:
         if file.version != (pinned := request.wheels.get(file.name) or file.version):
-            raise refusal("other_version", name=file.name, pinned=pinned, version=file.version)
+            raise InputError(
+                f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
+                hint=f"pin {file.version} if that is the intended version",
+            )
     return files
 
 
@@ -51,10 +57,11 @@ def resolve_build(
     image: Mapping[str, str],
     keep: Mapping[str, str],
 ) -> tuple[LockedFile, ...]:
-    """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has them.
+    """Return the wheels of the build root ``root`` and all dependencies, in the versions of
+    ``image`` if it has them.
 
-    ``keep`` prefers versions. Raises InputError for a name without a version that the image does not have, and if the
-    build's own packages do not fit the image's versions.
+    ``keep`` prefers versions. Raises InputError for a name without a version that the image does
+    not have, and if the build's own packages do not fit the image's versions.
     """
     pins: dict[str, str] = {}
     for wheel in wheels:
@@ -84,7 +91,8 @@ def offered(name: str, request: Request, kind: str) -> set[Version]:
 def fits_together(
     request: Request, loose: Collection[str], constraints: Sequence[str]
 ) -> dict[str, str] | None:
-    """Return the versions of all wheels if they fit together, else None. Those named in ``loose`` are newer if needed.
+    """Return the versions of all wheels if they fit together, else None. Those named in ``loose``
+    are newer if needed.
 
     ``constraints`` are those of a constraints file.
     """
@@ -108,13 +116,16 @@ def _compile(
     constraints: Sequence[str],
     keep: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises NoSolutionError.
+    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises
+    NoSolutionError.
 
     Pins have ``===``, because ``==2.13.0`` means 2.13.0+cpu, too.
     """
     with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
         folder = Path(name)
-        lock, settings, provided = folder / "pylock.toml", folder / "uv.toml", folder / "provided"
+        lock = folder / "pylock.toml"
+        settings = folder / "uv.toml"
+        provided = folder / "provided"
         if keep:
             rows = [
                 f"[[packages]]\nname = {json.dumps(n)}\nversion = {json.dumps(v)}"
@@ -173,7 +184,8 @@ def _compile(
 
 
 def _provide(packages: Mapping[str, str], folder: Path) -> list[str]:
-    # Without these empty wheels, a dependency on torch would add the index's build of it, beside the base's own.
+    # Without these empty wheels, a dependency on torch would add the index's build of it, beside
+    # the base's own.
     folder.mkdir()
     for name, version in packages.items():
         stem = f"{name.replace('-', '_')}-{version}"
@@ -204,7 +216,9 @@ def failure(text: str, indexes: Indexes) -> HostError | InputError:
 
 
 def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
-    """Return the error for pins that no set of files of the indexes fulfills; ``reason`` is in uv's words."""
+    """Return the error for pins that no set of files of the indexes fulfills; ``reason`` is in uv's
+    words.
+    """
     reason = reason.replace("===", "==")
     pinned = re.search(r"you require ([^\s=]+)==", reason)
     return NoSolutionError(
@@ -219,12 +233,18 @@ def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
 def _available(
     name: str, request: Request, indexes: Indexes, kind: str
 ) -> Iterator[tuple[str | None, Version, Offer]]:
-    """Yield index, version and file of the package's source archives, or of the wheels that fit the target's base.
+    """Yield index, version and file of the package's source archives, or of the wheels that fit the
+    target's base.
 
-    What must come from the channel's own indexes comes from them alone; they are the last for all else.
+    What must come from the channel's own indexes comes from them alone; they are the last for all
+    else.
     """
-    tags, python = _tags(request), _base(request).python
-    places = [] if name in request.indexed else [(None, place) for place in indexes.places]
+    tags = _tags(request)
+    python = _base(request).python
+    if name in request.indexed:
+        places = []
+    else:
+        places = [(None, place) for place in indexes.places]
     for index, place in (*places, *indexes.own.items()):
         for offer in indexes.offers(name, place):
             # What packaging raises for a name, a version or a specifier that is none.
@@ -261,8 +281,10 @@ def _locked(
 
 
 def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> LockedFile:
-    name, version = package["name"], package["version"]
-    wheel, index = _best(package, offers_in(package["wheels"]), request), None
+    name = package["name"]
+    version = package["version"]
+    wheel = _best(package, offers_in(package["wheels"]), request)
+    index = None
     if indexes.own:
         # uv does not say from where it has it.
         files = [
@@ -280,7 +302,8 @@ def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> Lo
                 "indexes": own,
             }
             raise refusal("not_in_channel", None, name, name=name, **words)
-        if (index := places[0][0]) is not None:
+        index = places[0][0]
+        if index is not None:
             wheel = _best(package, [offer for place, offer in places if place == index], request)
     return _measured("wheel", name, version, wheel, index, indexes)
 
@@ -290,7 +313,10 @@ def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request)
     if package["name"] in request.pure:
         wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
         if not wheels:
-            raise refusal("no_pure_wheel", package=package)
+            raise InputError(
+                f"{package['name']} {package['version']} has no wheel for every platform",
+                hint="leave out `pure`, or pin a version with one",
+            )
     return min(
         wheels,
         key=lambda wheel: min(
@@ -302,7 +328,8 @@ def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request)
 def _measured(
     kind: Kind, name: str, version: str, offer: Offer, index: str | None, indexes: Indexes
 ) -> LockedFile:
-    size, sha256 = offer.size, offer.sha256
+    size = offer.size
+    sha256 = offer.sha256
     if size is None or sha256 is None:
         size, sha256 = indexes.measure(offer.url, f"{name} {version}", sha256)
     return LockedFile(
@@ -330,10 +357,8 @@ def _base(request: Request) -> BaseRequest:
 
 
 def _tags(request: Request) -> dict[Tag, int]:
-    python, interpreter = (
-        tuple(map(int, request.python.split("."))),
-        f"cp{request.python.replace('.', '')}",
-    )
+    python = tuple(map(int, request.python.split(".")))
+    interpreter = f"cp{request.python.replace('.', '')}"
     legacy = {17: ["manylinux2014"], 12: ["manylinux2010"], 5: ["manylinux1"]}
     names = [
         name

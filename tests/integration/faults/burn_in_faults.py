@@ -1,4 +1,6 @@
-"""Wrong GPUs for ``primus preflight --burn-in``: what PyTorch computes, keeps or sends on one rank is changed."""
+"""Wrong GPUs for ``primus preflight --burn-in``: what PyTorch computes, keeps or sends on one rank
+is changed.
+"""
 
 import os
 import time
@@ -52,7 +54,8 @@ def crash(_: Tensor) -> None:
 
 
 class Wrong(NamedTuple):
-    """``change`` is applied on ``rank`` to the results of ``call``: all, or the last of each ``every`` calls.
+    """``change`` is applied on ``rank`` to the results of ``call``: all, or the last of each
+    ``every`` calls.
 
     ``named`` is in the sentence, with the numbers of the ``gpus`` that may be named.
     """
@@ -88,7 +91,8 @@ GPUS = {
     ),
     "swapped-message": Wrong("swap", 0, hang, "GPU 0 of .* everything that is wrong", gpus="0123"),
     "wrong-sum": Wrong("all_reduce", 1, bit(22), "all-reduce"),
-    # The sums of all, and of all but one, are wrong for everyone with this share; those of two are not.
+    # The sums of all, and of all but one, are wrong for everyone with this share; those of two are
+    # not.
     "wrong-share": Wrong(
         "all_reduce share", 1, lost, "GPU 1 of .* everything that is wrong", gpus="0123"
     ),

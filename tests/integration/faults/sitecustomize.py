@@ -1,7 +1,9 @@
-"""Breaks torchtitan, or our own loop, on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
+"""Breaks torchtitan, or our own loop, on purpose. Python imports this at start-up when its folder
+is on PYTHONPATH.
 
-``PRIMUS_FAULT`` names the fault, or several with commas: of this file, or of ``silent``. The ranks change a module that
-they have loaded; the code under test is the shipped code, unchanged and unaware.
+``PRIMUS_FAULT`` names the fault, or several with commas: of this file, or of ``silent``. The ranks
+change a module that they have loaded; the code under test is the shipped code, unchanged and
+unaware.
 """
 
 import importlib
@@ -155,7 +157,8 @@ def put(module: str, change: Callable[[Any], None]) -> None:
     if (module == "primus_images.training.text.tokens") == ("RANK" in os.environ):
         return
     if module.startswith(("torchtitan", "primus_images.training.backends.torchtitan")):
-        # torchtitan chooses its device, and keeps its arguments, when it is imported; the entry of a rank sets these.
+        # torchtitan chooses its device, and keeps its arguments, when it is imported; the entry of
+        # a rank sets these.
         with patch.object(
             sys, "argv", [sys.argv[0], "--job.config_file", f"{sys.argv[-1]}/torchtitan.toml"]
         ):

@@ -1,4 +1,5 @@
-"""``primus preflight --burn-in`` on ranks of this machine's CPU: every wrong GPU is named, and no healthy one.
+"""``primus preflight --burn-in`` on ranks of this machine's CPU: every wrong GPU is named, and no
+healthy one.
 
     python burn_in.py --gpus --seconds 10 --patience 60
 

@@ -16,7 +16,9 @@ Check = Callable[[str, Path], None]
 
 
 def try_all(checks: Iterable[tuple[Check, Sequence[str]]]) -> None:
-    """Call each check with each of its names and an empty folder. Raises AssertionError if one of them raised."""
+    """Call each check with each of its names and an empty folder. Raises AssertionError if one of
+    them raised.
+    """
     every = [(check, name) for check, names in checks for name in names]
     failed = 0
     for check, name in every:
@@ -34,7 +36,9 @@ def try_all(checks: Iterable[tuple[Check, Sequence[str]]]) -> None:
 
 
 def here(command: list[str], **_: Any) -> SimpleNamespace:
-    """Check weights in this process instead of one of its own, as importing torch each time would take minutes."""
+    """Check weights in this process instead of one of its own, as importing torch each time would
+    take minutes.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         objections.main(*command[-2:])
     return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)

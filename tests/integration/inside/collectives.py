@@ -1,4 +1,6 @@
-"""Ranks over gloo: collectives of 16-bit floats, gathered tensors, and a store that finds its own port."""
+"""Ranks over gloo: collectives of 16-bit floats, gathered tensors, and a store that finds its own
+port.
+"""
 
 import os
 import tempfile
@@ -23,7 +25,9 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def check_a_completed_gloo_gives_the_same(folder: Path) -> None:
-    """As one with 16-bit floats of its own. The second group of ranks does without them, as an older PyTorch."""
+    """As one with 16-bit floats of its own. The second group of ranks does without them, as an
+    older PyTorch.
+    """
     results = []
     for completed in (False, True):
         place = folder / str(completed)
@@ -91,7 +95,9 @@ def use(number: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def end() -> None:
-    """End as a job's ranks do: a thread of gloo may abort a process that ends through Python's finalization."""
+    """End as a job's ranks do: a thread of gloo may abort a process that ends through Python's
+    finalization.
+    """
     dist.barrier()
     gloo.leave()
 
@@ -134,7 +140,8 @@ def gather(folder: Path, number: int) -> None:
         patch.object(witness, "_all_gather", wraps=witness._all_gather) as packed,
     ):
         gathered = witness.whole_tensors(shares)
-    # One collective for each of three groups and two dtypes; the plain tensor and the last two layouts are alone.
+    # One collective for each of three groups and two dtypes; the plain tensor and the last two
+    # layouts are alone.
     assert (alone.call_count, packed.call_count) == (3, 6)
     assert list(gathered) == list(shares)
     for name, tensor in whole.items():

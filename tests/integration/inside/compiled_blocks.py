@@ -1,4 +1,6 @@
-"""Blocks that are recomputed are compiled once, and PyTorch can keep what it traces of them for later runs."""
+"""Blocks that are recomputed are compiled once, and PyTorch can keep what it traces of them for
+later runs.
+"""
 
 import os
 from types import SimpleNamespace
@@ -33,7 +35,8 @@ def compiled(recompute: str) -> list[list[str]]:
     def compile_fx(
         graph: torch.fx.GraphModule, _inputs: object, **_: object
     ) -> torch.fx.GraphModule:
-        # Instead of PyTorch's, which needs a C++ compiler. PyTorch itself says whether it would keep the graph.
+        # Instead of PyTorch's, which needs a C++ compiler. PyTorch itself says whether it would
+        # keep the graph.
         autograd_cache.check_cacheable(graph)
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph

@@ -1,4 +1,6 @@
-"""Our own Triton kernels compile for the architectures that are named. Triton's compiler needs no GPU."""
+"""Our own Triton kernels compile for the architectures that are named. Triton's compiler needs no
+GPU.
+"""
 
 import sys
 from typing import Any
@@ -20,7 +22,9 @@ PARTS = {"_larger", "_cut", "_bytes", "_store_both", "_swiglu_gradients"}
 
 
 def calls(arch: str, inputs: int) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
-    """Kernel → the types of its arguments, and its constants, as a run on ``arch`` calls it with so many ``inputs``."""
+    """Kernel → the types of its arguments, and its constants, as a run on ``arch`` calls it with so
+    many ``inputs``.
+    """
     fp8, gradient = ("fp8e4b8", "fp8e5b16") if arch == "gfx942" else ("fp8e4nv", "fp8e5")
     swiglu = {"gate": "*bf16", "up": "*bf16"}
     flat = {"BLOCK": 4096, "BLOCKS": 4}

@@ -143,7 +143,9 @@ SIZES = {
 
 
 def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool) -> None:
-    """The same sum of losses and the same gradients, with and without a mask of the tokens that are trained."""
+    """The same sum of losses and the same gradients, with and without a mask of the tokens that are
+    trained.
+    """
     generator = np.random.default_rng(5)
     ends = generator.integers(2, 12, 40).cumsum()
     mask = (generator.random(int(ends[-1])) < 0.6).astype(np.uint8) if masked else None

@@ -1,7 +1,8 @@
-"""The same weights in Megatron's DeepSeek, made from our sizes, and in the reference give the same logits.
+"""The same weights in Megatron's DeepSeek, made from our sizes, and in the reference give the same
+logits.
 
-The reference agrees with transformers' models. Judged runs of Megatron agree with it for other families, and for
-DeepSeek at lengths at which YaRN changes nothing.
+The reference agrees with transformers' models. Judged runs of Megatron agree with it for other
+families, and for DeepSeek at lengths at which YaRN changes nothing.
 """
 
 import os

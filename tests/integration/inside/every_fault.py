@@ -2,8 +2,8 @@
 
     python every_fault.py OUT --seconds 600 --together 8
 
-OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, also print every
-fault that replaces a name that its module does not have.
+OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches,
+also print every fault that replaces a name that its module does not have.
 """
 
 import importlib
@@ -44,7 +44,8 @@ HEALTHY = {
             "torchtitan",
             "--precision=bf16 training.dtype=bfloat16 optimizer.name=Adam",
         ),
-        # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one of them.
+        # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one
+        # of them.
         (
             "healthy_experts_tensor_parallel",
             "megatron",
@@ -55,8 +56,8 @@ HEALTHY = {
 
 
 def run(name: str, settings: list[str], out: Path) -> None:
-    """Train and judge the job ``name`` with ``settings``, and append its line to ``out``. Faults of one job are joined
-    by ``+``.
+    """Train and judge the job ``name`` with ``settings``, and append its line to ``out``. Faults of
+    one job are joined by ``+``.
     """
     faults = [] if name in HEALTHY else [SILENT[part] for part in name.split("+")]
     backend, words = (faults[0].backend, faults[0].words) if faults else HEALTHY[name]

@@ -1,4 +1,6 @@
-"""Checkpoints of every family and backend: exported, they give the backend's logits in transformers; and back again."""
+"""Checkpoints of every family and backend: exported, they give the backend's logits in
+transformers; and back again.
+"""
 
 import json
 import os
@@ -52,11 +54,13 @@ SMALLEST = {
     for entry in sorted(entries(), key=lambda entry: -entry.size.total)
     if entry.backend != "flux" and entry.mode != "lora" and not entry.only_proxy
 }
-# Megatron ranks groups of experts by their best top_k ÷ top_groups experts, DeepSeek-V3 by their best two. Without the
-# loss, torchtitan has no biases of routers.
+# Megatron ranks groups of experts by their best top_k ÷ top_groups experts, DeepSeek-V3 by their
+# best two. Without the loss, torchtitan has no biases of routers.
 WORDS = {
     "megatron deepseek-v3-proxy": "model.moe.top_k=4",
-    "torchtitan deepseek-16b v3": "model.family=deepseek_v3 model.moe.score=sigmoid model.moe.auxiliary_loss=0",
+    "torchtitan deepseek-16b v3": (
+        "model.family=deepseek_v3 model.moe.score=sigmoid model.moe.auxiliary_loss=0"
+    ),
 }
 CASES = sorted({*WORDS, *(f"{backend} {recipe}" for (backend, *_), recipe in SMALLEST.items())})
 # Settings that start from the exported folder.
@@ -94,7 +98,9 @@ def recipe_of(case: str, *words: str) -> Recipe:
 
 
 def built(where: Path, recipe: Recipe) -> Model:
-    """The model as a rank builds it, its state for checkpoints, and a function that computes logits."""
+    """The model as a rank builds it, its state for checkpoints, and a function that computes
+    logits.
+    """
     where.mkdir()
     for name, text in ranks.files(Job(name="run", recipe=recipe, output=where)).items():
         (where / name).write_text(text)

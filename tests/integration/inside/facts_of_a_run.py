@@ -1,4 +1,6 @@
-"""The facts that a run leaves are those of what ran: its products, and a digest that any change of weights changes."""
+"""The facts that a run leaves are those of what ran: its products, and a digest that any change of
+weights changes.
+"""
 
 import os
 from typing import Any
@@ -17,7 +19,9 @@ class Layer(torch.nn.Linear):
 
 
 def check_the_compilers_own_products_are_not_the_runs() -> None:
-    """They made the check "precision" fail for FLUX in BF16: the compiler traces its linear layers in float32."""
+    """They made the check "precision" fail for FLUX in BF16: the compiler traces its linear layers
+    in float32.
+    """
 
     def compiler(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
         torch.ones(8, 64) @ torch.ones(64, 64)

@@ -10,7 +10,9 @@ from tempfile import TemporaryFile
 
 
 def forked(work: Callable[[], object], into: int | None = None) -> int:
-    """Run ``work`` in a child process, its output going to the file descriptor ``into``; the child's id."""
+    """Run ``work`` in a child process, its output going to the file descriptor ``into``; the
+    child's id.
+    """
     child = os.fork()
     if child:
         return child

@@ -41,7 +41,9 @@ LAYERS = {
 def kept_by(
     layer: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
 ) -> tuple[torch.Tensor, set[torch.dtype]]:
-    """What ``layer`` makes of ``given`` under autocast, and the types of what it keeps but for weights and scales."""
+    """What ``layer`` makes of ``given`` under autocast, and the types of what it keeps but for
+    weights and scales.
+    """
     kept: set[torch.dtype] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

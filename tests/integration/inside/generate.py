@@ -1,4 +1,6 @@
-"""Run by Python with transformers and PEFT, and without this project: exported weights load and write text."""
+"""Run by Python with transformers and PEFT, and without this project: exported weights load and
+write text.
+"""
 
 import sys
 from pathlib import Path

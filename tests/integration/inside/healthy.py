@@ -1,11 +1,13 @@
-"""Train healthy jobs of every recipe, backend, mode and precision with many seeds; write which checks failed.
+"""Train healthy jobs of every recipe, backend, mode and precision with many seeds; write which
+checks failed.
 
 With --gpu, the same small models are trained on a GPU. The reference repeats them on the CPU.
 
     python healthy.py OUT --seconds 600 --seeds 20 --together 8
 
-OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. A run that does not end normally is
-a line as well. When the time is over, the runs in progress are ended and not written.
+OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. A run that does
+not end normally is a line as well. When the time is over, the runs in progress are ended and not
+written.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""Run by Python with torch. Our Llama computes what Hugging Face's does; every recipe's model has its sizes."""
+"""Run by Python with torch. Our Llama computes what Hugging Face's does; every recipe's model has
+its sizes.
+"""
 
 import json
 from dataclasses import replace
@@ -147,7 +149,9 @@ def check_adapters_alone_are_trained() -> None:
 
 
 def check_published_models() -> None:
-    """What publishers say is transformers' model: the same names, shapes and number of parameters, without memory."""
+    """What publishers say is transformers' model: the same names, shapes and number of parameters,
+    without memory.
+    """
     files = sorted((load.folder() / "published").glob("*.json"))
     assert len(files) > 20
     for file in files:
@@ -172,7 +176,9 @@ def check_published_models() -> None:
 
 
 def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
-    """Why FLUX trains without cuDNN's attention. With one layout of the gradients the entry may allow it again."""
+    """Why FLUX trains without cuDNN's attention. With one layout of the gradients the entry may
+    allow it again.
+    """
     model = _small_flux()
     attend, inputs, gradients = functional.scaled_dot_product_attention, set(), set()
 
@@ -194,7 +200,9 @@ def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
 
 
 def check_flux_begins_with_its_last_layers_gradient_alone() -> None:
-    """Memory that nobody set is NaN here, and times are at both ends: all gradients exist, are finite, and mostly 0."""
+    """Memory that nobody set is NaN here, and times are at both ends: all gradients exist, are
+    finite, and mostly 0.
+    """
     model = _small_flux()
     batch = _images(2) | {"time": torch.tensor([0.0, 1.0])}
     loss = flow_matching(model, batch, 4, 1.0)

@@ -1,4 +1,6 @@
-"""Odd weights and configs: trained as transformers loads them, with the same logits, or refused with the place."""
+"""Odd weights and configs: trained as transformers loads them, with the same logits, or refused
+with the place.
+"""
 
 import json
 import re

@@ -1,5 +1,6 @@
-"""Run by Python with torch. Odd tokenizers, chat templates, corpora and columns, each compared with transformers,
-tokenizers or datasets themselves: the same tokens and the same mask, or an InputError that names file and field.
+"""Run by Python with torch. Odd tokenizers, chat templates, corpora and columns, each compared with
+transformers, tokenizers or datasets themselves: the same tokens and the same mask, or an InputError
+that names file and field.
 """
 
 # ruff: noqa: E501, templates are long lines
@@ -212,7 +213,8 @@ def table(delimiter: str) -> bytes:
     return stream.getvalue().encode()
 
 
-# name → a function that makes it, of ``text`` and its folder; the files, read by datasets itself, must say the same.
+# name → a function that makes it, of ``text`` and its folder; the files, read by datasets itself,
+# must say the same.
 Maker = Callable[[Path], Any]
 CORPORA: dict[str, tuple[str, Maker]] = {
     "lines": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES)),
@@ -466,11 +468,19 @@ def check_a_turn_that_is_not_trained(case: str, where: Path) -> None:
 
 
 def check_nulls_of_a_table(_case: str, where: Path) -> None:
-    """Parquet adds a null for every key that another message has; templates ask whether a key exists."""
+    """Parquet adds a null for every key that another message has; templates ask whether a key
+    exists.
+    """
     rows_of = [{"messages": CHATS["one turn"], "tools": None}, {"messages": CALLS, "tools": TOOLS}]
     write_table(pa.Table.from_pylist(rows_of), where / "rows.parquet")
-    text = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{{ m.tool_calls | tojson }}"
-    text += "{% else %}{{ m.content }}{{ '\\n' }}{% endif %}{% endfor %}{{ tools | tojson if tools else '' }}"
+    text = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{{ "
+        "m.tool_calls | tojson }}"
+    )
+    text += (
+        "{% else %}{{ m.content }}{{ '\\n' }}{% endif %}{% endfor %}{{ tools | tojson if "
+        "tools else '' }}"
+    )
     folder = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
     plain = [{"messages": CHATS["one turn"]}, {"messages": CALLS, "tools": TOOLS}]
     wanted = ours(written(where, "rows.jsonl", *plain), folder, completions=False)
@@ -479,8 +489,14 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
 
 def check_no_torch(_case: str, where: Path) -> None:
     """The command that starts a run tokenizes, and must not wait for torch."""
-    code = "import sys; from primus_images.training.text.encoder import Encoder, without_torch; without_torch(); "
-    code += f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from primus_images.training.text.encoder import Encoder, without_torch; "
+        "without_torch(); "
+    )
+    code += (
+        f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run(["env", sys.executable, "-c", code], check=True)
 
 

@@ -64,7 +64,9 @@ def main() -> None:
 
 
 def norms() -> None:
-    """A norm's gradient, also as PyTorch computes it on a CPU, where it keeps means and deviations in bfloat16."""
+    """A norm's gradient, also as PyTorch computes it on a CPU, where it keeps means and deviations
+    in bfloat16.
+    """
 
     torch.manual_seed(0)
 
@@ -98,7 +100,8 @@ def attention() -> None:
     """Attention of grouped heads with its gradients, also as PyTorch's kernel for CPUs rounds them."""
     shapes, length = ((3, 8, 128, 16), (3, 2, 128, 16), (3, 2, 128, 16)), 128
     given = torch.randn(shapes[0]).bfloat16()
-    # The first tokens get most of the attention, as in trained models: many gradients are added there.
+    # The first tokens get most of the attention, as in trained models: many gradients are added
+    # there.
     parts = [torch.randn(shape) for shape in shapes]
     parts[1][..., :2, :] += 4 * parts[0].mean((1, 2))[:, None, None]
     parts = [part.bfloat16() for part in parts]
@@ -179,7 +182,9 @@ def flux() -> None:
 
 
 def fit() -> None:
-    """A change that a tenth of the rounding hides in every tensor is found; one that the run has not is not."""
+    """A change that a tenth of the rounding hides in every tensor is found; one that the run has
+    not is not.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> dict[str, torch.Tensor]:

@@ -1,6 +1,8 @@
-"""Small judged jobs, healthy or with a silent fault: ``primus train`` in forks of a process that has imported torch.
+"""Small judged jobs, healthy or with a silent fault: ``primus train`` in forks of a process that
+has imported torch.
 
-The reference runs in a process that never saw the fault. Each run is recorded as one JSON line when it ends.
+The reference runs in a process that never saw the fault. Each run is recorded as one JSON line when
+it ends.
 """
 
 import argparse
@@ -32,7 +34,9 @@ LIMIT = 600
 
 
 def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
-    """A job of six steps of ``backend`` in ``folder``; words ``--recipe=``, ``--mode=``, ``--precision=`` choose."""
+    """A job of six steps of ``backend`` in ``folder``; words ``--recipe=``, ``--mode=``,
+    ``--precision=`` choose.
+    """
     chosen = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
     settings = [word for word in words if not word.startswith("--")]
     if not any(word.startswith("steps=") for word in settings):
@@ -79,9 +83,11 @@ def record(
     judge: Callable[[Job], tuple[Row, bool]],
     out: Path,
 ) -> None:
-    """Train the job of ``make`` with ``fault`` ("": none) and append ``row``, with what ``judge`` adds, to ``out``.
+    """Train the job of ``make`` with ``fault`` ("": none) and append ``row``, with what ``judge``
+    adds, to ``out``.
 
-    The end of the logs is kept where the run is not as it should be: ``judge`` says so, or ``row`` as it is given.
+    The end of the logs is kept where the run is not as it should be: ``judge`` says so, or ``row``
+    as it is given.
     """
     fine, logs = False, []
     with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as folder:
@@ -107,8 +113,8 @@ def record(
 
 
 def together(waiting: list[partial[None]], count: int, seconds: float) -> None:
-    """Call each of ``waiting`` in a process of its own, ``count`` at a time. When the time is over, end the runs in
-    progress, which are not recorded.
+    """Call each of ``waiting`` in a process of its own, ``count`` at a time. When the time is over,
+    end the runs in progress, which are not recorded.
     """
     until = time.monotonic() + seconds
     running = set[int]()

@@ -1,4 +1,6 @@
-"""Run by Python with torch. Commands of the tutorial, and of data and export, as they are written, on a tiny model."""
+"""Run by Python with torch. Commands of the tutorial, and of data and export, as they are written,
+on a tiny model.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ from primus_images.recipes.load import folder
 DOCS = Path(__file__).parents[3] / "docs"
 MODELS = "/models/"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ "
+    "eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = {

@@ -1,4 +1,6 @@
-"""Planted wrong kernels, and healthy ones, for ``primus_images.training.run.recompute``. Prints what was named and what was not."""
+"""Planted wrong kernels, and healthy ones, for ``primus_images.training.run.recompute``. Prints
+what was named and what was not.
+"""
 
 import json
 from functools import partial

@@ -1,7 +1,8 @@
 """Runs Python commands in forks of a process that has imported torch, which takes seconds.
 
-Each line of standard input is a command, ``{"words": [...], "variables": {...}}``, and its answer is a line of standard
-output, ``{"code": …, "out": …, "err": …}``. Python that a command starts, such as a rank, is forked, too.
+Each line of standard input is a command, ``{"words": [...], "variables": {...}}``, and its answer
+is a line of standard output, ``{"code": …, "out": …, "err": …}``. Python that a command starts,
+such as a rank, is forked, too.
 """
 
 import gc
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 FAULTS = str(Path(__file__).parents[1] / "faults")
-# torchtitan, Megatron and primus look at the environment when they are imported, so each process does that itself.
+# torchtitan, Megatron and primus look at the environment when they are imported, so each process
+# does that itself.
 MODULES = (
     "torch",
     "torch.distributed.checkpoint.state_dict",

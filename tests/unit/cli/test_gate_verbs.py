@@ -1,4 +1,6 @@
-"""`primus check`, `primus why-size` and the gates of `build` and `verify`, through the command line."""
+"""`primus check`, `primus why-size` and the gates of `build` and `verify`, through the command
+line.
+"""
 
 import json
 import re
@@ -152,7 +154,8 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     )
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     lines = [
-        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a Hugging Face token",
+        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a "
+        "Hugging Face token",
         "  ✗ budget: ",
     ]
     built = kit.build()

@@ -80,7 +80,7 @@ def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(
     assert main(["project", "llama3.1-8b", "--gpu", "mi355x", "--nodes", "512"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        "since no such run on this GPU is known (AMD's document v25.2; benchmarks/results/speed-4xh200.json)"
-        in text
+        "since no such run on this GPU is known (AMD's document v25.2; "
+        "benchmarks/results/speed-4xh200.json)" in text
     )
     assert main(["project", "deepseek-v3", "--gpu", "mi355x", "--nodes", "2"]) == 1

@@ -1,4 +1,6 @@
-"""``primus list`` and ``primus show``: golden text, JSON, refusals, completion, and what they import."""
+"""``primus list`` and ``primus show``: golden text, JSON, refusals, completion, and what they
+import.
+"""
 
 import json
 import os
@@ -110,7 +112,10 @@ def test_gpus_that_cannot_hold_a_recipe_are_left_out(
 
 @pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])
 def test_nothing_heavy_is_imported(words: str) -> None:
-    code = f"import sys; from primus_images.cli.main import main; main({words.split()!r}); print(*sys.modules, file=sys.stderr)"
+    code = (
+        f"import sys; from primus_images.cli.main import main; main({words.split()!r}); "
+        "print(*sys.modules, file=sys.stderr)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "requests", "rich", "docker", "numpy", "jsonschema"}
     assert not heavy & set(run.stderr.split())

@@ -98,7 +98,10 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(
 ) -> None:
     (here / "exp.yaml").write_text(
         MEGATRON
-        + "      micro_batchsize: 3\n      enable_primus_turbo: true\n      enable_turbo_attention_float8: true\n"
+        + (
+            "      micro_batchsize: 3\n      enable_primus_turbo: true\n      "
+            "enable_turbo_attention_float8: true\n"
+        )
         + "      attn_logit_softcapping: 30.0\n      hidden_dropout: 0.1\n"
     )
     assert main(["import-exp", "exp.yaml"]) == 2

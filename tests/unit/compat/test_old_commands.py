@@ -84,7 +84,9 @@ def test_every_training_command_resolves_to_what_the_document_says(
 def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a user types it in the image: the script is there, no option is needed, and it says what it does."""
+    """As a user types it in the image: the script is there, no option is needed, and it says what
+    it does.
+    """
     monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
     monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
     entries = [entry for entry in COMMANDS if not {"resolves", "tuned"}.isdisjoint(entry)]
@@ -283,7 +285,9 @@ FSDP2 = [
 def test_what_a_page_states_in_its_text_and_tables_holds(
     command: list[str], gpu: str, key: str, value: Any
 ) -> None:
-    """Options of "Key options" of the v25.7 page, and the batches at 4096 tokens of the v25.2 table."""
+    """Options of "Key options" of the v25.7 page, and the batches at 4096 tokens of the v25.2
+    table.
+    """
     request = requested(
         command[0], command[1:], {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"}
     )

@@ -114,7 +114,8 @@ def test_a_builds_python_lists_folders_sorted(tmp_path: Path) -> None:
     code = (
         "import glob, os, pathlib, sys; f = sys.argv[1]; (_, _, walked), = os.walk(f);"
         "print(walked == sorted(walked), glob.glob('*', root_dir=f) == walked,"
-        " [p.name for p in pathlib.Path(f).iterdir()] == walked, os.listdir(f) == walked, len(walked))"
+        " [p.name for p in pathlib.Path(f).iterdir()] == walked, os.listdir(f) == walked, "
+        "len(walked))"
     )
     env = {**os.environ, "PYTHONPATH": str(order)}
     command = [sys.executable, "-c", code, str(folder)]

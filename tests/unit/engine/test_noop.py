@@ -1,4 +1,6 @@
-"""A build with nothing to do: it says so exactly while the image is what a build into an empty store would make."""
+"""A build with nothing to do: it says so exactly while the image is what a build into an empty
+store would make.
+"""
 
 import json
 import os
@@ -123,7 +125,9 @@ def test_nothing_to_do_is_said_exactly_if_it_is_true(
 
 
 def test_a_flipped_bit_in_a_small_file_of_the_store_is_seen(kit: Kit) -> None:
-    """In the index, the manifest and the config, wherever it is. Layers are compared by ``--rehash``."""
+    """In the index, the manifest and the config, wherever it is. Layers are compared by
+    ``--rehash``.
+    """
     shutil.rmtree(kit.root / "images/locks", ignore_errors=True)
     store = Store(kit.root / ".primus/store")
     store.untag("v26.11-other")

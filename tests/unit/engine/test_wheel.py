@@ -36,7 +36,9 @@ def make_wheel(folder: Path) -> Path:
         f"{data}/headers/demo.h": "#define X\n",
         f"{data}/data/share/demo/readme": "data\n",
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: Demo_Pkg\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
         f"{info}/entry_points.txt": "[console_scripts]\nDemo-Run = demo:main\n[other]\nx = y\n",
     }
     with zipfile.ZipFile(path, "w") as archive:
@@ -202,7 +204,9 @@ def test_a_damaged_file_is_an_error_that_names_the_wheel(
 
 
 def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path) -> None:
-    """Through the script as the sandbox runs it, with enough modules for several packs and processes."""
+    """Through the script as the sandbox runs it, with enough modules for several packs and
+    processes.
+    """
     sources = {f"pkg/m{i}.py": f"x = {i}\n" + "y = 'some text'\n" * 8000 for i in range(12)}
     sources |= {
         "pkg/bad.py": "def :\n",

@@ -140,7 +140,8 @@ def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path:
     (tmp_path / "images").mkdir()
     (tmp_path / "versions.yaml").write_text(VERSIONS)
     (tmp_path / "images/mi300x.yaml").write_text(
-        "description: x\nchannels: [amd]\nbase: trixie\ngpu: mi300x\ncomponents: [pytorch, rocm, triton]\n"
+        "description: x\nchannels: [amd]\nbase: trixie\ngpu: mi300x\ncomponents: [pytorch, "
+        "rocm, triton]\n"
     )
     files = (
         locked("wheel", "torch", "2.14.0+rocm10.1.0"),

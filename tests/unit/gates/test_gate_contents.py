@@ -1,4 +1,6 @@
-"""What a layer holds besides GPU code: versions, library names, litter, sizes; and that it is read once."""
+"""What a layer holds besides GPU code: versions, library names, litter, sizes; and that it is read
+once.
+"""
 
 import hashlib
 import shutil

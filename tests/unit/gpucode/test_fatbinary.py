@@ -1,4 +1,6 @@
-"""Libraries with the GPU code of one architecture: what is written, byte by byte, and what a reader finds in it."""
+"""Libraries with the GPU code of one architecture: what is written, byte by byte, and what a reader
+finds in it.
+"""
 
 import hashlib
 import io
@@ -168,7 +170,8 @@ _TARGETS = [
     "gfx9-4-generic",
     "amdgcnspirv",
 ]
-# No two targets have the same code: a copy costs a compressed bundle next to nothing, and taking it out gains nothing.
+# No two targets have the same code: a copy costs a compressed bundle next to nothing, and taking it
+# out gains nothing.
 _PART = st.builds(
     lambda target, seed, size: (target, hashlib.shake_128(target.encode() + seed).digest(size)),
     st.sampled_from(_TARGETS),

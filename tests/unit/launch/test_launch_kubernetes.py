@@ -182,7 +182,10 @@ def test_a_recipe_of_the_user_reaches_the_pods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script writes it, with the files that it uses from its folder, and names it to primus."""
-    text = "uses: [../../{}/llama3.1-8b.yaml, mine/lr.yaml]\nname: mine\ndescription: it's $(HOME) and $HOME\n"
+    text = (
+        "uses: [../../{}/llama3.1-8b.yaml, mine/lr.yaml]\nname: mine\ndescription: it's "
+        "$(HOME) and $HOME\n"
+    )
     (tmp_path / "team/mine").mkdir(parents=True)
     own = load.folder()
     (tmp_path / "team/mine.yaml").write_text(text.replace("../../{}/", f"{own}/"))
@@ -202,7 +205,8 @@ def test_a_recipe_of_the_user_reaches_the_pods(
     assert there.settings["description"].value == "it's $(HOME) and $HOME"
 
 
-# Trains as a rank does: meets the others, takes 20 steps with them, saves every fifth, and ends on a noted failure.
+# Trains as a rank does: meets the others, takes 20 steps with them, saves every fifth, and ends on
+# a noted failure.
 TRAIN = """\
 #!%s
 import os, sys, time
@@ -253,7 +257,9 @@ class Pods:
         )
 
     def ended(self, kills: list[tuple[int, int, str]]) -> list[int]:
-        """Run until both have succeeded; (node, signal, file) kills the pod of a node when the file exists."""
+        """Run until both have succeeded; (node, signal, file) kills the pod of a node when the file
+        exists.
+        """
         pods, codes, deadline = (
             {node: self.start(node) for node in (0, 1)},
             [],

@@ -253,13 +253,18 @@ def body(
     resume_from: str = "",
     job: int = 7,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a rendered script for real; Slurm's commands are small scripts that note how they were called."""
+    """Run a rendered script for real; Slurm's commands are small scripts that note how they were
+    called.
+    """
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
     calls = tmp_path / "calls"
     for name, text in {
         "srun": srun,
-        "scontrol": 'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n NodeAddr=127.0.0.2 X=1";; esac',
+        "scontrol": (
+            'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n '
+            'NodeAddr=127.0.0.2 X=1";; esac'
+        ),
         "sleep": "exit 0",
     }.items():
         (tools / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{text}\n')
@@ -376,7 +381,8 @@ def test_a_node_that_does_not_answer_requeues_until_the_limit(tmp_path: Path) ->
 def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     said = body(
         tmp_path,
-        'trap "echo ended; exit 143" TERM; kill -USR1 $PPID; for i in {1..100}; do /bin/sleep 0.1; done',
+        'trap "echo ended; exit 143" TERM; kill -USR1 $PPID; for i in {1..100}; do /bin/sleep '
+        "0.1; done",
     )
     assert "ended" in said.stdout
     assert "the job was told to end; requeued" in said.stderr

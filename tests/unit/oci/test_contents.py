@@ -125,14 +125,16 @@ def test_a_missing_blob(tmp_path):
 @pytest.mark.parametrize("kind", ["tar+gzip", "tar+zstd"])
 def test_memory_stays_small(tmp_path, kind):
     code = (
-        "import resource, sys; from pathlib import Path; from primus_images.sandbox.container import LayerRef; "
+        "import resource, sys; from pathlib import Path; from primus_images.sandbox.container "
+        "import LayerRef; "
         "from primus_images.oci.layer import walk; "
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "ref = LayerRef(digest=sys.argv[1], diff_id=sys.argv[2], size=1, media_type=sys.argv[4]); "
         "[None for _ in walk(ref, Path(sys.argv[3]))]; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
     )
-    # Highly compressible: a reader that inflates a whole input chunk at once would need hundreds of MiB.
+    # Highly compressible: a reader that inflates a whole input chunk at once would need hundreds of
+    # MiB.
     plain = tar((member("big"), bytes(200 << 20)))
     blob = tmp_path / "blob"
     packed = (

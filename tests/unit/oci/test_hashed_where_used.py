@@ -1,4 +1,6 @@
-"""Every input is hashed as it streams into a layer: an edit during the build never hides under the old key."""
+"""Every input is hashed as it streams into a layer: an edit during the build never hides under the
+old key.
+"""
 
 import fcntl
 import os
@@ -54,7 +56,9 @@ def same_size_same_time(path: Path, data: bytes) -> None:
 
 
 def prepared(kit: Kit) -> str:
-    """The digest of the project as it is, from a store elsewhere; this one gets its layout, and nothing in it."""
+    """The digest of the project as it is, from a store elsewhere; this one gets its layout, and
+    nothing in it.
+    """
     return kit.build("demo", "--store", str(kit.root.parent / "other-store")).digest
 
 

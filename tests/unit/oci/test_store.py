@@ -150,7 +150,9 @@ def _sweep_often(root: Path) -> None:
 
 
 def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
-    """Between its making and its locking a file must not look abandoned to a builder that starts just then."""
+    """Between its making and its locking a file must not look abandoned to a builder that starts
+    just then.
+    """
     sweeper = multiprocessing.get_context("spawn").Process(target=_sweep_often, args=(store.root,))
     sweeper.start()
     try:

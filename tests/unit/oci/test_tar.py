@@ -1,4 +1,6 @@
-"""The tar writer: read back by Python's own tarfile, the same bytes whatever the order, clean paths only."""
+"""The tar writer: read back by Python's own tarfile, the same bytes whatever the order, clean paths
+only.
+"""
 
 import io
 import string

@@ -1,4 +1,6 @@
-"""Which channel builds a target: locks decide, not the network, and files of two channels never mix."""
+"""Which channel builds a target: locks decide, not the network, and files of two channels never
+mix.
+"""
 
 import json
 from pathlib import Path

@@ -88,8 +88,13 @@ def test_an_extra_that_adds_nothing_is_named(kit: Kit) -> None:
 
 @pytest.mark.parametrize("name", ["facts", "environment"])
 def test_a_component_called_like_a_layer_of_the_engine_is_refused(kit: Kit, name: str) -> None:
-    """The gates would judge only one of the two layers: a secret in the folder `facts` would enter the image."""
-    pin = f"components:\n  {name}:\n    name: Part\n    pins:\n      - {{path: part, to: /opt/part, channel: local}}\n"
+    """The gates would judge only one of the two layers: a secret in the folder `facts` would enter
+    the image.
+    """
+    pin = (
+        f"components:\n  {name}:\n    name: Part\n    pins:\n      - "
+        f"{{path: part, to: /opt/part, channel: local}}\n"
+    )
     kit.edit("versions.yaml", "components: {}\n", pin)
     kit.edit("images/demo.yaml", "components: []\nextras: {pypi: [rdma]}", f"components: [{name}]")
     kit.write("part/file", "")

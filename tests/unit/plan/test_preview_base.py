@@ -267,7 +267,10 @@ def test_pip_in_the_image_keeps_what_is_held_and_labels_name_what_is_inside(
     text = versions.read_text().replace(
         "    name: PyTorch\n", "    name: PyTorch\n    held: true\n", 1
     )
-    inside = "  rccl:\n    name: RCCL\n    pins:\n      - {inside: python3-torch, version: 2.27.7, channel: debian}\n"
+    inside = (
+        "  rccl:\n    name: RCCL\n    pins:\n      - {inside: python3-torch, version: "
+        "2.27.7, channel: debian}\n"
+    )
     versions.write_text(text.replace("components:\n", f"components:\n{inside}", 1))
     image = project.root / "images/one.yaml"
     image.write_text(

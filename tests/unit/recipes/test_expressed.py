@@ -1,4 +1,6 @@
-"""No field of a model's description is dropped in silence: each one changes what a backend is told, or is refused."""
+"""No field of a model's description is dropped in silence: each one changes what a backend is told,
+or is refused.
+"""
 
 import ast
 from dataclasses import replace
@@ -16,7 +18,7 @@ from primus_images.training.backends.loop.config import LoopConfig
 from primus_images.training.backends.megatron import render as megatron
 from primus_images.training.backends.torchtitan import render as torchtitan
 
-SOURCE = Path(__file__).resolve().parents[3] / "src" / "primus" / "training"
+SOURCE = Path(__file__).resolve().parents[3] / "src/primus_images/training/backends"
 # Which weights are downloaded, and what bounds the sequence: no argument of a model.
 NO_ARGUMENT = ("family", "hf_repo", "max_seq_len")
 MODELS = [
@@ -82,8 +84,8 @@ def test_a_field_that_a_backend_is_said_to_express_is_read_there(backend: str, f
         and len(known.backends[backend].values.get(key, known.values.get(key, ()))) != 1
         and key.partition(".")[0] not in ("moe", "mla", "dit", "rope_scaling")
     }
-    # FLUX reads its sizes by the family's table. diffusers derives its width from the heads; a recipe whose width is
-    # another one is refused.
+    # FLUX reads its sizes by the family's table. diffusers derives its width from the heads; a
+    # recipe whose width is another one is refused.
     derived = {"hidden_size", *family("flux").config} if backend == "flux" else set()
     assert fields - read - derived <= set(NO_ARGUMENT)
 

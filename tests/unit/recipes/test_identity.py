@@ -197,7 +197,9 @@ def test_the_hint_names_no_checkpoint_that_is_damaged_too(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["step-4", "step-6"])
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    """The step of our own loop follows from the name, so another name would be another place in the data."""
+    """The step of our own loop follows from the name, so another name would be another place in the
+    data.
+    """
     folder = kept(tmp_path / "step-5", proxy()).rename(tmp_path / name)
     with pytest.raises(
         InputError, match=f"the folder is named {name}, but the checkpoint is of step 5"

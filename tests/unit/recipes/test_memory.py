@@ -26,7 +26,9 @@ def llama(*words, gpu="h200", **choices):
 
 
 def error(row):
-    """The relative error of the prediction of one measured run, and the band that its backend states."""
+    """The relative error of the prediction of one measured run, and the band that its backend
+    states.
+    """
     choices = Choices(
         backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200", nodes=1
     )
@@ -73,7 +75,9 @@ def test_most_published_batches_are_met_within_one():
 
 
 def test_what_was_published_is_not_called_impossible():
-    """One page prints a command for DeepSeek-V3 that names neither a GPU nor a number of nodes; no node holds it."""
+    """One page prints a command for DeepSeek-V3 that names neither a GPU nor a number of nodes; no
+    node holds it.
+    """
     cells = [outcome for outcome in outcomes() if outcome.cell.batch and not outcome.differing]
     impossible = [
         cell for cell in cells if not fits(predict(cell.recipe), USABLE * gpu_bytes(cell.gpu))
@@ -84,7 +88,9 @@ def test_what_was_published_is_not_called_impossible():
 
 
 def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
-    """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32 on 8 ranks."""
+    """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32
+    on 8 ranks.
+    """
     choices = Choices(backend="torchtitan", precision="bf16", gpu="h200", nodes=1)
     assert predict(resolve("llama3.1-70b", [], choices)).least / GIB == pytest.approx(
         146.9, rel=0.02

@@ -1,4 +1,6 @@
-"""The recipes of all models: what the documents publish, every GPU, proxies, sizes, and that none repeats another."""
+"""The recipes of all models: what the documents publish, every GPU, proxies, sizes, and that none
+repeats another.
+"""
 
 import re
 
@@ -15,7 +17,8 @@ from primus_images.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_
 from primus_images.recipes.setting import Choices
 
 ENTRIES = list(entries())
-# On these, every recipe has a batch. Others may be too small for some, which `primus list` leaves out there.
+# On these, every recipe has a batch. Others may be too small for some, which `primus list` leaves
+# out there.
 LARGE = ("mi300x", "mi325x", "mi350x", "mi355x", "h200")
 WHOLE = [entry for entry in ENTRIES if not entry.only_proxy]
 
@@ -25,7 +28,10 @@ def way(entry: Entry) -> str:
 
 
 def cell_name(cell: Cell) -> str:
-    return f"{cell.recipe} {cell.backend} {cell.precision} {cell.gpus[0]} {cell.nodes} {cell.source} {cell.seq_len}"
+    return (
+        f"{cell.recipe} {cell.backend} {cell.precision} {cell.gpus[0]} {cell.nodes} "
+        f"{cell.source} {cell.seq_len}"
+    )
 
 
 def reason(outcome: Outcome) -> str:
@@ -52,7 +58,9 @@ def test_what_is_published_resolves_to_the_same_or_says_why_not(cell: Cell) -> N
 
 
 def test_few_differ() -> None:
-    """Most are as published: a recipe that differs everywhere with one long reason would pass the test above."""
+    """Most are as published: a recipe that differs everywhere with one long reason would pass the
+    test above.
+    """
     found = list(outcomes())
     assert len(found) >= 141
     assert sum(bool(outcome.differing) for outcome in found) <= 8

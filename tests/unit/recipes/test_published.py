@@ -1,4 +1,6 @@
-"""A recipe whose model is not the one that its publisher describes is refused, with the field, before a run."""
+"""A recipe whose model is not the one that its publisher describes is refused, with the field,
+before a run.
+"""
 
 import json
 import re
@@ -26,7 +28,10 @@ WRONG = [
     for key, value in row.items()
 ]
 NAMED = {"model.hf_repo": "model.max_seq_len"}
-CASE = "uses: [{0}.yaml]\nname: wrong\ndescription: a wrong model\ncases: [{{when: {{proxy: false}}, {1}: {2}}}]\n"
+CASE = (
+    "uses: [{0}.yaml]\nname: wrong\ndescription: a wrong model\ncases: [{{when: {{proxy: "
+    "false}}, {1}: {2}}}]\n"
+)
 
 
 @pytest.mark.parametrize(("name", "key", "value"), WRONG, ids=str)

@@ -1,4 +1,6 @@
-"""A backend is a row of backends.yaml, its rules and a folder: no other module of the two rooms asks for its name."""
+"""A backend is a row of backends.yaml, its rules and a folder: no other module of the two rooms
+asks for its name.
+"""
 
 import ast
 from pathlib import Path
@@ -11,9 +13,10 @@ from primus_images.recipes.rules import RULES
 from primus_images.recipes.schema import backends
 from primus_images.training.backends.backend import BACKENDS
 
-SOURCE = Path(__file__).parents[3] / "src" / "primus"
-# The reference is written apart from what it judges; facts lists packages, one of which has a backend's name.
-APART = ("training/reference/", "training/facts.py", "training/export.py", "recipes/rules/")
+SOURCE = Path(__file__).parents[3] / "src/primus_images"
+# The reference is written apart from what it judges; facts lists packages, one of which has a
+# backend's name.
+APART = ("training/judge/reference/", "training/run/facts.py", "training/backends/export.py", "recipes/rules/")
 
 
 def test_every_backend_has_its_rules_its_start_and_its_entry() -> None:

@@ -14,7 +14,8 @@ from tables import text_of
 ROOT = Path(__file__).resolve().parents[3]
 PROXY = text_of("recipes/whole.yaml")
 
-# The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan installed.
+# The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan
+# installed.
 JOB_CONFIG = """
 @dataclass
 class DataLoader:

@@ -63,10 +63,12 @@ def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Pat
         {"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs}
         for jobs in plans.values()
     )
-    # One rank cannot share experts; the layout check of such a model compares without expert parallelism.
+    # One rank cannot share experts; the layout check of such a model compares without expert
+    # parallelism.
     (one,) = (j for j in plans["deepseek-16b torchtitan pretrain"] if j.name == "one-rank")
     assert one.recipe.degree("ep") == 1
-    # Megatron refuses to share latent attention by tensor parallelism, so its suite has no such job.
+    # Megatron refuses to share latent attention by tensor parallelism, so its suite has no such
+    # job.
     assert "tensor-parallel" not in {j.name for j in plans["deepseek-v2-lite megatron pretrain"]}
 
 

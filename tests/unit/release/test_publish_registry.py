@@ -26,7 +26,9 @@ from primus_images.release.registry import Repository
 
 
 class Server(ThreadingHTTPServer):
-    """A registry that wants a token, and the service that gives one: to ``me``, to who refreshes, or to anybody."""
+    """A registry that wants a token, and the service that gives one: to ``me``, to who refreshes,
+    or to anybody.
+    """
 
     anybody = False
     token = "yes"
@@ -253,7 +255,9 @@ def test_an_odd_answer_is_a_sentence(number: int, monkeypatch: pytest.MonkeyPatc
 
 
 def paged(monkeypatch: pytest.MonkeyPatch, rest: Callable[[int], str]) -> Repository:
-    """A registry whose lists have one entry a page; ``rest`` returns the address of the page after a number."""
+    """A registry whose lists have one entry a page; ``rest`` returns the address of the page after
+    a number.
+    """
 
     def send(_: object, request: PreparedRequest, **__: object) -> Response:
         number = int((parse_qs(urlsplit(str(request.url)).query).get("page") or ["1"])[0])

@@ -1,4 +1,6 @@
-"""Comparing releases: golden text, laws of the comparison, names that mean several, and the present pins."""
+"""Comparing releases: golden text, laws of the comparison, names that mean several, and the present
+pins.
+"""
 
 import shutil
 from pathlib import Path
@@ -52,7 +54,8 @@ def test_an_ambiguous_name_names_the_choices(
     assert one("v25.10").reference == "rocm/primus:v25.10"
     assert main(["diff", "v25.8", "v26.8"]) == 2
     assert capsys.readouterr().err == (
-        "primus diff: v25.8 stands for 2 images: rocm/megatron-lm:v25.8_py310, rocm/pytorch-training:v25.8\n"
+        "primus diff: v25.8 stands for 2 images: rocm/megatron-lm:v25.8_py310, "
+        "rocm/pytorch-training:v25.8\n"
         "  → name one, for example rocm/pytorch-training:v25.8\n"
     )
     assert main(["diff", "pytorch-training:v25.8", "v26.8"]) == 0

@@ -117,7 +117,8 @@ def test_one_release_tells_all(nowhere: Path, capsys: pytest.CaptureFixture[str]
         "size             75.9 GB",
         "compressed size  not published",
         "hipblaslt           1.4.1-be5adb9b",
-        "notes\n  - Another source, docs data and PyTorch history page, has rocm 7.14.0a20260608, pytorch",
+        "notes\n  - Another source, docs data and PyTorch history page, has rocm "
+        "7.14.0a20260608, pytorch",
         "  - Docs and image disagree on PyTorch, hipBLASLt and RCCL.",
     ):
         assert words in out, words
@@ -141,7 +142,10 @@ def test_page_holds_every_tag() -> None:
     for release in HISTORY.releases:
         tag = release.reference.replace("_", "\\_")
         assert sum(row.startswith(f"| {tag} |") for row in history) == 1, tag
-    versions = "3.12.3 2.17.1+130099ce4 2.8.4 1.4.1-39d8d603 3.8.0+git669b31ac.rocm10.1.0 2.30.7 f487a934 0.5.1.dev7"
+    versions = (
+        "3.12.3 2.17.1+130099ce4 2.8.4 1.4.1-39d8d603 3.8.0+git669b31ac.rocm10.1.0 "
+        "2.30.7 f487a934 0.5.1.dev7"
+    )
     cells = (f"`{version}`" for version in [*versions.split(), "0.1.22.post1"])
     assert " | ".join(["| `rocm/primus:v26.8`", *cells]) + " |" in rows
     # As many cells as its head has, in every table.

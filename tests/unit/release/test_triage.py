@@ -1,4 +1,6 @@
-"""The search for culprits in simulated worlds, and the verb on a small repository with a judge of our own."""
+"""The search for culprits in simulated worlds, and the verb on a small repository with a judge of
+our own.
+"""
 
 import json
 import sys
@@ -93,7 +95,8 @@ def kit(tmp_path: Path) -> Kit:
     """Three components of a local folder each, which move in the second commit."""
     kit = make_project(tmp_path / "project")
     rows = "".join(
-        f"  {n}:\n    name: N\n    pins:\n      - {{path: parts/SIDE/{n}, to: /opt/{n}, channel: local}}\n"
+        f"  {n}:\n    name: N\n    pins:\n      - "
+        f"{{path: parts/SIDE/{n}, to: /opt/{n}, channel: local}}\n"
         for n in PINS
     )
     head = "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents:\n"

@@ -129,7 +129,9 @@ def ranges(browser: Browser) -> list[list[float]]:
 
 
 def place(browser: Browser) -> tuple[float, float, float]:
-    """Left edge, width and middle height of the first chart's plotting area, as the browser's mouse knows them."""
+    """Left edge, width and middle height of the first chart's plotting area, as the browser's mouse
+    knows them.
+    """
     browser.js("primusCharts[0].over.scrollIntoView({block: 'center'})")
     box = browser.js(
         "(b => [b.x, b.width, b.y + b.height / 2])(primusCharts[0].over.getBoundingClientRect())"
@@ -179,7 +181,8 @@ def test_smoothing_evens_out_and_keeps_gaps(browser: Browser) -> None:
 
     assert spread() == 200
     browser.js(
-        "(s => {s.value = 0.9; s.dispatchEvent(new Event('input'))})(document.querySelector('#smoothing'))"
+        "(s => {s.value = 0.9; s.dispatchEvent(new "
+        "Event('input'))})(document.querySelector('#smoothing'))"
     )
     assert spread() < 30
     assert browser.js("primusCharts[0].data.at(-1)[49]") is None

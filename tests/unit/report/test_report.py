@@ -64,7 +64,9 @@ def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
         "nnodes": "1",
         "gpus_per_node": "8",
         "training_precision": "bf16",
-        "args": "train llama3.1-8b --backend=torchtitan --mode=pretrain --precision=bf16 --gpu=h200",
+        "args": (
+            "train llama3.1-8b --backend=torchtitan --mode=pretrain --precision=bf16 --gpu=h200"
+        ),
         "tags": "torchtitan,pretrain",
         "deployment_type": "local",
         "launcher": "torchrun",
@@ -286,7 +288,8 @@ def test_too_many_runs_and_a_system_folder(
     assert "--out: /proc/report belongs to the system" in capsys.readouterr().err
 
 
-# JSON values of other types; one number is infinite, one text holds what no file and no terminal can show.
+# JSON values of other types; one number is infinite, one text holds what no file and no terminal
+# can show.
 HOSTILE = ("null", "-1", "1e999", '"\\u0000\\ud800\\u001b[2J"', f'"{"x" * 5000}"', "[1]", "{}")
 
 
@@ -411,7 +414,10 @@ def test_madengine_finds_the_figure_of_a_run_that_passes(
 ) -> None:
     run = make("run")
     assert main(["report", str(run), "--out", str(tmp_path / "made")]) == 0
-    program = f'#!/bin/sh\n[ "$1" != "{failing}" ] || exit 1\n[ $1 = train ] || cp -r {tmp_path}/made "$4"\n'
+    program = (
+        f'#!/bin/sh\n[ "$1" != "{failing}" ] || exit 1\n[ $1 = train ] || cp -r '
+        f'{tmp_path}/made "$4"\n'
+    )
     (tmp_path / "primus").write_text(program)
     (tmp_path / "primus").chmod(0o755)
     script = mad_files(resolve_target(Project(ROOT), "cpu"), "")["scripts/primus/run.sh"]

@@ -98,13 +98,18 @@ def test_too_few_gpus(tmp_path):
 
 
 def machine(root: Path, cards: int) -> None:
-    """A machine with a CPU and AMD GPUs in KFD's topology; its nodes are links to those of this machine."""
+    """A machine with a CPU and AMD GPUs in KFD's topology; its nodes are links to those of this
+    machine.
+    """
     (root / "dev/dri").mkdir(parents=True)
     (root / "dev/kfd").symlink_to("/dev/null")
     for number in range(cards + 1):
         node = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
-        text = f"simd_count {1216 if number else 0}\ndrm_render_minor {127 + number}\ngfx_target_version 90402\n"
+        text = (
+            f"simd_count {1216 if number else 0}\ndrm_render_minor "
+            f"{127 + number}\ngfx_target_version 90402\n"
+        )
         (node / "properties").write_text(text)
         if number:
             (root / f"sys/class/drm/renderD{127 + number}/device/drm/card{number}").mkdir(

@@ -98,9 +98,8 @@ def test_what_podman_needs_is_named_unless_it_can_be_installed(tmp_path, monkeyp
     monkeypatch.setattr(programs, "installable", lambda: False)
     with pytest.raises(HostError) as caught:
         Podman().require()
-    assert (
-        str(caught.value)
-        == "podman and catatonit and runc missing\n  → as root: apt-get install podman catatonit runc"
+    assert str(caught.value) == (
+        "podman and catatonit and runc missing\n  → as root: apt-get install podman catatonit runc"
     )
     installed: list[str] = []
     monkeypatch.setattr(programs, "install", lambda packages: installed.extend(packages.values()))

@@ -96,14 +96,14 @@ def test_what_ships_imports_only_what_ships() -> None:
     shipped = {
         file
         for word in pin.include
-        for file in [SRC / "primus" / word, *(SRC / "primus" / word).rglob("*.py")]
+        for file in [SRC / "primus_images" / word, *(SRC / "primus_images" / word).rglob("*.py")]
     }
     wanted = {}
     for file in (file for file in shipped if file.suffix == ".py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            wanted |= {name: file.name for name in names if name.startswith("primus.")}
+            wanted |= {name: file.name for name in names if name.startswith("primus_images.")}
     missing = {
         name: file
         for name, file in wanted.items()
@@ -136,7 +136,10 @@ def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(
     tool = tmp_path / "register-python-argcomplete"
     tool.write_text('#!/bin/sh\necho "complete -W words $1"\n')
     tool.chmod(0o755)
-    script = '. ./primus.sh; . ./primus.sh; echo "$PATH"; _primus_first_tab; echo "$?"; complete -p primus'
+    script = (
+        '. ./primus.sh; . ./primus.sh; echo "$PATH"; _primus_first_tab; echo "$?"; '
+        "complete -p primus"
+    )
     ended = subprocess.run(
         [
             "bash",

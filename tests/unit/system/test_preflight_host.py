@@ -26,7 +26,8 @@ LIBRARIES = "usr/lib/x86_64-linux-gnu"
 class Machine:
     """A sound host of eight MI300X with two RoCE ports; a fault changes its files.
 
-    ``space`` has total and free bytes of /dev/shm and of all other folders, ``closed`` the files that cannot be opened.
+    ``space`` has total and free bytes of /dev/shm and of all other folders, ``closed`` the files
+    that cannot be opened.
     """
 
     space: dict[str, tuple[int, int]]
@@ -239,7 +240,8 @@ def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
     (line,) = lacking({"target": "mi355x"}, host).splitlines()
     assert line.startswith(
-        "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo modprobe amdgpu"
+        "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo "
+        "modprobe amdgpu"
     )
     assert "--gpus all" in lacking({"target": "h200"}, host)
 

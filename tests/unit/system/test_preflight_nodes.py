@@ -1,4 +1,6 @@
-"""Micro-benchmarks judged, and what preflight found on several nodes as one verdict. No figure here is measured."""
+"""Micro-benchmarks judged, and what preflight found on several nodes as one verdict. No figure here
+is measured.
+"""
 
 import json
 import shutil

@@ -66,7 +66,9 @@ def test_a_job_that_passed_has_no_cause_and_broken_notes_are_none(tmp_path: Path
 def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(
     tmp_path: Path,
 ) -> None:
-    """Node 0 only sees that its peer is gone; node 1's report names the signal, in a log of its own."""
+    """Node 0 only sees that its peer is gone; node 1's report names the signal, in a log of its
+    own.
+    """
     left(tmp_path, PLAIN, (1.0, 0, PEER))
     other = tmp_path / "node-1"
     other.mkdir()
@@ -86,7 +88,8 @@ def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(
 
 def test_what_an_error_says_is_its_own_last_line() -> None:
     worker = RuntimeError(
-        "Caught KeyError in worker 0.\nOriginal Traceback (most recent call last):\n  x\nKeyError: 'text'"
+        "Caught KeyError in worker 0.\nOriginal Traceback (most recent call last):\n  "
+        "x\nKeyError: 'text'"
     )
     assert text_of(worker) == "KeyError: 'text'"
     assert text_of(SystemExit("the weights lack x")) == "the weights lack x"

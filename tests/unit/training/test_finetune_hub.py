@@ -162,7 +162,9 @@ def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
     assert metrics.of_run(recipe, {}) is None
     choices = Choices(gpu="cpu", backend="finetune", mode="full")
     for more, said in {
-        "packing=true": "packing: nothing shows that a model of no family keeps packed documents apart",
+        "packing=true": (
+            "packing: nothing shows that a model of no family keeps packed documents apart"
+        ),
         "model.layers=2": "model.layers is 2, and the weights have 32",
     }.items():
         with pytest.raises(InputError, match=said):

@@ -1,4 +1,6 @@
-"""What our own loop computes without torch: rates, the job as its ranks read it, the recipes that use it."""
+"""What our own loop computes without torch: rates, the job as its ranks read it, the recipes that
+use it.
+"""
 
 from dataclasses import replace
 from pathlib import Path

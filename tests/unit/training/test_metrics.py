@@ -97,7 +97,8 @@ def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
     assert of_run(whole, {}) == of_recipe_unit(whole.architecture, whole.seq_len)
 
 
-# -- FLOPs --------------------------------------------------------------------------------------------------------
+# -- FLOPs
+# --------------------------------------------------------------------------------------------------------
 
 MISTRAL = Architecture(
     family="mistral",
@@ -141,18 +142,24 @@ def test_an_image_of_flux() -> None:
     assert size(flux).total == pytest.approx(11.9e9, rel=0.001)
 
 
-# -- energy -------------------------------------------------------------------------------------------------------
+# -- energy
+# -------------------------------------------------------------------------------------------------------
 
 
 def logged(number: int) -> str:
-    return f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A\n"
+    return (
+        f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  "
+        "tflops: 1.0  mfu: N/A\n"
+    )
 
 
 @pytest.mark.parametrize(("readings", "joules"), table_of("metrics.joules"))
 def test_joules_are_the_difference_between_two_steps(
     readings: list[float | None], joules: list[float | None]
 ) -> None:
-    """A counter that falls or fails gives no figure; each rank prints each step, and only its first line counts."""
+    """A counter that falls or fails gives no figure; each rank prints each step, and only its first
+    line counts.
+    """
     counter, steps = iter(readings), list[tuple[str, float | None]]()
     clock = logs.Clock(lambda: next(counter), lambda *step: steps.append(step))
     numbers = range(1, len(readings) + 1)

@@ -231,7 +231,9 @@ def test_only_a_step_in_which_a_token_may_go_to_either_expert_has_wider_bounds()
 
 @pytest.mark.parametrize(("gap", "passed"), [(0.6, True), (0.7, False)])
 def test_an_expert_may_differ_by_the_tokens_in_doubt(gap: float, passed: bool) -> None:
-    """In a run of DeepSeek-V3 in BF16, one token that went to another expert was the whole gap of 0.6."""
+    """In a run of DeepSeek-V3 in BF16, one token that went to another expert was the whole gap of
+    0.6.
+    """
     found = evidence(SEEN)
     found["precision"] = "bf16"
     found["steps"][3]["gaps"] = {
@@ -253,7 +255,9 @@ def test_an_expert_may_differ_by_the_tokens_in_doubt(gap: float, passed: bool) -
 def test_other_tensors_may_only_if_a_token_went_to_another_expert(
     expert: float, other: float, passed: bool
 ) -> None:
-    """In a run of Mixtral in BF16, the gradients of keys moved by 5.9 times the noise, and the mean by 2.7 times."""
+    """In a run of Mixtral in BF16, the gradients of keys moved by 5.9 times the noise, and the mean
+    by 2.7 times.
+    """
     up, keys = "mlp.experts.up_proj.weight", "self_attn.k_proj.weight"
     found = evidence(SEEN) | {"precision": "bf16"}
     for row in found["steps"]:
@@ -271,7 +275,8 @@ def test_other_tensors_may_only_if_a_token_went_to_another_expert(
 
 @pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.2, False), (0.4, False)])
 def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) -> None:
-    # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for evidence.
+    # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for
+    # evidence.
     arrivals = {step: 2.5 * step for step in range(1, STEPS + 1)}
     verdict = proof.clock(
         series(100.0 * factor), arrivals, dict.fromkeys(arrivals, 0.5), tokens=200

@@ -187,7 +187,9 @@ def compiled(flops: dict[str, int] | None, **counts: int) -> dict[str, Any]:
 
 
 def test_a_sliver_of_the_products_may_be_computed_otherwise() -> None:
-    """torchtitan adds up the outputs of a token's experts in float32; DeepSeek 16B on one H200 left these counts."""
+    """torchtitan adds up the outputs of a token's experts in float32; DeepSeek 16B on one H200 left
+    these counts.
+    """
     sliver = compiled({"mm_BFloat16": 1_000_000, "bmm_float": 200}, mm_BFloat16=1958, bmm_float=208)
     verdict = checks.precision(sliver, "bf16")
     assert verdict.passed

@@ -59,9 +59,14 @@ def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_p
 def test_steps_are_in_the_metrics_before_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at an interrupt. Each step once, although each rank logs it; start-up is no silence of a step."""
+    """As at an interrupt. Each step once, although each rank logs it; start-up is no silence of a
+    step.
+    """
     step = "step: {}  loss: {}  grad_norm: 1.0  memory: 1.0GiB(1%)  tps: 9  tflops: 1  mfu: N/A"
-    code = f"import time; time.sleep(2)\nfor n in (1, 1, 2, 1, 2, 3): print({step!r}.format(n, n), flush=True)\n"
+    code = (
+        f"import time; time.sleep(2)\nfor n in (1, 1, 2, 1, 2, 3): print({step!r}.format(n, "
+        "n), flush=True)\n"
+    )
     monkeypatch.setattr(
         "primus_images.training.run.ranks.argv",
         lambda *_: [sys.executable, "-c", f"{code}time.sleep(60)"],
@@ -170,8 +175,14 @@ def test_the_progress_of_a_job_outlives_its_reader() -> None:
 
 
 def test_a_finished_train_whose_output_is_closed_ends_with_3() -> None:
-    code = "import sys; from primus_images.cli.image import train; from primus_images.cli.main import main\n"
-    code += "train._run = lambda options: train.answer(options, {}, ['✓'])\nsys.exit(main(['train', 'llama3-proxy']))"
+    code = (
+        "import sys; from primus_images.cli.image import train; from primus_images.cli.main "
+        "import main\n"
+    )
+    code += (
+        "train._run = lambda options: train.answer(options, {}, "
+        "['✓'])\nsys.exit(main(['train', 'llama3-proxy']))"
+    )
     ended = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "", sys.executable, "-c", code], stderr=-1, check=False
     )
@@ -218,7 +229,10 @@ def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
-    launcher = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    launcher = (
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+        "time.sleep(60)"
+    )
     code = f"""
         import os, sys
         from pathlib import Path
@@ -278,7 +292,8 @@ def test_a_signal_ends_the_ranks_and_then_the_command(
         "from pathlib import Path\n"
         "from primus_images.training import launch\n"
         "try:\n"
-        f"    processes.run([sys.executable, '-c', {inner!r}], log=Path({str(tmp_path / 'log.txt')!r}),"
+        f"    processes.run([sys.executable, '-c', {inner!r}], "
+        f"log=Path({str(tmp_path / 'log.txt')!r}),"
         " environment=os.environ)\n"
         "except KeyboardInterrupt:\n"
         "    sys.exit(130)\n"

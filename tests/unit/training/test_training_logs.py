@@ -15,14 +15,16 @@ HEAD = "[titan] 2026-11-20 15:08:39,146 - root - INFO - "
 
 def line(step: int, loss: str, norm: str, tps: str = "3,986", memory: str = "0.59") -> str:
     return (
-        f"{HEAD}step: {step:2}  loss: {loss:>8}  grad_norm: {norm:>7}  memory:  {memory}GiB(2.49%)  "
+        f"{HEAD}step: {step:2}  loss: {loss:>8}  grad_norm: {norm:>7}  memory:  "
+        f"{memory}GiB(2.49%)  "
         f"tps: {tps}  tflops: 0.01  mfu: 0.00%\n"
     )
 
 
 def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
     text = (
-        "[titan] 2026-11-20 15:08:39,146 - root - INFO - step:  3  loss:  6.01418  grad_norm:  0.8882  "
+        "[titan] 2026-11-20 15:08:39,146 - root - INFO - step:  3  loss:  6.01418  grad_norm:  "
+        "0.8882  "
         "memory: -0.00GiB(-0.00%)  tps: 13,986  tflops: 1,234.01  mfu: N/A"
     )
     step = logs.step_in(text)
@@ -32,7 +34,10 @@ def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
 
 
 def test_leaves_validation_lines_and_chatter_out() -> None:
-    text = f"{HEAD}validate step: 10  loss:  3.1060  memory:  0.59GiB(2.49%)  tps: 9,000\nstep by step\n"
+    text = (
+        f"{HEAD}validate step: 10  loss:  3.1060  memory:  0.59GiB(2.49%)  tps: 9,000\nstep "
+        "by step\n"
+    )
     assert logs.read_steps(text) == logs.Series()
 
 

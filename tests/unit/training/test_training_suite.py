@@ -48,7 +48,8 @@ def leave(
     values = losses(job) if values is None else values
     start.prepare(job)
     log = "".join(
-        f"[titan] - INFO - step: {n:2}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  memory:  0.59GiB(2.49%)  "
+        f"[titan] - INFO - step: {n:2}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  memory:  "
+        "0.59GiB(2.49%)  "
         "tps: 5,000  tflops: 0.01  mfu: 0.00%\n" * 2
         for n, (loss, norm) in values.items()
     )

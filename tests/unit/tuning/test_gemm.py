@@ -16,7 +16,8 @@ from primus_images.tuning import gemm
 from primus_images.tuning.gemm import Key, alone
 
 SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
-# As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's number.
+# As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's
+# number.
 STAND_IN = """#!/bin/sh
 out=$(printf %s "$PYTORCH_TUNABLEOP_FILENAME" | sed 's/%d/0/')
 echo "$HIP_VISIBLE_DEVICES $(grep -c . "$3") $PYTORCH_TUNABLEOP_ENABLED$PYTORCH_TUNABLEOP_TUNING" >> {ledger}
@@ -119,7 +120,9 @@ def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
-    """The folders of a recipe whose dump recorded five shapes, on a machine with a stand-in for PyTorch."""
+    """The folders of a recipe whose dump recorded five shapes, on a machine with a stand-in for
+    PyTorch.
+    """
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     program, real = stand_in(tmp_path), gemm.measure
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""`primus tune throughput`: the candidates, the order of the search, the recipe file, and runs that go wrong."""
+"""`primus tune throughput`: the candidates, the order of the search, the recipe file, and runs that
+go wrong.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The self-test of optimizations: planted faults are named, and healthy kernels pass with any random numbers."""
+"""The self-test of optimizations: planted faults are named, and healthy kernels pass with any
+random numbers.
+"""
 
 import sys
 from pathlib import Path

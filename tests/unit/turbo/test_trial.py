@@ -1,4 +1,6 @@
-"""Which optimizations a run uses: what is missing or fails its self-test is off, named, and an error if required."""
+"""Which optimizations a run uses: what is missing or fails its self-test is off, named, and an
+error if required.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,8 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.turbo import trial
 
-# Stands for the process of the self-test: it answers as its first argument says, one line for each name.
+# Stands for the process of the self-test: it answers as its first argument says, one line for each
+# name.
 TESTER = """
 import json, os, sys
 faults = json.loads(os.environ["FAULTS"])

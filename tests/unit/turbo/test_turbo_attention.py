@@ -1,4 +1,6 @@
-"""Attention that leaves out what lies outside of a sliding window: against a mask of all pairs in 64 bits."""
+"""Attention that leaves out what lies outside of a sliding window: against a mask of all pairs in
+64 bits.
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ from primus_images.turbo.attention import seen_within, windowed_attention  # noq
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Each token sees itself and the ``window`` - 1 tokens before it; tensors are [batch, tokens, heads, size]."""
+    """Each token sees itself and the ``window`` - 1 tokens before it; tensors are [batch, tokens,
+    heads, size].
+    """
     q, k, v = (part.double().transpose(1, 2) for part in (q, k, v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     places = torch.arange(q.shape[2])

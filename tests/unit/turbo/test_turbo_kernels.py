@@ -1,4 +1,6 @@
-"""What the self-test does not call: logits without labels, frozen layers, NaN, what is left to PyTorch, compilation."""
+"""What the self-test does not call: logits without labels, frozen layers, NaN, what is left to
+PyTorch, compilation.
+"""
 
 from typing import Any
 

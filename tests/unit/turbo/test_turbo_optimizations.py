@@ -1,4 +1,6 @@
-"""The catalogue of optimizations: what a recipe may ask for, what it is refused, and that each entry is real."""
+"""The catalogue of optimizations: what a recipe may ask for, what it is refused, and that each
+entry is real.
+"""
 
 from pathlib import Path
 
@@ -19,8 +21,8 @@ COUNTING = (
     "turbo/attention.py",
     "turbo/experts.py",
     "turbo/primus_turbo.py",
-    "training/torchtitan/turbo.py",
-    "training/loop/session.py",
+    "training/backends/torchtitan/turbo.py",
+    "training/backends/loop/session.py",
 )
 
 

@@ -19,7 +19,8 @@ from tables import table_of
 
 LISTING = (
     "global.index-url='http://global/simple'\nglobal.extra-index-url='\\nhttp://a/simple\\nhttp://b/simple'\n"
-    "install.index-url='http://install/simple'\n:env:.find-links='/one /two'\ndownload.index-url='http://no'\nrubbish\n"
+    "install.index-url='http://install/simple'\n:env:.find-links='/one "
+    "/two'\ndownload.index-url='http://no'\nrubbish\n"
 )
 
 
@@ -114,7 +115,10 @@ def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
 
 def test_a_page_is_html_or_json_with_relative_links() -> None:
     sha256, base = "a" * 64, "https://h/simple/a/"
-    html = f"<a data-yanked='' data-requires-python='&gt;=3' href='../../a%2B1.whl#sha256={sha256}'>a</a>"
+    html = (
+        "<a data-yanked='' data-requires-python='&gt;=3' "
+        f"href='../../a%2B1.whl#sha256={sha256}'>a</a>"
+    )
     first, second = offers_in(_files(html + "<a href=b>b</a>"), base)
     assert first == Offer(
         file="a+1.whl", url="https://h/a%2B1.whl", sha256=sha256, python=">=3", yanked=True
@@ -203,7 +207,8 @@ def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
     assert isinstance(error, HostError)
     assert error.about == "torch"
     assert error.message == (
-        "the Python index at http://127.0.0.1:9/simple/torch/ does not answer: Connection refused (os error 111)"
+        "the Python index at http://127.0.0.1:9/simple/torch/ does not answer: Connection "
+        "refused (os error 111)"
     )
     error = failure(
         FAILURES["connect"], Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"})

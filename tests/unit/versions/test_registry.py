@@ -40,7 +40,8 @@ def resolved(
     (files / sha256).write_bytes(layer)
     (files / "manifest.json").write_text(json.dumps({"layers": [row], **fields}))
     script.write_text(
-        f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || true\n'
+        f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || '
+        f"true\n"
     )
     return resolve_image("based", IMAGE)
 

@@ -58,12 +58,17 @@ def build(args: argparse.Namespace) -> int:
     plans = plan_images(targets, workspace.stats)
     if args.dry_run:
         return _print_plans(plans, workspace.store, args)
-    rules, spent = rules_hash(), dict[str, float]()
+    rules = rules_hash()
+    spent = dict[str, float]()
     # With --rehash, the store may be damaged, and is mended first.
-    trusted = () if args.rehash else plans
+    if args.rehash:
+        trusted = ()
+    else:
+        trusted = plans
     images = [image for plan in trusted if (image := finished(workspace.store, plan, rules))]
     if len(images) < len(plans):
-        # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the time.
+        # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the
+        # time.
         from primus_images.engine.pipeline import Options, build as build_images
 
         options = Options(
@@ -92,7 +97,10 @@ def _print_plans(
     missing = {
         a.key: a for plan in plans for a in plan.layers if store.layer(a.key) is None
     }.values()
-    cached = cache.look_up(missing) if cache else {}
+    if cache:
+        cached = cache.look_up(missing)
+    else:
+        cached = {}
     outlines = [(plan, outline(store, plan, cached)) for plan in plans]
     document = [
         {"target": p.resolved.name, "ref": p.ref, "key": p.key, "layers": rows}
@@ -126,15 +134,14 @@ def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]
 
 
 def _named(built: Built) -> str:
-    plan, gates = (
-        built.image.plan,
-        ", ".join(sentence.partition(":")[0] for sentence in built.failed),
-    )
+    plan = built.image.plan
+    gates = ", ".join(sentence.partition(":")[0] for sentence in built.failed)
     return plan.ref + (f" (fails {gates}; see primus check {plan.resolved.name})" if gates else "")
 
 
 def _table(built: Built, screen: Screen) -> str:
-    image, choice = built.image, built.image.plan.resolved.choice
+    image = built.image
+    choice = built.image.plan.resolved.choice
     lines = screen.wrap(
         f"{image.plan.ref}  (channel {choice.channel}: {choice.reason})", hanging="  "
     )

@@ -20,7 +20,9 @@ def target_names() -> Sequence[str]:
 
 def open_project(args: argparse.Namespace) -> Project:
     """Open the project that the options name, and hold its workspace while this command runs."""
-    store = args.store.absolute() if args.store else None
+    store = None
+    if args.store:
+        store = args.store.absolute()
     project = Project.find(args.project, store=store, channel=args.channel)
     with contextlib.suppress(OSError):
         project.workspace.folder.mkdir(exist_ok=True)
@@ -30,14 +32,19 @@ def open_project(args: argparse.Namespace) -> Project:
 
 def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
     """Return the requested targets without duplicates. Raises InputError if there is none."""
-    names = project.target_names() if args.all else list(dict.fromkeys(args.target))
+    if args.all:
+        names = project.target_names()
+    else:
+        names = list(dict.fromkeys(args.target))
     if not names:
         raise InputError("name a target", hint="targets: " + ", ".join(project.target_names()))
     return names
 
 
 def resolved_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Workspace]:
-    """Resolve the requested target. Returns it with the workspace (store and caches) of the project."""
+    """Resolve the requested target. Returns it with the workspace (store and caches) of the
+    project.
+    """
     project = open_project(args)
     return resolve(project, args.target), project.workspace
 
@@ -49,7 +56,9 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
 
 
 def cache_of(args: argparse.Namespace) -> "Cache | None":
-    """Return the cache that the options of the cache name, if any. Raises InputError, and HostError without cosign."""
+    """Return the cache that the options of the cache name, if any. Raises InputError, and HostError
+    without cosign.
+    """
     if not (args.cache or args.cache_key or args.cache_sign):
         return None
     # Seam "registry": most builds use no cache, and need none of the network libraries.

@@ -1,4 +1,6 @@
-"""Verbs about images of the store: gates, size, a second build, evidence, publishing; and what of the store can go."""
+"""Verbs about images of the store: gates, size, a second build, evidence, publishing; and what of
+the store can go.
+"""
 
 import argparse
 import hashlib
@@ -29,7 +31,6 @@ from primus_images.plan.layers import plan_images
 from primus_images.plan.project import Workspace
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.progress import choose_progress
-from primus_images.refusals import refusal
 from primus_images.release import policy
 from primus_images.release.documents import bill, checkout, cyclonedx, licences, listing
 from primus_images.release.policy import audit as look_up, load_accepted, openvex
@@ -58,17 +59,24 @@ def check(args: argparse.Namespace) -> int:
 
 
 def sbom(args: argparse.Namespace) -> int:
-    """List the files that a built image is made of, as in its lock, with the licences that they declare."""
+    """List the files that a built image is made of, as in its lock, with the licences that they
+    declare.
+    """
     resolved, examined = _examined_target(args)
     document = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     # As in the registry: every character that is not ASCII is escaped.
-    shown = cyclonedx(document) if args.cyclonedx else document
+    if args.cyclonedx:
+        shown = cyclonedx(document)
+    else:
+        shown = document
     print(json.dumps(shown, indent=1) if args.json or args.cyclonedx else listing(document))
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate."""
+    """Rebuild into an empty store from the same downloaded files; compare the digests and run every
+    gate.
+    """
     if args.image or args.key or args.identity or args.issuer or args.policy:
         return _verify_published(args)
     # A fifth of the time of a publish that changes nothing.
@@ -86,7 +94,8 @@ def verify(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
-        # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
+        # The second build has its own store but shares downloads and unpacked layers. It hashes
+        # local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
         plans = plan_images(targets, twin.stats)
         second = [
@@ -103,12 +112,16 @@ def verify(args: argparse.Namespace) -> int:
     with choose_progress(args.json) as progress:
         outcomes = [judge(examine(image.plan, workspace, progress)) for image in first]
     passed = not failed and all(outcome.passed for outcome in outcomes)
-    rows, lines = [], []
+    rows = []
+    lines = []
     for image, outcome in zip(first, outcomes, strict=True):
-        target, difference = image.plan.resolved.name, failed.get(image.plan.resolved.name)
+        target = image.plan.resolved.name
+        difference = failed.get(image.plan.resolved.name)
         row = {"target": target, "digest": image.digest, "difference": difference}
         rows.append(row | {"gates": outcome.as_json()["gates"]})
-        verdict = f"differs: {difference}" if difference else "both builds are identical"
+        verdict = "both builds are identical"
+        if difference:
+            verdict = f"differs: {difference}"
         lines += [
             f"{image.plan.ref} {image.digest}: {verdict}",
             outcome_text(outcome, Screen.of()).partition("\n")[2],
@@ -173,12 +186,12 @@ def clean(args: argparse.Namespace) -> int:
         "bytes": size,
     }
     table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
-    total = (
-        f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}"
-        if waste
-        else "nothing to remove"
-    )
-    head = ("what", "number", "size") if waste else ()
+    total = "nothing to remove"
+    if waste:
+        total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}"
+    head = ()
+    if waste:
+        head = ("what", "number", "size")
     return answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
 
 
@@ -188,7 +201,8 @@ def _difference(first: tuple[Store, Composed], second: tuple[Store, Composed]) -
         if layer.blob.digest != rebuilt.blob.digest:
             members = (_members(store_a, layer.blob.digest), _members(store_b, rebuilt.blob.digest))
             for old, new in zip_longest(*members, fillvalue=dict[str, object]()):
-                if keys := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
+                keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                if keys:
                     changed = ", ".join(
                         f"{key} {old.get(key)} against {new.get(key)}" for key in keys
                     )
@@ -204,16 +218,22 @@ def _members(store: Store, digest: str) -> Iterator[dict[str, object]]:
         tarfile.open(fileobj=stream, mode="r|") as archive,
     ):
         for member in archive:
-            data = archive.extractfile(member) if member.isreg() else None
-            content = {"sha256": hashlib.file_digest(data, "sha256").hexdigest()} if data else {}  # type: ignore[arg-type]
+            data = None
+            if member.isreg():
+                data = archive.extractfile(member)
+            if data:
+                content = {"sha256": hashlib.file_digest(data, "sha256").hexdigest()}
+            else:
+                content = {}
             yield {**member.get_info(), **content}
 
 
 def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int]]:
-    """Return layer, folder and bytes of each layer (folder ``""``) and each large folder, largest first.
+    """Return layer, folder and bytes of each layer (folder ``""``) and each large folder, largest
+    first.
 
-    ``layers`` map each folder to the bytes of its own files; the result includes those below it. Folders with nearly
-    everything in one subfolder are left out.
+    ``layers`` map each folder to the bytes of its own files; the result includes those below it.
+    Folders with nearly everything in one subfolder are left out.
     """
     least = max(1, _SHARE * sum(sum(folders.values()) for folders in layers.values()))
     blocks = []
@@ -235,7 +255,9 @@ def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int
 
 
 def publish(args: argparse.Namespace) -> int:
-    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations."""
+    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and
+    validations.
+    """
     _check_repository(
         args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus"
     )
@@ -253,7 +275,10 @@ def publish(args: argparse.Namespace) -> int:
         )
     signer = _signer(args)
     file = args.policy or targets[0].root / "policy.yaml"
-    rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
+    if args.policy or file.exists():
+        rules = policy.load(file)
+    else:
+        rules = policy.Policy()
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     done: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
@@ -276,11 +301,17 @@ def publish(args: argparse.Namespace) -> int:
                 upload(r, workspace.store, args.to, progress, signer=signer, later=later)
                 for r in every
             ]
-    shown, screen = every if refused or args.dry_run else [], Screen.of()
+    if refused or args.dry_run:
+        shown = every
+    else:
+        shown = []
+    screen = Screen.of()
     lines = [screen.fit(line) for ready in shown for line in _judgement(ready, args.to)]
     for image in done:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
-        sent = f"sent {sizes}" if image["new"] or image["bytes_sent"] else "already published"
+        sent = "already published"
+        if image["new"] or image["bytes_sent"]:
+            sent = f"sent {sizes}"
         lines.append(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
         if image["to_sign"]:
             note(
@@ -315,9 +346,11 @@ def _check_repository(name: str, example: str) -> None:
 
 def sign(args: argparse.Namespace) -> int:
     """Sign the evidence of published images, attach it to them in the registry, and set their tags."""
-    if (signer := _signer(args)) is None:
+    signer = _signer(args)
+    if signer is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
-    done, lines = [], list[str]()
+    done = []
+    lines = list[str]()
     for ref, subject, about in requests(args.folder):
         name, _, tag = ref.rpartition(":")
         there = Repository(name)
@@ -334,9 +367,16 @@ def sign(args: argparse.Namespace) -> int:
 
 def _verify_published(args: argparse.Namespace) -> int:
     if args.target or args.all or not args.image:
-        raise refusal("no_published_image")
+        raise InputError(
+            "--key, --identity, --issuer and --policy are about the published image of "
+            "--image; a target is built here",
+            hint="name a target or --image REF",
+        )
     if bool(args.key) == bool(args.identity and args.issuer):
-        raise refusal("no_signer")
+        raise InputError(
+            "who must have signed it? Name either --key, or --identity and --issuer, and not both",
+            hint="--key cosign.pub",
+        )
     from primus_images.release.verification import (
         verified_text,
         verify_image,
@@ -344,7 +384,9 @@ def _verify_published(args: argparse.Namespace) -> int:
 
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
     check_key(args.key, "--key")
-    rules = policy.load(args.policy) if args.policy else None
+    rules = None
+    if args.policy:
+        rules = policy.load(args.policy)
     with choose_progress(args.json) as progress:
         result = verify_image(args.image, trust, policy=rules, say=progress.say)
     document = {**asdict(result), "passed": result.passed}
@@ -358,7 +400,12 @@ def audit(args: argparse.Namespace) -> int:
         try:
             bom: Any = read_json(file).data
         except InputError as error:
-            raise refusal("no_bill", error.where, why=f": {error.message}") from None
+            why = f": {error.message}"
+            raise InputError(
+                f"not an SPDX document in JSON{why}",
+                where=error.where,
+                hint="name a target, or a file that `primus sbom TARGET --json` wrote",
+            ) from None
     else:
         args.target = args.what
         resolved, examined = _examined_target(args)
@@ -398,7 +445,9 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined]:
-    """Resolve the requested target, and examine the layers of its image. Raises InputError if it is not built."""
+    """Resolve the requested target, and examine the layers of its image. Raises InputError if it is
+    not built.
+    """
     resolved, workspace = resolved_target(args)
     with choose_progress(args.json) as progress:
         return resolved, examine(plan_images([resolved], workspace.stats)[0], workspace, progress)
@@ -407,13 +456,18 @@ def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined
 def _signer(args: argparse.Namespace) -> Signer | None:
     if args.key and args.keyless:
         raise InputError("--key and --keyless exclude each other")
-    if signer := Signer(key=args.key) if args.key or args.keyless else None:
+    signer = None
+    if args.key or args.keyless:
+        signer = Signer(key=args.key)
+    if signer:
         signer.check("--key")
     return signer
 
 
 def _judgement(ready: Ready, repository: str) -> Iterator[str]:
-    sign = "✗" if ready.objections else "✓"
+    sign = "✓"
+    if ready.objections:
+        sign = "✗"
     yield f"{sign} {repository}:{ready.tag}  {ready.image.digest}  {ready.image.size / 1e6:.1f} MB"
     yield from (f"    ✗ {objection}" for objection in ready.objections)
     yield from (f"    + {document.name}" for document in ready.documents)

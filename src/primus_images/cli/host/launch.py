@@ -22,7 +22,6 @@ from primus_images.launch import kubernetes, slurm
 from primus_images.launch.plan import Plan
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
-from primus_images.refusals import refusal
 from primus_images.training.run import machine
 
 
@@ -31,7 +30,11 @@ def launch(args: argparse.Namespace) -> int:
     refuse_others(args, "launch", args.system, ("slurm", "k8s"))
     if args.recipe == "finetune":
         if args.system == "k8s" or args.gpu is None or len(args.overrides) < 2:
-            raise refusal("no_finetuning")
+            raise InputError(
+                "fine-tuning on several nodes needs the weights that its settings are taken from",
+                hint="primus launch slurm finetune WEIGHTS DATA --gpu NAME, both on a file system "
+                "of all nodes; on Kubernetes, name a recipe and set weights=",
+            )
         files = [Path(word).absolute() for word in args.overrides[:2]]
         args.mounts, args.overrides = [*args.mounts, *files], args.overrides[2:]
         tuned(args, *map(str, files))
@@ -39,8 +42,10 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
-    site, plan = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args)), _plan(args)
-    objects, document = kubernetes.manifests(plan, site), {"plan": plan.document()}
+    site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args))
+    plan = _plan(args)
+    objects = kubernetes.manifests(plan, site)
+    document = {"plan": plan.document()}
     if args.dry_run:
         text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
         return answer(
@@ -64,14 +69,19 @@ def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    limit = slurm.limit_of(args.time) if args.system == "slurm" else None
+    limit = None
+    if args.system == "slurm":
+        limit = slurm.limit_of(args.time)
     if args.train_for is not None:
         if args.steps is not None:
             raise InputError("--train-for and --steps both set the steps", hint="leave one out")
         # Options such as --verify-steps are judged by the steps that this sets.
         rated = Plan(recipe=_recipe(args, resolved), rate=args.rate)
         if rated.step_seconds is None:
-            raise refusal("no_rate", name=rated.recipe.name)
+            raise InputError(
+                f"--train-for: no rate is measured for {rated.recipe.name} there",
+                hint=f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node",
+            )
         args.steps = int(args.train_for / rated.step_seconds)
         if not args.steps:
             raise InputError(
@@ -86,22 +96,28 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
-    if (
-        (named := _gpu_of_image(args))
-        and gpu != CPU
-        and arch_of(generation(gpu)) != arch_of(generation(named))
-    ):
-        yield f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image for {gpu}"
+    named = _gpu_of_image(args)
+    if named and gpu != CPU and arch_of(generation(gpu)) != arch_of(generation(named)):
+        yield (
+            f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image "
+            f"for {gpu}"
+        )
     if args.image and args.container == "none":
-        yield f"without a container, the nodes run their own primus, not {args.image}: --container names one"
+        yield (
+            f"without a container, the nodes run their own primus, not {args.image}: "
+            "--container names one"
+        )
     if (
         args.system == "k8s"
         and not args.claim
         and args.restarts != parser_of("launch").get_default("restarts")
     ):
         yield "--restarts has no effect without --claim, where the checkpoints are"
-    if unset := [word for word in args.environment if "=" not in word and word not in os.environ]:
-        yield f"--env {unset[0]}: it is not set here, so the ranks have it only where a node sets it"
+    unset = [word for word in args.environment if "=" not in word and word not in os.environ]
+    if unset:
+        yield (
+            f"--env {unset[0]}: it is not set here, so the ranks have it only where a node sets it"
+        )
 
 
 def _gpu_of_image(args: argparse.Namespace) -> str | None:
@@ -110,7 +126,9 @@ def _gpu_of_image(args: argparse.Namespace) -> str | None:
 
 
 def _recipe(args: argparse.Namespace, resolve: Callable[..., Recipe]) -> Recipe:
-    """Resolve the recipe by ``resolve`` for --gpu, or the GPU in the name of the image, or else the table's first."""
+    """Resolve the recipe by ``resolve`` for --gpu, or the GPU in the name of the image, or else the
+    table's first.
+    """
     here = args.system == "slurm"  # pods have other files than this machine
     args.gpu = args.gpu or _gpu_of_image(args)
     try:

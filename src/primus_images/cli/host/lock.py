@@ -24,7 +24,6 @@ from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import reason_of, write_file
 from primus_images.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus_images.progress import choose_progress
-from primus_images.refusals import refusal
 from primus_images.release.bump import Outlooks, Place, edit, trial
 from primus_images.release.documents import checkout
 from primus_images.schema import notes_of
@@ -36,7 +35,9 @@ from primus_images.waits import answer_of
 
 
 class Change(NamedTuple):
-    """One file that was added to a lock, removed from it or changed. ``old`` or ``new`` is None where it is absent."""
+    """One file that was added to a lock, removed from it or changed. ``old`` or ``new`` is None
+    where it is absent.
+    """
 
     kind: str
     name: str
@@ -45,10 +46,11 @@ class Change(NamedTuple):
 
 
 def lock(args: argparse.Namespace) -> int:
-    """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
+    """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per
+    target and channel.
 
-    Without TARGET, all targets are locked. Unchanged pins and their dependencies keep their locked versions. --check
-    and --dry-run write nothing, and exit with code 1 if a lock is stale.
+    Without TARGET, all targets are locked. Unchanged pins and their dependencies keep their locked
+    versions. --check and --dry-run write nothing, and exit with code 1 if a lock is stale.
     """
     targets = [resolved for resolved in _resolved(args) if resolved.request.asks]
     if args.check:
@@ -60,11 +62,14 @@ def lock(args: argparse.Namespace) -> int:
 
 
 def outdated(args: argparse.Namespace) -> int:
-    """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index."""
+    """List the pins that have newer versions: the newest that fits all other pins, and the newest
+    of the index.
+    """
     outlooks = Outlooks(_resolved(args))
     with answer_of("the Python indexes"), ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(outlooks.of, outlooks.uses))
-    table, behind = [], dict[str, None]()
+    table = []
+    behind = dict[str, None]()
     for row in (row for row in rows if row.newest or row.error):
         others = ", ".join(name for name in _named(row.moves) if name != row.component)
         best = row.error or (row.compatible or "–") + (f" (with {others})" if others else "")
@@ -85,17 +90,28 @@ def outdated(args: argparse.Namespace) -> int:
     lines.append(f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version")
     lines += [line for why in behind for line in Screen.of().wrap(why, hanging="  ")]
     answer(args, [{**row._asdict(), "moves": _named(row.moves)} for row in rows], lines)
-    return HostError.exit_code if any(row.error for row in rows) else 0
+    if any(row.error for row in rows):
+        return HostError.exit_code
+    return 0
 
 
 def bump(args: argparse.Namespace) -> int:
-    """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together."""
+    """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held
+    trains move together.
+    """
     args.target = []
-    project, name, rule = open_project(args), args.release, notes_of(Versions)["release"]["pattern"]
+    project = open_project(args)
+    name = args.release
+    rule = notes_of(Versions)["release"]["pattern"]
     if name and not (
         re.fullmatch(rule, name) and Version(name) > Version(project.versions.release)
     ):
-        raise refusal("no_later_release", name=name, current=project.versions.release)
+        raise InputError(
+            f"--release {name!r} is not the name of a release after the current one, "
+            f"{project.versions.release}",
+            hint=f"its form is vYY.N, like {project.versions.release}, and it must be later; to "
+            "go back to an earlier one, edit `release` in versions.yaml",
+        )
     with answer_of("the Python indexes"):
         moves = _moves(args)
     path = project.root / "versions.yaml"
@@ -145,7 +161,8 @@ def bump(args: argparse.Namespace) -> int:
 
 
 def _six_months_after(day: date) -> date:
-    year, month = day.year + (day.month > 6), (day.month + 5) % 12 + 1
+    year = day.year + (day.month > 6)
+    month = (day.month + 5) % 12 + 1
     return day.replace(
         year=year, month=month, day=min(day.day, calendar.monthrange(year, month)[1])
     )
@@ -161,12 +178,20 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
     ]
     for name, equals, version in words:
         if (equals and not version) or [other for other, *_ in words].count(name) > 1:
-            raise refusal("named_twice" if version or not equals else "no_version", name=name)
+            if version or not equals:
+                raise InputError(f"{name} is named twice", hint="name one version of it")
+            raise InputError(
+                f"{name}= names no version",
+                hint=f"{name} takes the newest that fits, {name}=VERSION a certain one",
+            )
         places = [
             place for place in outlooks.uses if place[0] == name and (version or place not in moves)
         ]
         if name not in names:
-            raise refusal("no_index_pin", name=name, near=nearest(name, names))
+            raise InputError(
+                f"no pin of a Python index is called {name!r}{nearest(name, names)}",
+                hint="primus outdated --json lists those that can be moved",
+            )
         # After those that moved already, so that all of them fit each other.
         rows = []
         for place in places:
@@ -178,14 +203,21 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
             moves = row.moves or moves
         if version and not any(row.compatible for row in rows):
             targets = ", ".join(target for row in rows for target in row.targets)
-            raise refusal("no_index_offers", name=name, version=version, targets=targets)
+            raise InputError(
+                f"no index offers {name} {version} for {targets}",
+                hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and fits "
+                "what it `follows`",
+            )
     return moves
 
 
 def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:
     # Without names, all targets; with --channel alone, all of that channel.
     project = open_project(args)
-    names = targets_of(project, args) if args.target else project.target_names()
+    if args.target:
+        names = targets_of(project, args)
+    else:
+        names = project.target_names()
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name)[0].channels]
     return [resolve(project, name) for name in names]
@@ -200,19 +232,21 @@ def _message(
 ) -> str:
     pins = {(name, i): pin for name, item in components.items() for i, pin in enumerate(item.pins)}
     lines = [f"{name} {pins[name, i].version} → {version}" for (name, i), version in moves.items()]
-    title = (
-        f"Begin {release}"
-        if release
-        else f"Bump {lines[0]}"
-        if len(lines) == 1
-        else f"Bump {len(lines)} pins"
-    )
+    if release:
+        title = f"Begin {release}"
+    elif len(lines) == 1:
+        title = f"Bump {lines[0]}"
+    else:
+        title = f"Bump {len(lines)} pins"
     return "\n".join([title, *(["", *lines] if lines and title != f"Bump {lines[0]}" else [])])
 
 
 def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
     if message and (edited := set(texts) & set(checkout(root)[1])):
-        raise refusal("uncommitted", files=", ".join(sorted(edited)))
+        files = ", ".join(sorted(edited))
+        raise InputError(
+            f"{files} was changed and not committed", hint="commit it first, or --write"
+        )
     for name, text in texts.items():
         write_file(root / name, text)
     if message:
@@ -234,7 +268,10 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             Drift(pin=pin, locked=None, wanted=text)
             for pin, text in resolved.request.flat().items()
         )
-        drifts = new if resolved.lock is None else resolved.stale
+        if resolved.lock is None:
+            drifts = new
+        else:
+            drifts = resolved.stale
         for drift in drifts:
             component, where = resolved.drift_place(drift.pin)
             stale.append({"lock": name, **drift._asdict(), "component": component, "where": where})
@@ -254,12 +291,18 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     outcome: list[dict[str, Any]] = []
     shared: Shared = {}
     there = {file.name for resolved in targets if resolved.lock for file in resolved.lock.files}
-    if absent := next((name for name in args.refresh_package if name not in there), ""):
-        raise refusal("not_in_a_lock", name=absent, nearest=nearest(absent, there))
+    absent = next((name for name in args.refresh_package if name not in there), "")
+    if absent:
+        raise InputError(
+            f"--refresh-package {absent!r}: the locks have no such package{nearest(absent, there)}",
+            hint="name it as the lock does",
+        )
     with choose_progress(args.json) as progress:
         for resolved in targets:
             name = resolved.lock_name
-            files = resolved.lock.files if resolved.lock else ()
+            files = ()
+            if resolved.lock:
+                files = resolved.lock.files
             gone = [file for file in files if file.name in args.refresh_package]
             new = lock_target(
                 resolved, progress, shared, refresh=args.refresh, gone=gone, write=not args.dry_run

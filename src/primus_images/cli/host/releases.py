@@ -44,7 +44,8 @@ from primus_images.versions.lock import Lock, dumps, loads, normalised
 # A name that no release has: images of points must not replace those of releases in the store.
 _RELEASE = "v00.0"
 # As `git bisect run`: 125 cannot be judged, and more than 127 ends the search.
-_SKIP, _MOST = 125, 127
+_SKIP = 125
+_MOST = 127
 # Fewer answers that fit the verdict by chance say that no hypothesis explains them.
 _UNLIKELY = 0.001
 
@@ -57,22 +58,27 @@ def names() -> list[str]:
 
 
 def releases(args: argparse.Namespace) -> int:
-    """List the releases of this project and the published images, or show one: versions, sizes, digests, notes."""
-    history, project = load_history(), _project(args)
+    """List the releases of this project and the published images, or show one: versions, sizes,
+    digests, notes.
+    """
+    history = load_history()
+    project = _project(args)
     if args.name is not None:
         shown = _choices(args.name, project)
         text = "\n\n".join(release_page(release, Screen.of()) for release in shown)
     else:
-        ours = (
-            (_pinned(project, project.versions.release), *past_releases(project)) if project else ()
-        )
+        ours = ()
+        if project:
+            ours = (_pinned(project, project.versions.release), *past_releases(project))
         shown = (*ours, *history.releases)
         text = release_list(shown, Screen.of())
     return answer(args, {"releases": [asdict(release) for release in shown]}, [text])
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Compare two releases: components, packages, sizes, files, environment, gates, recipes and golden curves."""
+    """Compare two releases: components, packages, sizes, files, environment, gates, recipes and
+    golden curves.
+    """
     project = _project(args)
     if project is not None:
         project.workspace.hold()
@@ -90,14 +96,22 @@ def diff(args: argparse.Namespace) -> int:
     difference = compare(
         old, new, issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
     )
-    text = notes(difference) if args.markdown else diff_page(difference, Screen.of())
+    if args.markdown:
+        text = notes(difference)
+    else:
+        text = diff_page(difference, Screen.of())
     return answer(args, asdict(difference), [text])
 
 
 def release(args: argparse.Namespace) -> int:
-    """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a script."""
+    """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a
+    script.
+    """
     project = open_project(args)
-    names = [args.target] if args.target else project.target_names()
+    if args.target:
+        names = [args.target]
+    else:
+        names = project.target_names()
     images = project.workspace.store.images()
     built = [target for name in names if (target := resolve(project, name)).ref in images]
     if len(built) != 1:
@@ -105,9 +119,9 @@ def release(args: argparse.Namespace) -> int:
             "several": ", ".join(target.name for target in built),
             "target": args.target or "TARGET",
         }
-        raise refusal(
-            "several_built" if built else "none_built", release=project.versions.release, **words
-        )
+        if built:
+            raise refusal("several_built", release=project.versions.release, **words)
+        raise refusal("none_built", release=project.versions.release, **words)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
     require_repository(args.repository or f"docker.io/{IMAGE}", "--from")
@@ -125,17 +139,21 @@ def release(args: argparse.Namespace) -> int:
 
 def _project(args: argparse.Namespace) -> Project | None:
     # The history does not need one.
-    return (
-        Project.find(args.project, store=getattr(args, "store", None))
-        if args.project or Project.here()
-        else None
-    )
+    if args.project or Project.here():
+        return Project.find(args.project, store=getattr(args, "store", None))
+    return None
 
 
 def _pinned(project: Project, name: str) -> Release:
     release = project.versions.release
-    tag = release if name == PINS else name
-    targets = [tag.removeprefix(f"{release}-")] if tag != release else project.target_names()
+    if name == PINS:
+        tag = release
+    else:
+        tag = name
+    if tag != release:
+        targets = [tag.removeprefix(f"{release}-")]
+    else:
+        targets = project.target_names()
     return pins(project.versions, [resolve(project, target) for target in targets], tag)
 
 
@@ -152,7 +170,9 @@ def _choices(word: str, project: Project | None) -> tuple[Release, ...]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A checkout of the bad release in ``folder``, in which ``changes`` (names that move together) can be undone."""
+    """A checkout of the bad release in ``folder``, in which ``changes`` (names that move together)
+    can be undone.
+    """
 
     folder: Path
     changes: tuple[tuple[str, ...], ...]
@@ -165,7 +185,8 @@ class _Trial:
         """Write versions.yaml and the locks of a point."""
         moved = {name for change in point for name in self.changes[change]}
         undone = {name for names in self.changes for name in names} - moved
-        good, bad = self.good["components"], self.bad["components"]
+        good = self.good["components"]
+        bad = self.bad["components"]
         components = {name: (good if name in undone else bad).get(name) for name in {**good, **bad}}
         data = {
             **self.bad,
@@ -180,7 +201,9 @@ class _Trial:
             write_file(self.folder / name, dumps(replace(bad, files=tuple(files))))
 
     def run(self, name: str) -> int:
-        """Run a verb for the targets, by the code of the checkout if it has its own. Returns the exit code."""
+        """Run a verb for the targets, by the code of the checkout if it has its own. Returns the
+        exit code.
+        """
         words = [sys.executable, "-m", "primus_images.cli.main", name, *self.targets]
         env = {
             **os.environ,
@@ -191,7 +214,9 @@ class _Trial:
         ).returncode
 
     def judge(self, point: Point, oracle: Sequence[str]) -> bool | None:
-        """Resolve and build a point, and ask the oracle whether it is bad. None: it cannot be judged."""
+        """Resolve and build a point, and ask the oracle whether it is bad. None: it cannot be
+        judged.
+        """
         self.write(point)
         for name in ("build",) if self.locks else ("lock", "build"):
             code = self.run(name)
@@ -210,11 +235,15 @@ class _Trial:
             raise InputError(f"the oracle {oracle[0]} cannot be run: {error.strerror}") from None
         if code < 0 or code > _MOST:
             raise HostError(f"the oracle ended with {code}", hint="run triage again to go on")
-        return None if code == _SKIP else code != 0
+        if code == _SKIP:
+            return None
+        return code != 0
 
 
 def triage(args: argparse.Namespace) -> int:
-    """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act together."""
+    """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act
+    together.
+    """
     if not args.oracle and not args.dry_run:
         raise InputError("the oracle is missing", hint="primus triage GOOD BAD -- COMMAND ...")
     project = Project.find(args.project)
@@ -231,8 +260,11 @@ def triage(args: argparse.Namespace) -> int:
     world = _trial(project.root, folder / "tree", good, tuple(targets), locks=args.locks)
     names = [" + ".join(names) for names in world.changes]
     if not names:
-        raise refusal(
-            "no_package_differs" if args.locks else "no_pin_differs", good=args.good, bad=args.bad
+        if args.locks:
+            raise InputError(f"{args.good} and {args.bad} do not differ in a package of the locks")
+        raise InputError(
+            f"{args.good} and {args.bad} do not differ in a pin; --locks compares the "
+            "packages of the locks"
         )
     search = Search(len(names), wrong=args.wrong)
     state = folder / "answers.json"
@@ -257,11 +289,15 @@ def triage(args: argparse.Namespace) -> int:
         write_file(state, json.dumps(answers, indent=1))
         word = {None: "cannot be judged", True: "bad", False: "good"}[verdict]
         print(
-            f"answer {len(answers)} (bound {least:.0f}): {len(point)} of {len(names)} moved: {word}",
+            f"answer {len(answers)} (bound {least:.0f}): {len(point)} of {len(names)} moved: "
+            f"{word}",
             file=sys.stderr,
         )
     if all(row["bad"] is None for row in answers):
-        raise refusal("no_point_judged")
+        raise CheckFailed(
+            "no point can be judged: none can be locked and built, or ORACLE judges none",
+            hint="the reasons are above",
+        )
     return _report(args, search, names, answers, least)
 
 
@@ -272,11 +308,9 @@ def _report(
 
     def spelt(hypothesis: Hypothesis) -> str:
         if not hypothesis.changes:
-            judged = (
-                "also without all changes it is bad"
-                if hypothesis.together
-                else "even with all changes it is good"
-            )
+            judged = "even with all changes it is good"
+            if hypothesis.together:
+                judged = "also without all changes it is bad"
             return f"no pin: {judged}"
         return (" together with " if hypothesis.together else " or ").join(
             names[c] for c in hypothesis.changes
@@ -284,7 +318,8 @@ def _report(
 
     sure = verdict.probability >= 1 - search.doubt and verdict.fit >= _UNLIKELY
     lines = [
-        f"{spelt(verdict.hypothesis)} ({verdict.probability:.1%} after {counted(len(answers), 'answer')})"
+        f"{spelt(verdict.hypothesis)} ({verdict.probability:.1%} after "
+        f"{counted(len(answers), 'answer')})"
     ]
     lines += [f"  or: {spelt(rival)}" for rival in verdict.rivals[:9]]
     if verdict.fit < _UNLIKELY:
@@ -303,7 +338,8 @@ def _report(
 
 
 def _commit(root: Path, word: str) -> str:
-    if not (commit := commit_of(root, word)):
+    commit = commit_of(root, word)
+    if not commit:
         raise InputError(
             f"no git revision or release is called {word!r}", hint="git log lists the revisions"
         )
@@ -315,7 +351,8 @@ def _trial(root: Path, tree: Path, commit: str, targets: tuple[str, ...], *, loc
     targets = targets or tuple(bad.target_names())
     before = git(root, "show", f"{commit}:./versions.yaml").decode()
     with trial(tree, before) as old:
-        good, changes = old.versions_document.data, _trains(old.versions, bad.versions, targets)
+        good = old.versions_document.data
+        changes = _trains(old.versions, bad.versions, targets)
     pairs: dict[str, tuple[Lock, Lock]] = {}
     if locks:
         for path in sorted((tree / "images/locks").glob("*/*.json")):
@@ -334,7 +371,9 @@ def _trial(root: Path, tree: Path, commit: str, targets: tuple[str, ...], *, loc
 
 
 def _trains(old: Versions, new: Versions, targets: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the components that differ for one of the targets. Those that move together are one change."""
+    """Return the components that differ for one of the targets. Those that move together are one
+    change.
+    """
     trains: dict[object, list[str]] = {}
     for name in {**old.components, **new.components}:
         sides = [_pins(name, versions, targets) for versions in (old, new)]
@@ -354,12 +393,16 @@ def _trains(old: Versions, new: Versions, targets: Sequence[str]) -> tuple[tuple
 
 
 def _pins(name: str, versions: Versions, targets: Sequence[str]) -> list[Pin]:
-    pins = versions.components[name].pins if name in versions.components else ()
+    pins = ()
+    if name in versions.components:
+        pins = versions.components[name].pins
     return [pin for pin in pins if not pin.targets or {*pin.targets} & {*targets}]
 
 
 def _train(sides: Sequence[Sequence[Pin]], *, held: bool) -> object:
-    """Return what is equal for pins that move together: their ROCm on both sides, or the version if they are held."""
+    """Return what is equal for pins that move together: their ROCm on both sides, or the version if
+    they are held.
+    """
     files = [
         [(normalised(pin.wheel or pin.sdist or ""), pin.version or "") for pin in pins]
         for pins in sides
@@ -374,4 +417,6 @@ def _train(sides: Sequence[Sequence[Pin]], *, held: bool) -> object:
         ),
         None,
     )
-    return tuple(map(tuple, map(sorted, moved))) if moved else None
+    if moved:
+        return tuple(map(tuple, map(sorted, moved)))
+    return None

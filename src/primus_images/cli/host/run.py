@@ -1,4 +1,6 @@
-"""Verbs that use a built image: run a command in it, load it into a Docker engine, validate it by training."""
+"""Verbs that use a built image: run a command in it, load it into a Docker engine, validate it by
+training.
+"""
 
 import argparse
 import os
@@ -19,7 +21,6 @@ from primus_images.oci.store import digest_of
 from primus_images.plan.layers import plan_images
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.recipes.choose import CPU
-from primus_images.refusals import refusal
 from primus_images.release import golden
 from primus_images.release.cells import Cell, cell_of, cells_of
 from primus_images.release.hardware import NO_GPU, choose_gpus, cpu_model
@@ -36,7 +37,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def load(args: argparse.Namespace) -> int:
-    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the default socket)."""
+    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the
+    default socket).
+    """
     root = _image_root(args)
     tag = f"rocm/primus:{root.name}"
     image_id, sent = load_image(root, tag)
@@ -83,14 +86,17 @@ def _variable(item: str) -> dict[str, str]:
     if equals or key in os.environ:
         return {key: value if equals else os.environ[key]}
     say(
-        f"primus run: -e {key}: your environment has no such variable, so the command has none, either"
+        f"primus run: -e {key}: your environment has no such variable, so the command has none, "
+        "either"
     )
     return {}
 
 
 def _mount(item: str) -> Mount:
     parts = item.split(":")
-    mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
+    mode = "rw"
+    if len(parts) > 2 and parts[-1] in ("ro", "rw"):
+        mode = parts.pop()
     if len(parts) != 2 or not parts[0] or not parts[1].startswith("/"):
         raise InputError(
             f"-v {item!r} is not a volume", hint="-v SOURCE:/path/inside; add :ro for read-only"
@@ -102,7 +108,9 @@ def _bytes(option: str, text: str | None) -> int | None:
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())
-    amount = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    amount = 0
+    if match:
+        amount = int(float(match[1]) * _UNITS[match[2].lower()])
     if not 1 << 20 <= amount <= 1 << 50:
         raise InputError(
             f"{option} {text[:40]!r} is not a size from 1m to 1024t",
@@ -112,13 +120,17 @@ def _bytes(option: str, text: str | None) -> int | None:
 
 
 def _image_root(args: argparse.Namespace) -> RootFs:
-    """Return the root file system of the image of ``args.target``. Raises InputError if the store has no such image."""
+    """Return the root file system of the image of ``args.target``. Raises InputError if the store
+    has no such image.
+    """
     resolved, workspace = resolved_target(args)
     return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Build the image, train in it and check the results. Each job of the suite runs in its own container."""
+    """Build the image, train in it and check the results. Each job of the suite runs in its own
+    container.
+    """
     if args.record_golden and not args.suite:
         raise InputError(
             "--record-golden records every backend and mode of a recipe", hint="add --suite quick"
@@ -136,7 +148,8 @@ def validate(args: argparse.Namespace) -> int:
         return _show(cells, resolved, args)
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
     cache = cache_of(args)
-    options = replace(options, pull=cache.pull) if cache else options
+    if cache:
+        options = replace(options, pull=cache.pull)
     (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
     workspace.stats.save()
     if cache:
@@ -155,15 +168,20 @@ def validate(args: argparse.Namespace) -> int:
     )
     records = [cell.record for cell in validated]
     if args.record_golden:
-        today, cpu = time.strftime("%Y-%m-%d", time.gmtime()), cpu_model()
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        cpu = cpu_model()
         count = golden.record(
             resolved.root, resolved.ref, records, date=today, cpu=cpu, keep=args.recipe is not None
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
-    text = (
-        outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
-    )
-    document = records if len(cells) > 1 or args.suite else records[0]
+    if len(validated) == 1:
+        text = outcome_text(records[0], validated[0].folder)
+    else:
+        text = table(validated)
+    if len(cells) > 1 or args.suite:
+        document = records
+    else:
+        document = records[0]
     return answer(
         args, document, [Screen.of().fit(text)], passed=all(record["passed"] for record in records)
     )
@@ -205,13 +223,25 @@ def _cells(
 ) -> tuple[tuple[Cell, str], ...]:
     target = resolved.target
     if not target.recipes and not recipe:
-        raise refusal("no_recipe_of_target", resolved.place(), target=resolved.name)
-    names = (recipe,) if recipe else target.recipes
-    device = CPU if gpu == NO_GPU else gpu
+        raise InputError(
+            f"target {resolved.name} names no recipe",
+            where=resolved.place(),
+            hint="primus validate --recipe NAME",
+        )
+    if recipe:
+        names = (recipe,)
+    else:
+        names = target.recipes
+    if gpu == NO_GPU:
+        device = CPU
+    else:
+        device = gpu
     # The folder from which the image's recipes layer is made; this code may be installed elsewhere.
     every = cells_of(names, device, target.trained_in, resolved.root / "recipes")
     if level:
         return tuple((cell, level) for cell in every)
     # One recipe is enough to check that runs repeat and resume. The others only have to train.
-    rest = every if target.trained_in and not recipe else ()
+    rest = ()
+    if target.trained_in and not recipe:
+        rest = every
     return (cell_of(names[0], device), "standard"), *((cell, "quick") for cell in rest)

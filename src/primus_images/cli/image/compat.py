@@ -11,18 +11,17 @@ from pathlib import Path
 from primus_images.cli.verb import answer, parser_of, parser_of_shared, run
 from primus_images.compat.commands import Request, requested
 from primus_images.compat.translate import read_experiment, recipe_text
-from primus_images.errors import InputError
+from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.refusals import refusal
 from primus_images.report import sheets
 from primus_images.report.run import read
 from primus_images.training.run.job import Job
 from primus_images.training.run.ranks import files
 
-# Variables that torchrun sets. If torchrun starts primus, only one of its ranks goes on, and starts primus's own ranks
-# without these variables.
+# Variables that torchrun sets. If torchrun starts primus, only one of its ranks goes on, and starts
+# primus's own ranks without these variables.
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",
@@ -92,16 +91,27 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
     name, *words = request.arguments()
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         if request.stage:
-            raise refusal("tuning_submitted", name=name, words=shlex.join(words))
+            raise HostError(
+                "GEMMs are tuned on one node, and not by a job that is submitted",
+                hint=f"in the image, on a node with GPUs: primus {name} {shlex.join(words)}",
+            )
         image = environment.get("DOCKER_IMAGE")
         words += ["--image", image] if image else ["--container", "none"]
-        raise refusal("not_submitted", words=shlex.join(words))
+        raise HostError(
+            "the job is not submitted from here",
+            hint=f"on a login node: primus launch slurm {shlex.join(words)}",
+        )
     if command == "madengine":
-        raise refusal("container_inside", command=command, name=name, words=shlex.join(words))
+        raise HostError(
+            f"{command} starts containers, which is not possible inside the image",
+            hint=f"run it on the host; here: primus {name} {shlex.join(words)}",
+        )
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
-    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does, or else to a file in the run's folder."""
+    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does, or else to a file in the
+    run's folder.
+    """
     try:
         rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
     except InputError as error:
@@ -119,7 +129,9 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 
 def import_exp(options: argparse.Namespace) -> int:
-    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
+    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with
+    their location.
+    """
     source = read_experiment(options.file, os.environ)
     done = source.translated()
     print(
@@ -127,7 +139,8 @@ def import_exp(options: argparse.Namespace) -> int:
     )
     if not options.allow_unmapped:
         done.refuse_unmapped()
-    # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
+    # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys
+    # are checked anyway.
     choices = Choices(
         backend=source.backend, precision=done.precision, gpu="mi355x", nodes=options.nodes
     )

@@ -1,4 +1,6 @@
-"""Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be trained."""
+"""Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be
+trained.
+"""
 
 import argparse
 import re
@@ -20,12 +22,15 @@ from primus_images.training.text.corpus import corpus_of
 from primus_images.turbo.optimizations import importable
 
 # Documents that are shown, and tokens of each.
-_SAMPLES, _SHOWN = 5, 2000
+_SAMPLES = 5
+_SHOWN = 2000
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template."""
+    """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the
+    template.
+    """
     tuned(options, options.weights, options.data)
     return train(options)
 
@@ -39,7 +44,9 @@ def tuned(options: argparse.Namespace, weights: str, data: str) -> None:
 
 
 def data(options: argparse.Namespace) -> int:
-    """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask."""
+    """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents
+    with their mask.
+    """
     if not (options.gpu or options.proxy or names_weights(options.recipe) or detect().names):
         options.gpu = "mi300x"  # what is read depends on no GPU
     recipe = of_name(options)
@@ -82,7 +89,9 @@ def data(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint as a model folder, which transformers and inference engines load."""
+    """Write the weights of a checkpoint as a model folder, which transformers and inference engines
+    load.
+    """
     if options.folder.is_dir() and any(options.folder.iterdir()):
         raise InputError(f"{options.folder} is not empty", hint="name a new folder")
     if options.tokenizer and not options.tokenizer.is_dir():

@@ -1,4 +1,5 @@
-"""Verbs about recipes: list them, show one with every setting, and predict its memory, and its speed on many nodes.
+"""Verbs about recipes: list them, show one with every setting, and predict its memory, and its
+speed on many nodes.
 
 The model of speed is the share of the GPU's peak that published and measured runs reach
 (``recipes/throughput.yaml``).
@@ -37,7 +38,6 @@ from primus_images.recipes.weights import (
     origin_of_sizes,
     other_family,
 )
-from primus_images.refusals import refusal
 from primus_images.system.host import Host
 from primus_images.terminal import Screen, Styled, counted
 from primus_images.training.run import machine
@@ -56,7 +56,8 @@ _SIZES = ("world_size", "local_batch", "global_batch", "accumulation", "seq_len"
 _WIDTH = 110
 _TOP = "what and where"
 _GIB = 2**30
-# A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
+# A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning
+# wants.
 _LARGEST = 8
 _MOST_NODES = 4096
 _DEGREES = (1, 2, 4, 8, 16)
@@ -75,7 +76,9 @@ def turbo_names() -> Sequence[str]:
 def resolved(
     options: argparse.Namespace, *, here: bool = True, memory: float | None = None
 ) -> Recipe:
-    """Resolve the recipe that the options ask for. Raises InputError. ``here`` and ``memory``: as for ``resolve``."""
+    """Resolve the recipe that the options ask for. Raises InputError. ``here`` and ``memory``: as
+    for ``resolve``.
+    """
     single = ("ranks", "steps", "seed", "turbo")
     words = [
         f"{option}={value}" for option in single if (value := getattr(options, option)) is not None
@@ -97,16 +100,20 @@ def names_weights(name: str) -> bool:
 
 
 def of_name(options: argparse.Namespace) -> Recipe:
-    """Resolve the recipe that the options ask for, or the one that fine-tunes the weights that they name."""
-    return (
-        of_weights(options, options.recipe) if names_weights(options.recipe) else resolved(options)
-    )
+    """Resolve the recipe that the options ask for, or the one that fine-tunes the weights that they
+    name.
+    """
+    if names_weights(options.recipe):
+        return of_weights(options, options.recipe)
+    return resolved(options)
 
 
 def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
-    """Let ``options`` name the nearest recipe with the model and tokenizer of the weights ``name``; return it resolved.
+    """Let ``options`` name the nearest recipe with the model and tokenizer of the weights ``name``;
+    return it resolved.
 
-    Unless the user sets them, mode, ranks and micro batch are those that fit, and ``usual`` are further settings.
+    Unless the user sets them, mode, ranks and micro batch are those that fit, and ``usual`` are
+    further settings.
     """
     folder = folder_of(name, whole=bool(usual))
     choices, options.overrides = choices_among(_choices(options), options.overrides)
@@ -117,7 +124,8 @@ def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
             f"--backend {options.backend} does not fine-tune",
             hint="`primus train` has all backends",
         )
-    options.backend, options.recipe = nearest.backend, nearest.recipe
+    options.backend = nearest.backend
+    options.recipe = nearest.recipe
     typed = {re.sub(rf"^({nearest.backend}|assets)\.|=.*", "", word) for word in options.overrides}
     if "tokenizer" not in typed and not any(
         map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))
@@ -134,33 +142,46 @@ def of_weights(options: argparse.Namespace, name: str, **usual: str) -> Recipe:
     if options.ranks is None and "ranks" not in typed and (gpus := detect().names):
         options.ranks = len(gpus)
     if options.mode is None:
-        options.mode, batch = "full", 0
+        options.mode = "full"
+        batch = 0
         with suppress(InputError):  # some recipes have LoRA only
             batch = _batch(resolved(options))
-        options.mode = "full" if batch else "lora"
+        if batch:
+            options.mode = "full"
+        else:
+            options.mode = "lora"
     recipe = resolved(options)
-    if (batch := _batch(recipe)) and not typed & {"local_batch", "training.micro_batch_size"}:
+    batch = _batch(recipe)
+    if batch and not typed & {"local_batch", "training.micro_batch_size"}:
         options.overrides = [*options.overrides, f"local_batch={batch}"]
         recipe = resolved(options)
     return recipe
 
 
 def _batch(recipe: Recipe) -> int:
-    if (memory := gpu_bytes(recipe.gpu)) is not None:
-        whole, ranks = recipe.find(recipe.knows.key("global_batch"), 0), recipe.data_parallel
+    memory = gpu_bytes(recipe.gpu)
+    if memory is not None:
+        whole = recipe.find(recipe.knows.key("global_batch"), 0)
+        ranks = recipe.data_parallel
         sizes = range(1, min(largest_batch(recipe, USABLE * memory), _LARGEST) + 1)
         return max((size for size in sizes if whole < 1 or whole % (size * ranks) == 0), default=0)
     needed = predict(recipe).states * recipe.get("ranks", int)
-    return recipe.local_batch if needed <= (machine.host_bytes() or math.inf) else 0
+    if needed <= (machine.host_bytes() or math.inf):
+        return recipe.local_batch
+    return 0
 
 
 def list_recipes(options: argparse.Namespace) -> int:
     """List the recipes with their backends, modes, precisions and the GPUs that support them."""
     for name in _CHOICES:
-        if (word := getattr(options, name)) is not None:
+        word = getattr(options, name)
+        if word is not None:
             among(name, word, values_of(name), f"--{name} {word}")
     if not names():
-        raise refusal("no_recipes", folder=folder())
+        raise InputError(
+            f"{folder()} has no recipes",
+            hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
+        )
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     narrowed = options.name or any(getattr(options, name) for name in _CHOICES)
     too_large: list[str] = []
@@ -182,7 +203,9 @@ def list_recipes(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why."""
+    """Show a recipe as it would run: every setting with its source, and which optimizations are on,
+    and why.
+    """
     recipe = of_name(options)
     return answer(options, _document(recipe), _lines(recipe, Screen.of()))
 
@@ -195,7 +218,8 @@ def fit(options: argparse.Namespace) -> int:
         raise InputError(
             f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x"
         )
-    memory, available = predict(recipe), USABLE * total
+    memory = predict(recipe)
+    available = USABLE * total
     document = {
         "recipe": recipe.name,
         **{name: getattr(recipe, name) for name in _CHOICES},
@@ -224,12 +248,17 @@ def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
         if options.precision in (None, precision)
         and (gpus := tuple(gpu for gpu in supported if options.gpu in (None, gpu)))
     }
-    return replace(entry, precisions=matching) if matching else None
+    if matching:
+        return replace(entry, precisions=matching)
+    return None
 
 
 def _held(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """Return the entries with only the GPUs that hold them, and for each that some do not hold, its name and these."""
-    held, too_large = [], []
+    """Return the entries with only the GPUs that hold them, and for each that some do not hold, its
+    name and these.
+    """
+    held = []
+    too_large = []
     for entry in entries:
         able = {
             p: tuple(gpu for gpu in gpus if runs_on(entry, p, gpu))
@@ -238,7 +267,8 @@ def _held(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
         if any(able.values()):
             held.append(replace(entry, precisions={p: gpus for p, gpus in able.items() if gpus}))
         for precision, gpus in entry.precisions.items():
-            if small := [gpu for gpu in gpus if gpu not in able[precision]]:
+            small = [gpu for gpu in gpus if gpu not in able[precision]]
+            if small:
                 way = f"{entry.recipe} {entry.backend} {entry.mode} {precision}"
                 too_large.append(f"{way} on {', '.join(small)}")
     return held, too_large
@@ -299,14 +329,20 @@ def _document(recipe: Recipe) -> dict[str, object]:
 
 def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     count, (amount, what) = size(recipe.architecture), _per_step(recipe)
-    active = "" if count.active == count.total else f", {readable(count.active)} active per token"
-    ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
+    if count.active == count.total:
+        active = ""
+    else:
+        active = f", {readable(count.active)} active per token"
+    ranks = counted(recipe.get("ranks", int), "rank")
+    steps = counted(recipe.steps, "step")
     if "epochs" in recipe.settings:
         steps = f"{recipe.get('epochs', float):g} epochs"
-    sequences = (
-        f"{recipe.global_batch} sequences of {recipe.seq_len} = " if what == "tokens" else ""
-    )
-    times = f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else ""
+    sequences = ""
+    if what == "tokens":
+        sequences = f"{recipe.global_batch} sequences of {recipe.seq_len} = "
+    times = ""
+    if recipe.accumulation > 1:
+        times = f", {recipe.accumulation} times per step"
     yield from screen.wrap(f"{recipe.name}: {recipe.get('description', str)}", hanging="    ")
     for line in (
         f"{readable(count.total)} parameters{active}",
@@ -316,12 +352,11 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
         f"each rank: {recipe.local_batch} at a time{times}",
     ):
         yield from screen.wrap(line, "  ", "    ")
-    if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
-        why = (
-            "does not fit into the memory of a GPU"
-            if holds(recipe)
-            else "too large for a GPU, whatever the batch"
-        )
+    total = gpu_bytes(recipe.gpu)
+    if total is not None and not fits(predict(recipe), USABLE * total):
+        why = "too large for a GPU, whatever the batch"
+        if holds(recipe):
+            why = "does not fit into the memory of a GPU"
         yield screen.paint(f"  {why}, see `primus fit`", "red")
     yield screen.paint("\noptimizations", "bold")
     yield from screen.table(
@@ -331,7 +366,8 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
         ],
         indent="  ",
     )
-    if known := Host().issues(recipe.gpu):
+    known = Host().issues(recipe.gpu)
+    if known:
         yield screen.paint("\nknown issues of this image", "bold")
         yield from (line for issue in known for line in screen.wrap(str(issue), "  ", "    "))
     reasons: dict[str, list[str]] = {}
@@ -377,19 +413,24 @@ def _sections(recipe: Recipe) -> dict[str, list[str]]:
 
 def _rest(key: str) -> str:
     head, dot, rest = key.partition(".")
-    return rest if dot else head
+    if dot:
+        return rest
+    return head
 
 
 def _fit_lines(
     recipe: Recipe, memory: Memory, document: Mapping[str, object], screen: Screen
 ) -> Iterator[str]:
-    gpu, band = generation(recipe.gpu), recipe.knows.memory_error
+    gpu = generation(recipe.gpu)
+    band = recipe.knows.memory_error
     yield from screen.wrap(
-        f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
+        f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, "
+        f"{recipe.backend} {recipe.mode} "
         f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}",
         hanging="  ",
     )
-    if other := another_model(recipe):
+    other = another_model(recipe)
+    if other:
         yield f"  {other}"
     rows = [
         (name, f"{value / _GIB:,.1f} GiB", TEXTS["memory"][name])
@@ -400,16 +441,23 @@ def _fit_lines(
     )
     there = f"{USABLE * gpu.memory.gib:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gib:,g}"
     if document["tight"]:
-        yield f"tight: more than {there}; the allocator must give memory back in every step, which costs speed"
+        yield (
+            f"tight: more than {there}; the allocator must give memory back in every step, "
+            "which costs speed"
+        )
     else:
         yield f"fits: {there}" if document["fits"] else f"does not fit: more than {there}"
     largest = document["max_micro_batch"]
-    none = "no micro batch fits without that" if document["tight"] else "no micro batch fits"
+    none = "no micro batch fits"
+    if document["tight"]:
+        none = "no micro batch fits without that"
     yield f"largest micro batch that fits: {largest}" if largest else none
 
 
 class Projection(NamedTuple):
-    """What one number of nodes reaches. ``calibrated``: runs on this GPU, in this precision, are known."""
+    """What one number of nodes reaches. ``calibrated``: runs on this GPU, in this precision, are
+    known.
+    """
 
     tokens_per_second: float
     mfu: float
@@ -418,7 +466,9 @@ class Projection(NamedTuple):
 
 
 def project(options: argparse.Namespace) -> int:
-    """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from published runs."""
+    """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from
+    published runs.
+    """
     rows = []
     for nodes in _nodes(options.nodes):
         choices = Choices(
@@ -431,7 +481,12 @@ def project(options: argparse.Namespace) -> int:
         recipe = resolve(options.recipe, options.overrides, choices)
         total = gpu_bytes(recipe.gpu)
         if total is None or recipe.architecture.of_images or recipe.mode == "lora":
-            raise refusal("not_projected")
+            raise InputError(
+                "throughput is projected for language models with all weights trained, on a GPU",
+                hint=(
+                    "name a GPU, as in --gpu mi355x, and a recipe that `primus list` shows with it"
+                ),
+            )
         rows.append(
             _projection_row(recipe, next(_layouts(recipe, USABLE * total), None), options.tokens)
         )
@@ -444,7 +499,9 @@ def project(options: argparse.Namespace) -> int:
 
 
 def projected(recipe: Recipe) -> Projection:
-    """Return what ``recipe`` reaches. Raises InputError if the GPU's peak in its precision, or any run, is unknown."""
+    """Return what ``recipe`` reaches. Raises InputError if the GPU's peak in its precision, or any
+    run, is unknown.
+    """
     peak = next(
         (row.tflops for row in generation(recipe.gpu).peaks if row.dtype == recipe.precision), None
     )
@@ -460,8 +517,15 @@ def projected(recipe: Recipe) -> Projection:
     }
     if peak is None or not alike:
         origin = recipe.settings["precision"].origin
-        raise refusal("no_published_run", origin, precision=recipe.precision, gpu=recipe.gpu)
-    rows = [alike[recipe.gpu]] if recipe.gpu in alike else [*alike.values()]
+        raise InputError(
+            f"no run in {recipe.precision} is published from which {recipe.gpu} could be projected",
+            where=origin,
+            hint="--precision bf16",
+        )
+    if recipe.gpu in alike:
+        rows = [alike[recipe.gpu]]
+    else:
+        rows = [*alike.values()]
     share = median(row["share"] for row in rows)
     share *= _throughput()["per_doubling"] ** math.log2(max(1.0, recipe.world_size / 8))
     flops = of_recipe_unit(recipe.architecture, recipe.seq_len).causal
@@ -478,12 +542,18 @@ def _nodes(word: str) -> list[int]:
     match = re.fullmatch(r"([1-9]\d{0,3})(?:\.\.([1-9]\d{0,3}))?", word)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last <= _MOST_NODES:
-        raise refusal("no_nodes", f"--nodes {word}", word=word, most=_MOST_NODES)
+        raise InputError(
+            f"no number of nodes: {word!r}",
+            where=f"--nodes {word}",
+            hint=f"a number from 1 to {_MOST_NODES}, or a range such as 1..512",
+        )
     return [*[first * 2**power for power in range(13) if first * 2**power < last], last]
 
 
 def _layouts(recipe: Recipe, available: float) -> Iterator[Recipe]:
-    """Yield the recipe with its own layout, then with others that share layers among more ranks, where it fits."""
+    """Yield the recipe with its own layout, then with others that share layers among more ranks,
+    where it fits.
+    """
     if fits(predict(recipe), available):
         yield recipe
     kinds = [kind for kind in ("tp", "pp") if kind in recipe.knows.degrees]
@@ -500,7 +570,8 @@ def _layouts(recipe: Recipe, available: float) -> Iterator[Recipe]:
 
 
 def _projection_row(asked: Recipe, recipe: Recipe | None, tokens: int) -> dict[str, Any]:
-    nodes, ranks = asked.get("nodes", int), asked.world_size
+    nodes = asked.get("nodes", int)
+    ranks = asked.world_size
     if recipe is None:
         return {"nodes": nodes, "gpus": ranks, "layout": ""}
     reached = projected(recipe)
@@ -545,12 +616,11 @@ def _projection_lines(rows: list[dict[str, Any]], tokens: int) -> Iterator[str]:
             ]
         table.append(tuple(words + [""] * (len(head) - len(words))))
     yield from Screen.of().table(table, head=head)
-    if known := next((row for row in rows if row["layout"]), None):
-        of = (
-            "this GPU"
-            if known["calibrated"]
-            else "other GPUs, since no such run on this GPU is known"
-        )
+    known = next((row for row in rows if row["layout"]), None)
+    if known:
+        of = "other GPUs, since no such run on this GPU is known"
+        if known["calibrated"]:
+            of = "this GPU"
         yield from Screen.of().wrap(
             f"share of the peak: the median of runs on {of} ({known['sources']})", hanging="  "
         )

@@ -20,7 +20,6 @@ from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.weights import another_model
-from primus_images.refusals import refusal
 from primus_images.report import html, sheets
 from primus_images.report.run import Run, read_all
 from primus_images.system.host import lost_warning
@@ -72,7 +71,9 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError(
                 f"--output {output} holds the {key} of the run", hint="choose another --output"
             )
-    checkpoint = newest_checkpoint(options.resume_from) if options.resume_from else None
+    checkpoint = None
+    if options.resume_from:
+        checkpoint = newest_checkpoint(options.resume_from)
     job = Job(
         name=output.name,
         recipe=recipe,
@@ -84,7 +85,10 @@ def _run(options: argparse.Namespace) -> int:
         verify_steps=options.verify_steps,
     )
     if job.first_step > job.last_step:
-        raise refusal("last_step", path=checkpoint, step=job.first_step - 1, steps=job.last_step)
+        step = job.first_step - 1
+        raise InputError(
+            f"{checkpoint} is already at step {step} of {job.last_step}", hint="raise --steps"
+        )
     if checkpoint:
         identity.check(
             checkpoint,
@@ -102,12 +106,14 @@ def _run(options: argparse.Namespace) -> int:
         _preflight(job, options.burn_in)
     encoder.without_torch()
     job = start.prepare(job, lambda line: note(options, f"primus: {line}"))
-    if others := processes.dropped(os.environ):
+    others = processes.dropped(os.environ)
+    if others:
         print(
             f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)",
             file=sys.stderr,
         )
-    if lost := lost_warning(job.output):
+    lost = lost_warning(job.output)
+    if lost:
         print(f"primus: {lost}", file=sys.stderr)
     if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
         faster = f"`primus tune throughput {recipe.name}` finds the fastest"
@@ -115,10 +121,8 @@ def _run(options: argparse.Namespace) -> int:
     note(options, Screen.of(sys.stderr).fit(_headline(job)))
     if recipe.gpu != CPU and job.trial:
         note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
-    progress, began = (
-        _Progress(job, live=Screen.of(sys.stderr).colour and not options.json),
-        time.monotonic(),
-    )
+    progress = _Progress(job, live=Screen.of(sys.stderr).colour and not options.json)
+    began = time.monotonic()
     try:
         ended = start.start(
             job, (lambda _: None) if options.json else progress.line, options.stall_timeout
@@ -140,26 +144,31 @@ def _run(options: argparse.Namespace) -> int:
         "summary": asdict(ended.summary),
         "verdicts": [asdict(verdict) for verdict in run.verdicts],
     }
-    lines = _success(job, ended, time.monotonic() - began) if run.passed else _failure(job, ended)
+    if run.passed:
+        lines = _success(job, ended, time.monotonic() - began)
+    else:
+        lines = _failure(job, ended)
     return answer(options, document, map(Screen.of().fit, lines), passed=bool(run.passed))
 
 
 def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the words that set the options ``passed`` as in ``options``; none for what has its default."""
+    """Return the words that set the options ``passed`` as in ``options``; none for what has its
+    default.
+    """
     words: list[str] = []
     for action in parser_of_shared("passed", "train")._actions:
-        value, name = getattr(options, action.dest), action.option_strings[-1]
+        value = getattr(options, action.dest)
+        name = action.option_strings[-1]
         if isinstance(value, bool):
             words += [name] * value
         elif value != action.default:
             # A command, and a time in seconds, are written otherwise than Python does.
-            text = (
-                shlex.join(value)
-                if name == "--wrap"
-                else f"{value}s"
-                if isinstance(value, float)
-                else value
-            )
+            if name == "--wrap":
+                text = shlex.join(value)
+            elif isinstance(value, float):
+                text = f"{value}s"
+            else:
+                text = value
             words += [f"{name}={each}" for each in (text if isinstance(text, list) else [text])]
     return tuple(words)
 
@@ -167,7 +176,9 @@ def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
 def recipe_of(
     options: argparse.Namespace, *, here: bool = True, memory: float | None = None
 ) -> Recipe:
-    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError for options that exclude each other."""
+    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError for options that exclude
+    each other.
+    """
     recipe = resolved(options, here=here, memory=memory)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
@@ -176,10 +187,17 @@ def recipe_of(
     ):
         raise InputError(f"--judge: {why}")
     if options.burn_in and (options.no_preflight or recipe.gpu == CPU):
-        raise refusal("no_burn_in" if options.no_preflight else "no_burn_in_on_cpu")
+        if options.no_preflight:
+            raise InputError(
+                "--burn-in tests GPUs before the run, and --no-preflight leaves it out"
+            )
+        raise InputError(
+            "--burn-in tests GPUs before the run, and the recipe is resolved for a CPU"
+        )
     if not options.verify_steps:
         return recipe
-    if why := rules_of(recipe).unverified:
+    why = rules_of(recipe).unverified
+    if why:
         raise InputError(
             f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs"
         )
@@ -200,14 +218,19 @@ def recipe_of(
 def _with_steps(
     recipe: Recipe, options: argparse.Namespace, memory: float | None, cache: Path | None
 ) -> Recipe:
-    """Return ``recipe`` with the steps of its epochs: the corpus is tokenized, on a GPU into ``cache``, and counted."""
+    """Return ``recipe`` with the steps of its epochs: the corpus is tokenized, on a GPU into
+    ``cache``, and counted.
+    """
     backend_of(recipe).check_data(recipe)
     encoder.without_torch()
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cache").mkdir()
         job = Job(name="epochs", recipe=recipe, output=folder, judged=options.judge, compiled=cache)
-        shared = None if options.dry_run else start.shared_folder(job)
+        if options.dry_run:
+            shared = None
+        else:
+            shared = start.shared_folder(job)
         backend_of(recipe).tokenize(job, shared, lambda _: None)
         packing = recipe.find(f"{recipe.backend}.packing", False)
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
@@ -229,7 +252,10 @@ def _preflight(job: Job, burn_in: float | None) -> None:
     from primus_images.system import host, nodes, preflight
 
     alone = job.recipe.get("nodes", int) == 1
-    where = "" if alone else f"node {host.name_here()}: "
+    if alone:
+        where = ""
+    else:
+        where = f"node {host.name_here()}: "
     machine_here = host.Host(output=job.output)
     findings = preflight.preflight(machine_here)
     if burn_in:
@@ -249,34 +275,44 @@ def _preflight(job: Job, burn_in: float | None) -> None:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or else the newest."""
+    """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or
+    else the newest.
+    """
     if not path.is_dir():
-        raise refusal("no_checkpoint_folder", path=path)
+        raise InputError(
+            f"there is no checkpoint folder {path}",
+            hint="name a folder …/checkpoint/step-N, or the folder of a run",
+        )
     checkpoint = path.absolute()
     if not (checkpoint / ".metadata").is_file():
         saved = [
             step for step in steps(checkpoint / "checkpoint") if (step / ".metadata").is_file()
         ]
         if not saved:
-            raise refusal("no_checkpoint", path=path)
+            raise InputError(
+                f"{path} contains no checkpoint",
+                hint="name a folder …/checkpoint/step-N, or the folder of a run",
+            )
         checkpoint = next((step for step in reversed(saved) if identity.complete(step)), saved[-1])
-        if incomplete := [step.name for step in saved[saved.index(checkpoint) + 1 :]]:
+        incomplete = [step.name for step in saved[saved.index(checkpoint) + 1 :]]
+        if incomplete:
             print(
                 f"primus: {checkpoint.name} is used; incomplete: {', '.join(incomplete)}",
                 file=sys.stderr,
             )
     if checkpoint not in steps(checkpoint.parent):
-        raise refusal("no_step", path=checkpoint)
+        raise InputError(
+            f"{checkpoint} is not named step-N",
+            hint="name a folder …/checkpoint/step-N, or the folder of a run",
+        )
     return checkpoint
 
 
 def _headline(job: Job) -> str:
     recipe = job.recipe
     kind = f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}"
-    span, batch = (
-        f"steps {job.first_step}–{job.last_step}",
-        f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
-    )
+    span = f"steps {job.first_step}–{job.last_step}"
+    batch = f"batch {recipe.global_batch} × {recipe.seq_len} tokens"
     parts = [f"{kind}, {counted(recipe.world_size, 'rank')}", span, batch, f"seed {recipe.seed}"]
     other = another_model(recipe)
     return " · ".join(parts) + (f"\n  {other}" if other else "") + f"\n→ {job.output}"
@@ -288,7 +324,8 @@ def _plan(job: Job) -> str:
         (key, str(row.value), short_origin(row.origin, recipe))
         for key, row in recipe.settings.items()
     ]
-    # A job of several nodes is shown on any machine: without the variables of a node, the command of the first.
+    # A job of several nodes is shown on any machine: without the variables of a node, the command
+    # of the first.
     elsewhere = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
     command = " ".join(ranks.argv(job, "python3", elsewhere | dict(os.environ)))
     return "\n".join(
@@ -300,7 +337,9 @@ class _Progress:
     """One line that is rewritten on a terminal; a few lines in a log."""
 
     def __init__(self, job: Job, *, live: bool) -> None:
-        self._job, self._live, self._last = job, live, 0
+        self._job = job
+        self._live = live
+        self._last = 0
         if live:
             self._print("  starting the ranks …")
 
@@ -338,11 +377,14 @@ class _Progress:
 
 def _last_kept(job: Job) -> Path | None:
     complete = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
-    return complete[-1] if complete and step_of(complete[-1]) < job.last_step else None
+    if complete and step_of(complete[-1]) < job.last_step:
+        return complete[-1]
+    return None
 
 
 def _continue(job: Job) -> str:
-    if checkpoint := _last_kept(job):
+    checkpoint = _last_kept(job)
+    if checkpoint:
         return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"
 
@@ -356,28 +398,28 @@ def _failure(job: Job, ended: Outcome) -> Iterator[str]:
         elif not verdict.passed and not verdict.skipped:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
             yield f"✗ {verdict.name}: {verdict.reason} ({limits})"
-    if skipped := [verdict.name for verdict in verdicts if verdict.skipped]:
+    skipped = [verdict.name for verdict in verdicts if verdict.skipped]
+    if skipped:
         yield f"– skipped: {', '.join(skipped)}"
     log = job.output / "log.txt"
-    where = (
-        f"the log is {log}"
-        if log.exists()
-        else f"there is no log: {log} was deleted while the job ran"
-    )
+    if log.exists():
+        where = f"the log is {log}"
+    else:
+        where = f"there is no log: {log} was deleted while the job ran"
     yield f"failed after {ended.run.seconds:.0f} s\n  → {where}"
     if _last_kept(job):
         yield f"  → {_continue(job)}"
 
 
 def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
-    summary, seconds, steps_run = (
-        ended.summary,
-        ended.run.seconds,
-        counted(ended.summary.steps, "step"),
-    )
+    summary = ended.summary
+    seconds = ended.run.seconds
+    steps_run = counted(ended.summary.steps, "step")
     figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
     losses = f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}"
-    yield f"✓ {steps_run} in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
+    yield (
+        f"✓ {steps_run} in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
+    )
     if job.judged:
         passed = f"{len(ended.run.verdicts)} checks passed"
         yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
@@ -389,7 +431,9 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves."""
+    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html
+    with curves.
+    """
     if len(options.runs) > html.MOST_RUNS:
         raise InputError(
             f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}"
@@ -402,7 +446,8 @@ def report(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text, encoding="utf-8")
-    if lost := lost_warning(options.out):
+    lost = lost_warning(options.out)
+    if lost:
         print(f"primus: {lost}", file=sys.stderr)
     paths = [str(options.out / name) for name in files]
     shown = [
@@ -427,7 +472,10 @@ def report(options: argparse.Namespace) -> int:
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
     rows: dict[str, list[dict[str, str]]] = {}
     for run in runs:
-        stem = Path(run.recipe).stem if "/" in run.recipe else run.recipe
+        if "/" in run.recipe:
+            stem = Path(run.recipe).stem
+        else:
+            stem = run.recipe
         rows.setdefault(re.sub(r"[^A-Za-z0-9._+-]", "_", stem)[:100], []).extend(
             sheets.benchmark_rows(run)
         )

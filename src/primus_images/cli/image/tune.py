@@ -16,7 +16,7 @@ from pathlib import Path
 
 from primus_images.cli.image.recipes import resolved
 from primus_images.cli.verb import answer, note, refuse_others
-from primus_images.errors import HostError, InputError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
 from primus_images.gpus.detect import detect, visible
 from primus_images.gpus.table import generation
@@ -24,7 +24,6 @@ from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.rules import USABLE, gpu_bytes
-from primus_images.refusals import refusal
 from primus_images.terminal import Screen, counted
 from primus_images.training.run import machine, start
 from primus_images.training.run.job import Job
@@ -47,7 +46,9 @@ _GIB = 2**30
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`)."""
+    """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings
+    (`throughput`).
+    """
     refuse_others(options, "tune", options.what, ("gemm", "throughput"))
     recipe = resolved(options)
     if options.what == "throughput":
@@ -68,7 +69,8 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    shapes, gpus = read_shapes(place.shapes), list(visible(len(detect().names), os.environ))
+    shapes = read_shapes(place.shapes)
+    gpus = list(visible(len(detect().names), os.environ))
     if not gpus:
         raise HostError(
             "there is no GPU on this machine, or the environment hides all", hint="run it on a GPU"
@@ -127,7 +129,9 @@ def _train(
         if not name.startswith("PYTORCH_TUNABLEOP_")
     }
     # With several stages, the document is that of the stage "tune".
-    stdout = sys.stderr if options.json and options.stage == "all" else None
+    stdout = None
+    if options.json and options.stage == "all":
+        stdout = sys.stderr
     return subprocess.run(
         command, env={**inherited, **environment}, stdout=stdout, check=False
     ).returncode
@@ -136,13 +140,17 @@ def _train(
 def _search(requested: Recipe, options: argparse.Namespace) -> int:
     knows = requested.knows
     only_here = {knows.key("steps"): options.steps or options.warmup + 10}
-    if (saving := knows.key("checkpoint")) in requested.settings:
+    saving = knows.key("checkpoint")
+    if saving in requested.settings:
         only_here[saving] = 0
     if only_here[knows.key("steps")] <= options.warmup:
         raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
     measured = [f"{key}={value}" for key, value in only_here.items()]
     recipe = resolve(options.recipe, requested.overrides, requested.choices, measured)
-    available = None if (total := gpu_bytes(recipe.gpu)) is None else USABLE * total
+    if (total := gpu_bytes(recipe.gpu)) is None:
+        available = None
+    else:
+        available = USABLE * total
     unchecked = options.dry_run and not detect().names
     points = candidates(
         options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages
@@ -173,20 +181,31 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         )
         winner = search(points, rows.measure)
         if winner is None:
-            # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
-            raise refusal("start_failed", reason=rows.rows[0][1].reason, folder=folder)
-        evidence = None if winner is points[0] else rows.pairs(winner)
+            # Without the loss of the recipe's own settings, nothing shows that another candidate
+            # computes the same.
+            reason = rows.rows[0][1].reason
+            raise CheckFailed(
+                f"the recipe's own settings failed: {reason}",
+                hint=f"the log is in {folder}; start from settings that train, such as a smaller "
+                "micro batch",
+            )
+        if winner is points[0]:
+            evidence = None
+        else:
+            evidence = rows.pairs(winner)
     # A gain within the spread does not count.
     better = evidence is not None and evidence[0] > evidence[1]
     if evidence and better and options.output and winner.recipe:
         before, after = (statistics.median(rates) for rates in rows.finals)
-        host, named = (
-            gpus.sentence() if gpus.names else "a CPU",
-            json.dumps(versions).strip("{}").replace('"', ""),
-        )
+        host = "a CPU"
+        if gpus.names:
+            host = gpus.sentence()
+        named = json.dumps(versions).strip("{}").replace('"', "")
         because = (
-            f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains {after:,.0f} "
-            f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {options.pairs} alternating runs each, "
+            f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains "
+            f"{after:,.0f} "
+            f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {options.pairs} "
+            "alternating runs each, "
             f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
         )
         words = shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])
@@ -203,7 +222,9 @@ def _show_plan(
 ) -> int:
     rows = []
     for point in points:
-        peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
+        peak = "–"
+        if point.peak:
+            peak = f"{point.peak / _GIB:,.1f} GiB"
         rows.append(
             (str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try")
         )
@@ -224,7 +245,9 @@ def _show_end(
     versions: dict[str, str],
     options: argparse.Namespace,
 ) -> int:
-    written = str(options.output) if better and options.output else None
+    written = None
+    if better and options.output:
+        written = str(options.output)
     document = {
         "versions": versions,
         "runs": [
@@ -257,9 +280,13 @@ def _show_end(
     elif not better:
         change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
         lines.append(
-            f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}"
+            f"no change: in alternating runs, {winner.title} is {change}; the spread is "
+            f"{evidence[1]:.1%}"
         )
     else:
-        gain = f"{evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"
+        gain = (
+            f"{evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} "
+            "pairs of runs"
+        )
         lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
     return answer(options, document, [*lines, *([f"→ {written}"] if written else [])])

@@ -1,1 +1,3 @@
-"""What each kind of action does: one module for each package format. ``pipeline.KINDS`` lists the kinds."""
+"""What each kind of action does: one module for each package format. ``pipeline.KINDS`` lists the
+kinds.
+"""

@@ -1,15 +1,15 @@
-"""``debs`` and ``kernels``: locked Debian packages as the base of an image, or over an image that a registry gave; and
-their GPU code for one architecture, from packages that contain code for many.
+"""``debs`` and ``kernels``: locked Debian packages as the base of an image, or over an image that a
+registry gave; and their GPU code for one architecture, from packages that contain code for many.
 
-A base is installed by mmdebstrap, without any network. It sees one repository: a folder with exactly the locked
-packages. What depends on the moment or the machine is left out of the layer.
+A base is installed by mmdebstrap, without any network. It sees one repository: a folder with
+exactly the locked packages. What depends on the moment or the machine is left out of the layer.
 
-Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's own database
-belongs to the image below and stays as it is; each package leaves its record in ``var/lib/dpkg/status.d``, where
-scanners look for packages of images that have no dpkg.
+Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's
+own database belongs to the image below and stays as it is; each package leaves its record in
+``var/lib/dpkg/status.d``, where scanners look for packages of images that have no dpkg.
 
-A base is the same for every GPU. What its packages have for one architecture goes into a layer of its own, so images
-for two GPUs share every byte that is not specific to one of them.
+A base is the same for every GPU. What its packages have for one architecture goes into a layer of
+its own, so images for two GPUs share every byte that is not specific to one of them.
 """
 
 import fnmatch
@@ -35,7 +35,6 @@ from primus_images.oci.tar import MTIME, Entry, part
 from primus_images.plan.action import Action
 from primus_images.plan.skeleton import TRIM, VARIANT
 from primus_images.programs import lacks_ids, need, tracked
-from primus_images.refusals import refusal
 from primus_images.versions.lock import LockedFile
 
 _NARROW = "narrow the base's pattern under `kernels`"
@@ -43,10 +42,13 @@ _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """Check for mmdebstrap and, for an ordinary user, for user namespaces. Packages on top of an image need neither."""
+    """Check for mmdebstrap and, for an ordinary user, for user namespaces. Packages on top of an
+    image need neither.
+    """
     if all("over" in action.spec for action in actions):
         return
-    if problem := lacks_ids():
+    problem = lacks_ids()
+    if problem:
         raise HostError(f"this user cannot build a root file system: {problem[0]}", hint=problem[1])
     need("mmdebstrap", "mmdebstrap")
 
@@ -59,18 +61,24 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
 
 
 def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
-    """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar file there.
+    """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar
+    file there.
 
-    Raises HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel files that it
-    should not.
+    Raises HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel
+    files that it should not.
     """
     kernels = cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {}))
-    debs, suite = sorted(action.files, key=lambda deb: deb.name), str(action.spec["suite"])
-    mmdebstrap, log = need("mmdebstrap", "mmdebstrap"), shop.log(action)
+    debs = sorted(action.files, key=lambda deb: deb.name)
+    suite = str(action.spec["suite"])
+    mmdebstrap = need("mmdebstrap", "mmdebstrap")
+    log = shop.log(action)
     tar = scratch / "root.tar"
-    mode = "root" if os.geteuid() == 0 else "unshare"
+    mode = "unshare"
+    if os.geteuid() == 0:
+        mode = "root"
     with _workplace(scratch) as name, log.open("wb") as out:
-        place, archive = Path(name), Path(name, "archive")
+        place = Path(name)
+        archive = Path(name, "archive")
         archive.mkdir()
         (archive / "Packages").write_bytes(
             b"\n".join([_publish(deb, shop.file(deb), archive) for deb in debs])
@@ -103,7 +111,8 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
         env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": name}
         # An interrupted base is discarded, so dpkg need not flush every file to the disk.
         env["DPKG_FORCE"] = "unsafe-io"
-        # Bytecode that packages compile on purpose is reproducible; bytecode that imports leave behind is not.
+        # Bytecode that packages compile on purpose is reproducible; bytecode that imports leave
+        # behind is not.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         process = subprocess.Popen(
             command,
@@ -113,11 +122,14 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
             env=env,
             start_new_session=bool(apart),
         )
-        # Without namespaces, some of its processes may have ids that this user cannot signal, but the terminal can.
+        # Without namespaces, some of its processes may have ids that this user cannot signal, but
+        # the terminal can.
         with tracked(process) if apart else process:
             code = process.wait()
         # The unfinished root still takes the space now.
-        full = disk_is_full(log, place, scratch) if code != 0 else None
+        full = None
+        if code != 0:
+            full = disk_is_full(log, place, scratch)
     if full is not None:
         raise full
     if code != 0:
@@ -126,12 +138,18 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
         )
     entries = without_empty_merged(list(tar_entries(tar, TRIM["left_out"])))
     if kernels and (packages := unlisted(entries, kernels)):
-        raise refusal("unlisted_kernels", packages=" and ".join(packages))
+        packages_text = " and ".join(packages)
+        raise CheckFailed(
+            f"{packages_text} has files where a pattern of `kernels` leaves them out",
+            hint="name it under `kernels` of the base, too",
+        )
     return entries
 
 
 def without_empty_merged(entries: Sequence[Entry]) -> list[Entry]:
-    """Leave out folders of a merged /usr that are empty, with their links: not every mmdebstrap creates them."""
+    """Leave out folders of a merged /usr that are empty, with their links: not every mmdebstrap
+    creates them.
+    """
     empty = {
         name
         for name in TRIM["merged"]
@@ -141,7 +159,8 @@ def without_empty_merged(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _own_processes() -> list[str]:
-    """Return how root starts mmdebstrap: in its own namespaces, so that no process or mount outlives it.
+    """Return how root starts mmdebstrap: in its own namespaces, so that no process or mount
+    outlives it.
 
     An ordinary user's mmdebstrap creates its own; nothing is done if root may not create any.
     """
@@ -158,11 +177,9 @@ def _own_processes() -> list[str]:
     ]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return []
-    return (
-        words
-        if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
-        else []
-    )
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0:
+        return words
+    return []
 
 
 def _workplace(scratch: Path) -> AbstractContextManager[str]:
@@ -188,7 +205,9 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
 def dpkg_deb(
     option: str, path: Path, name: str, stdout: int | IO[bytes] = subprocess.PIPE
 ) -> bytes:
-    """Return the output of dpkg-deb for the package at ``path``. HostError for what is no package, called ``name``."""
+    """Return the output of dpkg-deb for the package at ``path``. HostError for what is no package,
+    called ``name``.
+    """
     # Each thread of dpkg-deb allocates its own dictionary.
     env = {**os.environ, "DPKG_DEB_THREADS_MAX": "1"}
     done = subprocess.run(
@@ -203,7 +222,9 @@ def dpkg_deb(
 
 
 def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
-    """Yield the archive's members, whose bytes stay in it, except for paths that match a pattern of ``left_out``."""
+    """Yield the archive's members, whose bytes stay in it, except for paths that match a pattern of
+    ``left_out``.
+    """
     with tarfile.open(tar, "r:") as archive:
         for path, member in members(archive):
             if not path or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
@@ -217,7 +238,9 @@ def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
             xattrs = {
                 name: value.encode("utf-8", "surrogateescape") for name, value in headers if name
             }
-            size = member.size if MEMBER_KINDS[member.type] == "file" else 0
+            size = 0
+            if MEMBER_KINDS[member.type] == "file":
+                size = member.size
             source = functools.partial(part, tar, member.offset_data, size)
             yield entry_of(path, member, size=size, xattrs=xattrs, source=source)
 
@@ -243,13 +266,18 @@ def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
     record = dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\nStatus: install ok installed\n"
     for entry in tar_entries(tar):
         if entry.path not in TRIM["merged"] and _unpacked("/" + entry.path):
-            link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
+            if entry.kind == "hardlink":
+                link = _merged(entry.link)
+            else:
+                link = entry.link
             yield replace(entry, path=_merged(entry.path), link=link)
     yield Entry(path=f"var/lib/dpkg/status.d/{deb.name}", size=len(record), source=record)
 
 
 def _merged(path: str) -> str:
-    return f"usr/{path}" if path.partition("/")[0] in TRIM["merged"] else path
+    if path.partition("/")[0] in TRIM["merged"]:
+        return f"usr/{path}"
+    return path
 
 
 def _unpacked(path: str) -> bool:
@@ -260,8 +288,8 @@ def _unpacked(path: str) -> bool:
 
 
 def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the packages in a base's dpkg database whose files match a pattern of ``kernels``, but that ``kernels``
-    does not list. No layer would contain these files.
+    """Return the packages in a base's dpkg database whose files match a pattern of ``kernels``, but
+    that ``kernels`` does not list. No layer would contain these files.
     """
     patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
     packages = []
@@ -281,10 +309,8 @@ def prepare_kernels(actions: Sequence[Action], shop: Workshop) -> None:
 
 def make_kernels(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Write the files of the action's packages that are for its architecture."""
-    arch, patterns = (
-        str(action.spec["arch"]),
-        cast("Mapping[str, Sequence[str]]", action.spec["kernels"]),
-    )
+    arch = str(action.spec["arch"])
+    patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
     entries: list[Entry] = []
     for deb in action.files:
         entries += kernel_files(arch, shop.file(deb), patterns[deb.name], scratch / deb.name)
@@ -292,15 +318,17 @@ def make_kernels(action: Action, shop: Workshop, scratch: Path) -> Layer:
 
 
 def kernel_files(arch: str | None, deb: Path, patterns: Sequence[str], folder: Path) -> list[Entry]:
-    """Return the package's files and symbolic links whose absolute path matches one of ``patterns``; ``folder`` keeps
-    their bytes.
+    """Return the package's files and symbolic links whose absolute path matches one of
+    ``patterns``; ``folder`` keeps their bytes.
 
-    A path that contains names of architectures shows which GPUs the file is for. From any other file, code for
-    architectures other than ``arch`` is removed; with None, nothing is. Raises HostError if ``deb`` is not a package,
-    CheckFailed for a path that is neither a file nor a symbolic link, and for a file without readable GPU code.
+    A path that contains names of architectures shows which GPUs the file is for. From any other
+    file, code for architectures other than ``arch`` is removed; with None, nothing is. Raises
+    HostError if ``deb`` is not a package, CheckFailed for a path that is neither a file nor a
+    symbolic link, and for a file without readable GPU code.
     """
     folder.mkdir(parents=True)
-    tar, entries = folder / "files.tar", list[Entry]()
+    tar = folder / "files.tar"
+    entries = list[Entry]()
     with tar.open("wb") as out:
         dpkg_deb("--fsys-tarfile", deb, deb.name, out)
     for entry in tar_entries(tar):

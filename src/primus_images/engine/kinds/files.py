@@ -1,5 +1,5 @@
-"""``files`` and ``image``: a layer from a folder of the project or from files that the plan contains; and a layer of a
-registry's image, used unchanged.
+"""``files`` and ``image``: a layer from a folder of the project or from files that the plan
+contains; and a layer of a registry's image, used unchanged.
 """
 
 import os
@@ -28,13 +28,18 @@ def adopt(action: Action, shop: Workshop, scratch: Path) -> Layer:
 def _entries(action: Action) -> Iterator[Entry]:
     to = str(action.spec.get("to", "")).strip("/")
     for name, kind, value in action.tree:
-        path = f"{to}/{name}" if to else name
+        if to:
+            path = f"{to}/{name}"
+        else:
+            path = name
         if kind == "link":
             yield Entry(path=path, kind="symlink", mode=0o777, link=value)
             continue
         source = Path(action.root) / name
         # A file that is gone has no size; the comparison of its hash reports it.
-        size = os.lstat(source).st_size if os.path.lexists(source) else 0
+        size = 0
+        if os.path.lexists(source):
+            size = os.lstat(source).st_size
         yield Entry(
             path=path,
             mode=0o755 if kind == "exec" else 0o644,

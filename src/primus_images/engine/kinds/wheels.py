@@ -1,9 +1,9 @@
-"""``wheels`` and ``build``: a layer from locked and built wheels, with the bytecode of their modules; and a wheel that
-the sandbox builds from source, for a ``wheels`` action to use.
+"""``wheels`` and ``build``: a layer from locked and built wheels, with the bytecode of their
+modules; and a wheel that the sandbox builds from source, for a ``wheels`` action to use.
 
-A wheel's files are read from the archive (PEP 427) and laid out as pip would install them. Scripts get the interpreter
-of the image's environment, and ``entry_points.txt`` becomes console scripts. ``INSTALLER`` and ``RECORD`` let pip in
-the image list and remove the package.
+A wheel's files are read from the archive (PEP 427) and laid out as pip would install them. Scripts
+get the interpreter of the image's environment, and ``entry_points.txt`` becomes console scripts.
+``INSTALLER`` and ``RECORD`` let pip in the image list and remove the package.
 """
 
 import base64
@@ -32,7 +32,6 @@ from primus_images.oci.tar import Entry, chunks_of, part
 from primus_images.plan.action import Action
 from primus_images.plan.compile_bytecode import is_compiled
 from primus_images.plan.skeleton import BYTECODE, ORDER, Prefix
-from primus_images.refusals import refusal
 from primus_images.sandbox.engines import choose
 from primus_images.schema import read_json
 from primus_images.versions.lock import normalised
@@ -40,7 +39,8 @@ from primus_images.yamlfile import read_values
 
 _UNIX = 3
 _MOST_TEXT = 64 << 20
-# Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its `environment`.
+# Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its
+# `environment`.
 _JOB_BYTES = 2_000_000_000
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DATA: Any = read_values(Path(__file__).with_name("wheels.yaml")).data
@@ -72,15 +72,18 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
 def bytecode_entries(
     entries: Sequence[Entry], site: str, scratch: Path, script: Path, run: Callable[..., None]
 ) -> Iterator[Entry]:
-    """Compile the modules among ``entries`` that lie below ``site``, and yield the bytecode files as entries.
+    """Compile the modules among ``entries`` that lie below ``site``, and yield the bytecode files
+    as entries.
 
-    ``script`` is a copy of :data:`primus_images.plan.skeleton.BYTECODE`, and ``run`` runs it in the sandbox with the mounts
-    ``inputs`` and the folder ``outputs`` as /out. Raises CheckFailed if what the script wrote was cut short.
+    ``script`` is a copy of :data:`primus_images.plan.skeleton.BYTECODE`, and ``run`` runs it in the
+    sandbox with the mounts ``inputs`` and the folder ``outputs`` as /out. Raises CheckFailed if
+    what the script wrote was cut short.
     """
     modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
     if not modules:
         return
-    source, out = scratch / "source", scratch / "out"
+    source = scratch / "source"
+    out = scratch / "out"
     source.mkdir()
     out.mkdir()
     with (source / "modules").open("wb") as stream:
@@ -103,9 +106,12 @@ def bytecode_entries(
 
 
 def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
-    """Run the build script without network on a read-only source. The script must write one wheel to /out."""
+    """Run the build script without network on a read-only source. The script must write one wheel
+    to /out.
+    """
     (source,) = action.files
-    inside, out = f"/in/{source.file}", scratch / "out"
+    inside = f"/in/{source.file}"
+    out = scratch / "out"
     order = own_code(action, "sorted folders", ORDER, scratch)
     shop.run_with_tools(
         action,
@@ -135,8 +141,8 @@ def _environment() -> dict[str, str]:
     return {"CMAKE_BUILD_PARALLEL_LEVEL": jobs, "MAX_JOBS": jobs, **ENVIRONMENT["wheel"]}
 
 
-# zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's text
-# is the missing file in quotes; OSError is a place before the archive.
+# zipfile, csv and configparser raise all of these for archives and texts that are damaged on
+# purpose. KeyError's text is the missing file in quotes; OSError is a place before the archive.
 _FAULTS = (
     zipfile.BadZipFile,
     configparser.Error,
@@ -157,8 +163,9 @@ def wheel_entries(
 ) -> Iterator[Entry]:
     """Yield the wheel's files as entries, whose bytes are still in the archive.
 
-    ``file_name`` is the wheel's original name. Folders in ``without`` are left out, also of ``RECORD``. Raises
-    InputError if the archive is not a wheel that an image may contain, CheckFailed if ``without`` names no folder.
+    ``file_name`` is the wheel's original name. Folders in ``without`` are left out, also of
+    ``RECORD``. Raises InputError if the archive is not a wheel that an image may contain,
+    CheckFailed if ``without`` names no folder.
     """
     try:
         yield from _entries(path, file_name, prefix, without)
@@ -196,7 +203,8 @@ def _entries(
             )
     placed: dict[str, zipfile.ZipInfo] = {}
     for info in infos:
-        if (place := _place(info.filename, dist, prefix)) in placed:
+        place = _place(info.filename, dist, prefix)
+        if place in placed:
             raise InputError(f"two of its files would be installed as /{place}")
         placed[place] = info
     written = dict(_scripts(archive, dist, prefix))
@@ -217,18 +225,23 @@ def _entries(
             source=functools.partial(_unpacked, archive, info, file_name),
         )
     for name, data in written.items():
-        mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
+        mode = 0o644
+        if name.startswith(f"{prefix.root}/bin/"):
+            mode = 0o755
         yield Entry(path=name, mode=mode, size=len(data), source=data)
     rows = _record(archive, dist, placed, written, prefix)
     yield Entry(path=record, size=len(rows), source=rows)
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
-    """Return the archive's files. Raises InputError for entries that an image may not contain, and for a bomb."""
+    """Return the archive's files. Raises InputError for entries that an image may not contain, and
+    for a bomb.
+    """
     files = [i for i in archive.infolist() if not i.is_dir()]
     for info in files:
         # zipfile has already converted Windows paths.
-        if fault := path_fault(info.filename) or path_fault(info.orig_filename):
+        fault = path_fault(info.filename) or path_fault(info.orig_filename)
+        if fault:
             raise InputError(
                 f"the path {info.orig_filename[:200]!r} in it cannot be in an image: {fault}"
             )
@@ -304,7 +317,10 @@ def _record(
     rows[f"{prefix.site}/{dist}/RECORD"] = ["", ""]
     for path in sorted(rows):
         site = path.startswith(prefix.site + "/")
-        shown = path[len(prefix.site) + 1 :] if site else up + path[len(prefix.root) + 1 :]
+        if site:
+            shown = path[len(prefix.site) + 1 :]
+        else:
+            shown = up + path[len(prefix.root) + 1 :]
         writer.writerow([shown, *rows[path]])
     return out.getvalue().encode()
 
@@ -314,4 +330,7 @@ def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> It
         with archive.open(info) as file:
             yield from chunks_of(file)
     except _FAULTS as error:
-        raise refusal("damaged_wheel", wheel=wheel, name=info.filename, error=error) from None
+        raise InputError(
+            f"the wheel {wheel} cannot be used: {info.filename} in it is damaged: {error}",
+            hint="pin another wheel",
+        ) from None

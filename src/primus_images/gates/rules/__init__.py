@@ -1,8 +1,10 @@
-"""The gates, one module for each. The module's name is the gate's, and its docstring says what the gate looks at.
+"""The gates, one module for each. The module's name is the gate's, and its docstring says what the
+gate looks at.
 
-To add a gate, add a module here with a function ``judge``: it gets an :class:`~primus_images.gates.examined.Examined`, and
-returns a :class:`~primus_images.gates.examined.GateReport`. No other list names the gates: builds, ``primus check`` and
-docs/gates.md take them from this folder.
+To add a gate, add a module here with a function ``judge``: it gets an
+:class:`~primus_images.gates.examined.Examined`, and returns a
+:class:`~primus_images.gates.examined.GateReport`. No other list names the gates: builds, ``primus
+check`` and docs/gates.md take them from this folder.
 """
 
 import hashlib
@@ -24,8 +26,11 @@ def gates() -> Mapping[str, ModuleType]:
 
 @cache
 def rules_hash() -> str:
-    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
-    code, package = hashlib.sha256(), Path(__file__).parent.parent
+    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the
+    same hash.
+    """
+    code = hashlib.sha256()
+    package = Path(__file__).parent.parent
     paths = (
         path for folder in (package, package.with_name("gpucode")) for path in folder.rglob("*")
     )

@@ -6,7 +6,8 @@ from primus_images.terminal import bytes_text
 
 def judge(examined: Examined) -> GateReport:
     """Compare the size with the target's ``budget_gb``. An error lists the largest layers."""
-    image, resolved = examined.image, examined.image.plan.resolved
+    image = examined.image
+    resolved = examined.image.plan.resolved
     summary = f"{bytes_text(image.size)} compressed"
     if resolved.budget_gb is None:
         return GateReport(summary=summary)
@@ -21,6 +22,9 @@ def judge(examined: Examined) -> GateReport:
             f"the image has {bytes_text(image.size)}, its budget is {bytes_text(budget)}: {largest}"
         )
         channel = resolved.choice.channel
-        key = ("budgets_gb", channel) if channel in resolved.target.budgets_gb else ("budget_gb",)
+        if channel in resolved.target.budgets_gb:
+            key = ("budgets_gb", channel)
+        else:
+            key = ("budget_gb",)
         findings = (Finding(severity="error", path=resolved.place(*key), message=message),)
     return GateReport(summary=f"{summary} of {bytes_text(budget)}", findings=findings)

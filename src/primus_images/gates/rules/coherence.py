@@ -1,7 +1,7 @@
 """All packages are for one ROCm version, and device packages are for the image's GPU.
 
-PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts below ``+rocm7.15``. Versions are compared
-here by their numbers.
+PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts below ``+rocm7.15``.
+Versions are compared here by their numbers.
 """
 
 import re
@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
+from primus_images.errors import CheckFailed
 from primus_images.gates.contents import PATTERNS
 from primus_images.gates.examined import Examined, Finding, GateReport, Severity
 from primus_images.plan.resolve import ResolvedTarget
-from primus_images.refusals import refusal
 from primus_images.terminal import some
 from primus_images.versions.lock import name_of, normalised, upstream
 
@@ -41,7 +41,9 @@ class Package(NamedTuple):
 
 
 def rocm_version(name: str, version: str) -> Version | None:
-    """Return the ROCm version in a package's own number or in its local segment; None if there is none."""
+    """Return the ROCm version in a package's own number or in its local segment; None if there is
+    none.
+    """
     public, _, local = version.partition("+")
     return _parsed(
         _TRAIN["own"].match(public)
@@ -51,7 +53,9 @@ def rocm_version(name: str, version: str) -> Version | None:
 
 
 def _parsed(match: re.Match[str] | None) -> Version | None:
-    return Version(match[1] + (match[2] or "")) if match else None
+    if match:
+        return Version(match[1] + (match[2] or ""))
+    return None
 
 
 def agree(version: Version, other: Version) -> bool:
@@ -69,7 +73,9 @@ def judge(examined: Examined) -> GateReport:
 
 
 def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
-    """Return one error per package that differs from the others, with the line that sets its version."""
+    """Return one error per package that differs from the others, with the line that sets its
+    version.
+    """
     train = [(p, v) for p in packages if (v := p.rocm) is not None]
     findings = _versions(train) + [
         Finding(
@@ -80,7 +86,9 @@ def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
         for package in packages
         if package.kind == "wheel" and (message := _other_device(package, arch))
     ]
-    newest = f", newest {max(v for _, v in train)}" if train else ""
+    newest = ""
+    if train:
+        newest = f", newest {max(v for _, v in train)}"
     summary = f"{len(train) or 'no'} package{'s' if train else ''} of the ROCm train{newest}"
     return GateReport(summary=summary, findings=tuple(findings))
 
@@ -91,22 +99,37 @@ def check_pins(resolved: ResolvedTarget) -> None:
         errors := coherence(pinned_packages(resolved), resolved.arch).errors
     ):
         findings = "; ".join(finding.message for finding in errors[:5])
-        raise refusal("incoherent", errors[0].path or None, target=resolved.name, findings=findings)
+        raise CheckFailed(
+            f"{resolved.name}: {findings}",
+            where=errors[0].path or None,
+            hint="pin one ROCm version, and device packages of this target's GPU",
+        )
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
-    """Return every package of the image, with the line of versions.yaml or of the lock that sets its version."""
+    """Return every package of the image, with the line of versions.yaml or of the lock that sets
+    its version.
+    """
     pinned = {
         normalised(pin.wheel or pin.source or pin.deb or ""): resolved.pin_place(component, pin)
         for component, pin in resolved.pins.items()
     }
     lock = resolved.lock
-    rows = resolved.lock_path.read_text(encoding="utf-8").splitlines() if lock else []
+    if lock:
+        rows = resolved.lock_path.read_text(encoding="utf-8").splitlines()
+    else:
+        rows = []
     matches = [(number, _SHA256.search(row)) for number, row in enumerate(rows, 1)]
     lines = {match[1]: number for number, match in reversed(matches) if match}
     base = resolved.choice.base
-    listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
-    wheels = {(f.name, f.version): f for f in lock.python_packages} if lock else {}
+    if base:
+        listed = {name_of(p) for p in resolved.versions.bases[base].packages}
+    else:
+        listed = set()
+    if lock:
+        wheels = {(f.name, f.version): f for f in lock.python_packages}
+    else:
+        wheels = {}
     # What only the roots of builds contain. What is built with another ROCm belongs to that ROCm.
     names = {name for name, _ in wheels}
     wheels |= (
@@ -118,7 +141,8 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     for file in (*wheels.values(), *resolved.debs):
         where = f"{resolved.lock_name}:{lines.get(file.sha256, 1)}:1"
         if file.kind == "deb":
-            where = resolved.base_place(base or "") if file.name in listed else where
+            if file.name in listed:
+                where = resolved.base_place(base or "")
             result.append(Package(name=file.name, version=file.version, where=where, kind="deb"))
         else:
             result.append(
@@ -160,8 +184,8 @@ def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
 def _beside(
     package: Package, version: Version, meant: Version, train: list[tuple[Package, Version]]
 ) -> bool:
-    """Whether the release's own version of this Debian library is present, too. The older one, with another soname,
-    is then only used by what Debian linked against it.
+    """Whether the release's own version of this Debian library is present, too. The older one, with
+    another soname, is then only used by what Debian linked against it.
     """
     stem = _TRAIN["soname"].sub("", package.name)
     others = (p for p, v in train if p.kind == "deb" and agree(v, meant))
@@ -170,12 +194,21 @@ def _beside(
 
 
 def _other_device(package: Package, arch: str | None) -> str:
-    if device := _TRAIN["device"].search(package.name):
+    device = _TRAIN["device"].search(package.name)
+    if device:
         if arch is None:
             return f"is for {device[1]}, the target names no GPU architecture"
-        return f"is for {device[1]}, the target for {arch}" if device[1] != arch else ""
-    if (flavour := _TRAIN["flavour"].match(package.version.partition("+")[2])) is None:
+        if device[1] != arch:
+            return f"is for {device[1]}, the target for {arch}"
+        return ""
+    flavour = _TRAIN["flavour"].match(package.version.partition("+")[2])
+    if flavour is None:
         return ""
     prefix = {"cpu": "", "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")]
-    fits = arch is None if not prefix else arch is not None and arch.startswith(prefix)
-    return "" if fits else f"is built for {flavour[1]}, the target for {arch or 'no GPU'}"
+    if not prefix:
+        fits = arch is None
+    else:
+        fits = arch is not None and arch.startswith(prefix)
+    if fits:
+        return ""
+    return f"is built for {flavour[1]}, the target for {arch or 'no GPU'}"

@@ -16,7 +16,9 @@ _PARTS = ("code object", "bundle", "kernel file")
 
 
 class GpuLibrary(NamedTuple):
-    """A file with GPU code, or a folder of kernel files. ``problem`` is why its code cannot be found, if it cannot."""
+    """A file with GPU code, or a folder of kernel files. ``problem`` is why its code cannot be
+    found, if it cannot.
+    """
 
     layer: str
     path: str
@@ -66,7 +68,9 @@ def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrar
 
 
 def _folder(code: Code) -> str:
-    """Return the folder whose files belong together: the part of the path above the architecture's name."""
+    """Return the folder whose files belong together: the part of the path above the architecture's
+    name.
+    """
     parts = code.path.split("/")[:-1]
     return "/".join(parts[: next((i for i, part in enumerate(parts) if in_path(part)), len(parts))])
 
@@ -83,7 +87,8 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
     ]
     present = [path for path in candidates if path in packs]
     for path in present:
-        if targets := packs[path].kernels.get(code.kernel, ()):
+        targets = packs[path].kernels.get(code.kernel, ())
+        if targets:
             return targets, ""
     if present:
         return (), f"/{present[0]} has no kernels of {code.kernel}"
@@ -96,12 +101,14 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
 
 
 def judge(examined: Examined) -> GateReport:
-    """Return one error per GPU library without code for the image's GPU, and a warning per file that cannot be read.
+    """Return one error per GPU library without code for the image's GPU, and a warning per file
+    that cannot be read.
 
-    CUDA libraries are not judged: they also contain code in forms that are not read here (compressed entries, link-time
-    code), and PTX runs on later GPUs. HIP has neither.
+    CUDA libraries are not judged: they also contain code in forms that are not read here
+    (compressed entries, link-time code), and PTX runs on later GPUs. HIP has neither.
     """
-    arch, libraries = examined.arch, gpu_libraries(examined)
+    arch = examined.arch
+    libraries = gpu_libraries(examined)
     findings = [
         Finding(
             severity="warning", layer=layer, path=path, message=f"could not be examined: {reason}"
@@ -110,10 +117,13 @@ def judge(examined: Examined) -> GateReport:
         for path, reason in facts.unreadable.items()
     ]
     if arch is None or not arch.startswith("gfx"):
-        with_code = f"; {len(libraries)} GPU libraries are in it all the same" if libraries else ""
-        summary = (
-            f"code for {arch} is not judged" if arch else f"no GPU architecture to cover{with_code}"
-        )
+        with_code = ""
+        if libraries:
+            with_code = f"; {len(libraries)} GPU libraries are in it all the same"
+        if arch:
+            summary = f"code for {arch} is not judged"
+        else:
+            summary = f"no GPU architecture to cover{with_code}"
         return GateReport(summary=summary, findings=tuple(findings))
     uncovered = [library for library in libraries if not runs_on(library.targets, arch)]
     for library in uncovered:

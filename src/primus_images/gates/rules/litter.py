@@ -1,7 +1,7 @@
 """No secrets, insecure apt settings, caches or paths of the build machine are in the image.
 
-Everyone can download the files of a published package. A key in such a layer is a warning, and a path of its maker's
-machine is nothing. In a layer whose files this project made both are errors.
+Everyone can download the files of a published package. A key in such a layer is a warning, and a
+path of its maker's machine is nothing. In a layer whose files this project made both are errors.
 """
 
 from primus_images.gates.contents import Rule, Trace, secrets_in
@@ -12,7 +12,9 @@ _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error",
 
 
 def judge(examined: Examined) -> GateReport:
-    """Return errors for secrets in the image's settings, and for traces in its files that must be removed."""
+    """Return errors for secrets in the image's settings, and for traces in its files that must be
+    removed.
+    """
     findings = list[Finding]()
     here = tuple(path.decode("utf-8", "replace") for path in machine_paths(examined.workspace))
     for action in examined.image.plan.layers:
@@ -38,14 +40,18 @@ def judge(examined: Examined) -> GateReport:
 
 
 def _is_ours(action: Action, trace: Trace, here: tuple[str, ...]) -> bool:
-    """Whether this project made the file: neither the publisher of a package nor the author of a source did."""
+    """Whether this project made the file: neither the publisher of a package nor the author of a
+    source did.
+    """
     if action.kind == "wheels" and action.needs:
-        # The only home folder that a build sees is root's. A file with another one's path got it from its source, as
-        # AITER's compiled kernels do.
+        # The only home folder that a build sees is root's. A file with another one's path got it
+        # from its source, as AITER's compiled kernels do.
         of_source = trace.rule == "build path" and trace.seen.startswith("/home/")
-        return trace.seen.startswith(here) if of_source else True
+        if of_source:
+            return trace.seen.startswith(here)
+        return True
     if action.kind == "debs":
-        # Packages install their own files below /usr, such as libgnutls with the key for its self-test. Keys that are
-        # generated when a package is installed are in /etc or /var.
+        # Packages install their own files below /usr, such as libgnutls with the key for its
+        # self-test. Keys that are generated when a package is installed are in /etc or /var.
         return trace.rule != "secret" or not trace.path.startswith("usr/")
     return action.kind not in ("image", "wheels", "kernels")

@@ -1,7 +1,7 @@
 """The image can load each of its libraries.
 
-A package for several CUDA versions brings a library for each and loads the one that fits. The image holds one CUDA, so
-the others only make every download longer.
+A package for several CUDA versions brings a library for each and loads the one that fits. The image
+holds one CUDA, so the others only make every download longer.
 """
 
 import re
@@ -17,8 +17,9 @@ _SEVERITIES = ("error", "warning", "note")
 
 
 def judge(examined: Examined) -> GateReport:
-    """Return an error for a variant for another major version of the image's own toolkit, next to the right variant;
-    a warning for a library for another processor; a note for a library that needs one which the image does not have.
+    """Return an error for a variant for another major version of the image's own toolkit, next to
+    the right variant; a warning for a library for another processor; a note for a library that
+    needs one which the image does not have.
     """
     rows = [
         (layer, library) for layer, facts in examined.facts.items() for library in facts.libraries
@@ -26,7 +27,8 @@ def judge(examined: Examined) -> GateReport:
     names = {
         name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])
     }
-    toolkits, of_the_host = _toolkits(names), re.compile(PATTERNS["driver_libraries"])
+    toolkits = _toolkits(names)
+    of_the_host = re.compile(PATTERNS["driver_libraries"])
     paths = {library.path for _, library in rows}
     groups: dict[tuple[Severity, str, str], list[tuple[str, Library]]] = {}
     for layer, library in rows:
@@ -82,7 +84,9 @@ def _toolkits(names: Iterable[str]) -> dict[str, int]:
 def _other_variant(
     path: str, toolkits: Mapping[str, int], paths: set[str]
 ) -> tuple[str, str] | None:
-    """Return for example ("CUDA 12", "CUDA 13") if the path names the first and a sibling the image's version."""
+    """Return for example ("CUDA 12", "CUDA 13") if the path names the first and a sibling the
+    image's version.
+    """
     for toolkit, ours in toolkits.items():
         theirs = toolkit_of(path).get(toolkit, set())
         if not theirs or ours in theirs:
@@ -99,12 +103,16 @@ def _other_variant(
 
 def _major(toolkit: str, digits: str) -> int:
     """Return the major version: 12 for cu12 and cuda124; 7 for rocm72, 10 for rocm10 and rocm101."""
-    return int(digits[0]) if toolkit == "ROCm" and digits[0] > "4" else int(digits[:2])
+    if toolkit == "ROCm" and digits[0] > "4":
+        return int(digits[0])
+    return int(digits[:2])
 
 
 def _finding(severity: Severity, group: Sequence[tuple[str, Library]], what: str) -> Finding:
     (layer, first), *rest = sorted(group, key=lambda pair: -pair[1].size)
     size = sum(library.size for _, library in group)
-    more = f" (and {len(rest)} more beside it)" if rest else ""
+    more = ""
+    if rest:
+        more = f" (and {len(rest)} more beside it)"
     message = f"{what}{more}; {bytes_text(size)} unpacked"
     return Finding(severity=severity, layer=layer, path=first.path, message=message)

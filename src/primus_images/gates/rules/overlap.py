@@ -1,7 +1,7 @@
 """Each library name has one owner.
 
-The library that a process loads first serves all callers of its name, and the other owner's callers crash. An upstream
-image crashed because two components shipped a ``libmha_bwd.so`` of their own.
+The library that a process loads first serves all callers of its name, and the other owner's callers
+crash. An upstream image crashed because two components shipped a ``libmha_bwd.so`` of their own.
 """
 
 from primus_images.gates.contents import owner_of
@@ -26,6 +26,9 @@ def judge(examined: Examined) -> GateReport:
     findings = []
     for ((layer, path), *others), names in groups.items():
         beside = ", ".join(f"{other} as /{where}" for other, where in others)
-        message = f"{' and '.join(names)} is also in {beside}: a process that loads both gets one of them for both"
+        message = (
+            f"{' and '.join(names)} is also in {beside}: a process that loads both gets "
+            "one of them for both"
+        )
         findings.append(Finding(severity="warning", layer=layer, path=path, message=message))
     return GateReport(summary=f"{count} shared libraries", findings=tuple(findings))

@@ -9,18 +9,25 @@ _FORMS = ("code object", "bundle", "kernel pack")
 
 
 def judge(examined: Examined) -> GateReport:
-    """Return one warning per layer with kernel files of other architectures, and one per library whose fat binary has
-    code for them.
+    """Return one warning per layer with kernel files of other architectures, and one per library
+    whose fat binary has code for them.
     """
     arch = examined.arch
     if arch is None:
         return GateReport(summary="no GPU architecture to prune for")
-    findings, total, size, libraries = [], 0, 0, 0
+    findings = []
+    total = 0
+    size = 0
+    libraries = 0
     for layer, facts in examined.facts.items():
         idle = [c for c in facts.code if _is_for_others(c, arch)]
         if idle:
-            total, size = total + len(idle), size + sum(c.size for c in idle)
-            message = f"{len(idle)} kernel files, {bytes_text(sum(c.size for c in idle))}, are not for {arch}"
+            total = total + len(idle)
+            size = size + sum(c.size for c in idle)
+            message = (
+                f"{len(idle)} kernel files, {bytes_text(sum(c.size for c in idle))}, are "
+                f"not for {arch}"
+            )
             findings.append(
                 Finding(
                     severity="warning", layer=layer, path=min(c.path for c in idle), message=message

@@ -1,7 +1,8 @@
-"""Each Python package of the image finds the packages that it requires, in versions that it accepts.
+"""Each Python package of the image finds the packages that it requires, in versions that it
+accepts.
 
-pip ensures this for wheels that the lock resolved. A package that is built from source states its requirements only in
-the wheel that the build makes.
+pip ensures this for wheels that the lock resolved. A package that is built from source states its
+requirements only in the wheel that the build makes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,16 @@ from primus_images.versions.lock import normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:
-    """Compare the requirements in the metadata of the image's wheels with its wheels and Debian packages."""
+    """Compare the requirements in the metadata of the image's wheels with its wheels and Debian
+    packages.
+    """
     resolved = examined.image.plan.resolved
-    request, base = resolved.request, resolved.choice.base
-    python = (
-        request.bases[base].python if base is not None and base in request.bases else request.python
-    )
+    request = resolved.request
+    base = resolved.choice.base
+    if base is not None and base in request.bases:
+        python = request.bases[base].python
+    else:
+        python = request.python
     wheels = [
         (layer, item)
         for layer, facts in examined.facts.items()
@@ -44,14 +49,16 @@ def unmet(
 ) -> GateReport:
     """Return one error per unmet requirement.
 
-    ``wheels`` are layer and wheel, ``others`` packages of other origin (name → version). Requirements of extras and
-    those for another Python than ``python`` or another platform are ignored.
+    ``wheels`` are layer and wheel, ``others`` packages of other origin (name → version).
+    Requirements of extras and those for another Python than ``python`` or another platform are
+    ignored.
     """
     rows = list(wheels)
     versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
     minor = ".".join(python.split(".")[:2])
     environment = PATTERNS["markers"] | {"python_full_version": python, "python_version": minor}
-    findings, count = [], 0
+    findings = []
+    count = 0
     for layer, wheel in rows:
         for text in wheel.requires:
             try:
@@ -67,11 +74,10 @@ def unmet(
             need = (
                 f"{wheel.name} {wheel.version} requires {requirement.name}{requirement.specifier}"
             )
-            message = (
-                f"{need}, the image has {requirement.name} {version}"
-                if version
-                else f"{need}, which the image lacks"
-            )
+            if version:
+                message = f"{need}, the image has {requirement.name} {version}"
+            else:
+                message = f"{need}, which the image lacks"
             findings.append(
                 Finding(severity="error", layer=layer, path=wheel.path, message=message)
             )

@@ -21,10 +21,14 @@ _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "l
 def judge(examined: Examined) -> GateReport:
     """Compare what the files of the image state with the lock and the pins."""
     plan = examined.image.plan
-    resolved, lock = plan.resolved, plan.resolved.lock
+    resolved = plan.resolved
+    lock = plan.resolved.lock
     # The packages of a registry's image are locked as layers, not individually.
     imported = {action.name for action in plan.layers if action.kind == "image"}
-    wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
+    if lock:
+        wheels = {f.name: f.version for f in lock.python_packages}
+    else:
+        wheels = {}
     if "primus" in resolved.pins:
         wheels["primus-images"] = __version__
     items = ((layer, facts.stated) for layer, facts in examined.facts.items())
@@ -43,8 +47,8 @@ def judge(examined: Examined) -> GateReport:
 def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
     """Return component → version that a header or a library must state.
 
-    A component that is part of another one may be pinned by the version of its holder, if its makers publish no
-    other. Then nothing is compared.
+    A component that is part of another one may be pinned by the version of its holder, if its
+    makers publish no other. Then nothing is compared.
     """
     debs = {f.name: upstream(f.version) for f in resolved.debs}
     holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
@@ -68,10 +72,10 @@ def versions_inside(
 ) -> GateReport:
     """Return one error per difference, with both versions.
 
-    ``wheels`` and ``debs`` are the lock's, name → version. ``components`` are pins (``rccl`` → version), which are
-    compared with headers and libraries. A component without its own pin is noted, so that its version is on record.
-    ``inside`` maps components without their own files to their holder; if no header and no library states their
-    version, this is noted, too.
+    ``wheels`` and ``debs`` are the lock's, name → version. ``components`` are pins (``rccl`` →
+    version), which are compared with headers and libraries. A component without its own pin is
+    noted, so that its version is on record. ``inside`` maps components without their own files to
+    their holder; if no header and no library states their version, this is noted, too.
     """
     pins = components or {}
     locked: dict[Kind, Mapping[str, str]] = {
@@ -102,7 +106,9 @@ def versions_inside(
                     f"{item.name} {item.version} is in the image, the lock has no such {item.kind}",
                 )
             elif not _same(item.kind, item.version, expected):
-                where = "in versions.yaml" if item.kind in ("header", "library") else "in the lock"
+                where = "in the lock"
+                if item.kind in ("header", "library"):
+                    where = "in versions.yaml"
                 find(layer, item, f"{item.name} is {item.version} in the image, {expected} {where}")
             elif item.kind == "wheel" and before is not None:
                 find(

@@ -1,8 +1,10 @@
-"""What a backend computes from a recipe, where ``backends.yaml`` is not enough: one module per backend that differs.
+"""What a backend computes from a recipe, where ``backends.yaml`` is not enough: one module per
+backend that differs.
 
 It also predicts whether a recipe fits the memory of its GPU, from the recipe alone.
 
-Rules need no torch. What starts a run of a backend is in ``primus_images.training``, which imports this; never the reverse.
+Rules need no torch. What starts a run of a backend is in ``primus_images.training``, which imports
+this; never the reverse.
 """
 
 from bisect import bisect_right
@@ -21,7 +23,8 @@ RULES: Mapping[str, Rules] = {
     "torchtitan": Torchtitan(),
     "megatron": Megatron(),
 }
-# The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
+# The share of a GPU's memory that training can use. The rest is for the context, NCCL and
+# fragmentation.
 USABLE = 0.95
 _MOST = 8192
 
@@ -34,8 +37,8 @@ def rules_of(recipe: Recipe) -> Rules:
 def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
     """Predict the peak of one rank of ``recipe``. ``micro_batch`` replaces the recipe's.
 
-    With pipeline stages, this is the first stage, which keeps the activations of as many micro-batches as there are
-    stages.
+    With pipeline stages, this is the first stage, which keeps the activations of as many
+    micro-batches as there are stages.
     """
     return rules_of(recipe).memory(
         recipe, recipe.local_batch if micro_batch is None else micro_batch
@@ -45,19 +48,24 @@ def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
 def fits(memory: Memory, available: float) -> bool:
     """Whether a run with this memory starts on a GPU of which ``available`` bytes are usable.
 
-    If the peak does not fit but the least does, the allocator has to release memory in every step, which costs speed.
+    If the peak does not fit but the least does, the allocator has to release memory in every step,
+    which costs speed.
     """
     return memory.least <= available / USABLE
 
 
 def largest_batch(recipe: Recipe, available: float) -> int:
-    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
+    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one
+    fits.
+    """
     return bisect_right(range(1, _MOST), available, key=lambda batch: predict(recipe, batch).peak)
 
 
 def gpu_bytes(name: str) -> float | None:
     """Return the memory of one GPU of a generation, in bytes as PyTorch reports it; None for a CPU."""
-    return None if name == CPU else generation(name).memory.gib * 2**30
+    if name == CPU:
+        return None
+    return generation(name).memory.gib * 2**30
 
 
 def holds(recipe: Recipe) -> bool:

@@ -19,9 +19,13 @@ class Megatron(Rules):
     )
 
     def precision(self, recipe: Recipe) -> str:
-        """Return the precision. ``model.fp8`` enables FP8 (Transformer Engine), ``model.fp8_recipe`` its MX form."""
+        """Return the precision. ``model.fp8`` enables FP8 (Transformer Engine),
+        ``model.fp8_recipe`` its MX form.
+        """
         if recipe.section("megatron").get("model.fp8"):
-            return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
+            if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8":
+                return "mxfp8"
+            return "fp8"
         return super().precision(recipe)
 
     def unjudged(self, recipe: Recipe) -> str | None:
@@ -32,7 +36,9 @@ class Megatron(Rules):
         return None
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Return the whole layout. A checkpoint has each rank's tensors as in memory, so it fits no other one."""
+        """Return the whole layout. A checkpoint has each rank's tensors as in memory, so it fits no
+        other one.
+        """
         sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
         return {
             **{f"layout.{kind}": recipe.degree(kind) for kind in ("tp", "pp", "ep")},
@@ -45,7 +51,8 @@ class Megatron(Rules):
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return what the recipe asks for and Megatron does not compute."""
-        model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
+        model = recipe.architecture
+        latent = recipe.architecture.mla.kv_lora_rank > 0
         keys = {kind: f"megatron.{key}" for kind, key in recipe.knows.degrees.items()}
         if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
             why = "Megatron always normalizes the chosen sigmoid scores"
@@ -75,20 +82,32 @@ class Megatron(Rules):
                     why = "is about Megatron's own buffers, and torch_fsdp2 has none"
                     yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
         if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
-            # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
-            why = "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa"
+            # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are
+            # off by 1 to 3 %.
+            why = (
+                "latent attention shared by Megatron's ranks gets wrong gradients of "
+                "kv_a_proj_with_mqa"
+            )
             yield keys["tp"], why, "tp=1"
         if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
-            why = "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP"
+            why = (
+                "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP "
+                "with EP"
+            )
             yield keys["ep"], why, "tp=1 or ep=1"
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""
         model = recipe.architecture
-        tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
+        tokens = batch * recipe.seq_len / recipe.degree("cp")
+        total = float(size(model).total)
         width = terms.width_of(recipe.find("megatron.training.dtype", "bfloat16"))
-        reduced = FLOAT32 if recipe.find("megatron.ddp.grad_reduce_in_fp32", True) else width
-        tensor, stages = recipe.degree("tp"), recipe.degree("pp")
+        if recipe.find("megatron.ddp.grad_reduce_in_fp32", True):
+            reduced = FLOAT32
+        else:
+            reduced = width
+        tensor = recipe.degree("tp")
+        stages = recipe.degree("pp")
         parts = tensor * stages * recipe.degree("ep")
         states: float = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
         if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
@@ -98,7 +117,9 @@ class Megatron(Rules):
         layers = model.layers / stages
         again, group = _recomputed(recipe, layers)
         layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
-        once = group * layer * FACTORS["recomputed"] if again else 0
+        once = 0
+        if again:
+            once = group * layer * FACTORS["recomputed"]
         saved = (layers - again) * layer + again / group * model.hidden_size + once
         in_flight = min(stages, max(1, recipe.accumulation))
         return Memory(
@@ -118,6 +139,9 @@ def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
     if recipe.find("megatron.model.recompute_granularity", "none") != "full":
         return 0.0, 1
     named = recipe.find("megatron.model.recompute_num_layers", 0)
-    # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of that many.
+    # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of
+    # that many.
     block = recipe.find("megatron.model.recompute_method", "") == "block"
-    return (min(layers, named), 1) if block else (layers, max(1, named))
+    if block:
+        return (min(layers, named), 1)
+    return (layers, max(1, named))

@@ -23,12 +23,17 @@ class Torchtitan(Rules):
     divides_documents = True
 
     def precision(self, recipe: Recipe) -> str:
-        """Converters replace linear layers, and determine their precision. Without one, it is that of FSDP or autocast.
+        """Converters replace linear layers, and determine their precision. Without one, it is that
+        of FSDP or autocast.
 
-        If all ranks share layers and none is left for FSDP, torchtitan computes in ``training.dtype``.
+        If all ranks share layers and none is left for FSDP, torchtitan computes in
+        ``training.dtype``.
         """
         converters = recipe.section("torchtitan").get("model.converters")
-        names = [str(name) for name in converters] if isinstance(converters, list) else []
+        if isinstance(converters, list):
+            names = [str(name) for name in converters]
+        else:
+            names = []
         if any(name.endswith("linear.mx") for name in names):
             return recipe.find("torchtitan.quantize.linear.mx.recipe_name", "mxfp8").partition("_")[
                 0
@@ -54,14 +59,19 @@ class Torchtitan(Rules):
         )
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
-        """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path lacks."""
+        """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path
+        lacks.
+        """
         keys = {kind: f"torchtitan.{key}" for kind, key in recipe.knows.degrees.items()}
         shards = recipe.world_size // math.prod(
             recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas")
         )
         if recipe.degree("replicas") > 1 and shards * recipe.degree("cp") == 1:
             # github.com/pytorch/torchtitan/pull/2323. FSDP does not divide them.
-            why = "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas once too often"
+            why = (
+                "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas "
+                "once too often"
+            )
             yield keys["replicas"], why, "replicas=1, or more ranks than replicas"
         if (
             recipe.degree("pp") > 1
@@ -69,7 +79,9 @@ class Torchtitan(Rules):
         ):
             yield keys["pp"], "torchtitan 0.2.2 cannot cut Qwen 3 into stages", "pp=1"
         if recipe.degree("cp") > 1 and (recipe.gpu == CPU or recipe.precision == "fp32"):
-            where = "on the CPU" if recipe.gpu == CPU else "in float32"
+            where = "in float32"
+            if recipe.gpu == CPU:
+                where = "on the CPU"
             yield (
                 keys["cp"],
                 f"PyTorch's attention {where} cannot split sequences over ranks",
@@ -80,7 +92,10 @@ class Torchtitan(Rules):
             and recipe.precision in ("fp8", "mxfp8")
             and recipe.find(_DTYPE, "float32") == "float32"
         ):
-            why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
+            why = (
+                "where ranks share layers and none shards them, all but the FP8 products "
+                "would be in float32"
+            )
             yield "precision", why, "leave ranks to data or context parallelism"
         yield from super().faults(recipe)
         if recipe.find("torchtitan.training.enable_cpu_offload", False) and recipe.gpu == CPU:
@@ -88,7 +103,9 @@ class Torchtitan(Rules):
             yield f"torchtitan.{key}", "the weights are on the CPU already", f"{key}=false"
 
     def unjudged(self, recipe: Recipe) -> str | None:
-        """Return the reason. The reference reads one rank's weights of one pipeline stage, and scales FP8 by tensor."""
+        """Return the reason. The reference reads one rank's weights of one pipeline stage, and
+        scales FP8 by tensor.
+        """
         if recipe.degree("pp") > 1:
             return "the run has pipeline stages"
         kind = recipe.find("torchtitan.quantize.linear.float8.recipe_name", "tensorwise")
@@ -97,7 +114,9 @@ class Torchtitan(Rules):
         return None
 
     def blocks_judged(self, recipe: Recipe) -> bool:
-        """Whether it can. Without FSDP, one rank uses autocast, which keeps what blocks pass on in float32."""
+        """Whether it can. Without FSDP, one rank uses autocast, which keeps what blocks pass on in
+        float32.
+        """
         autocast = (
             recipe.world_size == 1
             and recipe.precision != "fp32"
@@ -112,16 +131,15 @@ class Torchtitan(Rules):
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank with local batches of ``batch``."""
         model = recipe.architecture
-        tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
+        tokens = batch * recipe.seq_len / recipe.degree("cp")
+        total = float(size(model).total)
         width = terms.width_of(recipe.find("torchtitan.training.dtype", "float32"))
         compute = terms.width_of(
             recipe.find("torchtitan.training.mixed_precision_param", "bfloat16")
         )
-        tensor, stages, replicas = (
-            recipe.degree("tp"),
-            recipe.degree("pp"),
-            recipe.degree("replicas"),
-        )
+        tensor = recipe.degree("tp")
+        stages = recipe.degree("pp")
+        replicas = recipe.degree("replicas")
         shard = total * replicas / recipe.world_size
         compiled, fused = (self._compiles(recipe, part) for part in ("model", "loss"))
         mode = recipe.find("torchtitan.activation_checkpoint.mode", "none")
@@ -131,15 +149,21 @@ class Torchtitan(Rules):
         if "fp8-linear" in chosen(recipe):
             layer += FACTORS["fp8_inputs"] * model.hidden_size
         if mode == "full":
-            saved, once = float(model.hidden_size), layer * FACTORS["recomputed"]
+            saved = float(model.hidden_size)
+            once = layer * FACTORS["recomputed"]
         elif mode == "selective":
-            saved, once = _selective(recipe, model, layer, compiled=compiled), 0.0
+            saved = _selective(recipe, model, layer, compiled=compiled)
+            once = 0.0
         else:
-            saved, once = layer, 0.0
+            saved = layer
+            once = 0.0
         # Layers of which nothing is recomputed keep their weights in FP8.
         whole = {"none": 1.0, "selective": 1 - _recomputed_layers(recipe)}.get(mode, 0.0)
-        copies = whole * terms.copies_in_eight(model) / tensor / stages if eight else 0.0
-        # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were not examined further.
+        copies = 0.0
+        if eight:
+            copies = whole * terms.copies_in_eight(model) / tensor / stages
+        # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were
+        # not examined further.
         if recipe.world_size == 1 and not model.moe.experts:
             return _alone(
                 recipe, tokens, saved=saved, once=once, copies=copies, compiled_loss=fused
@@ -180,10 +204,12 @@ class Torchtitan(Rules):
 def _alone(
     recipe: Recipe, tokens: float, *, saved: float, once: float, copies: float, compiled_loss: bool
 ) -> Memory:
-    # Autocast replaces FSDP: the residual stream is float32, and without recomputation the BF16 copies of all weights
-    # are kept. Activations use the memory of gradients that do not exist yet. Logits and their gradients are two large
-    # blocks, which fit there only as a whole. The allocator's history of such runs shows all this.
-    model, total = recipe.architecture, float(size(recipe.architecture).total)
+    # Autocast replaces FSDP: the residual stream is float32, and without recomputation the BF16
+    # copies of all weights are kept. Activations use the memory of gradients that do not exist yet.
+    # Logits and their gradients are two large blocks, which fit there only as a whole. The
+    # allocator's history of such runs shows all this.
+    model = recipe.architecture
+    total = float(size(recipe.architecture).total)
     width = terms.width_of(recipe.find("torchtitan.training.dtype", "float32"))
     compute = terms.width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
     cast = terms.unsharded(recipe, compute, alone=True)
@@ -194,12 +220,16 @@ def _alone(
     ):
         cast = max(cast, compute * (total - model.vocab_size * model.hidden_size))
     if recipe.precision in ("fp8", "mxfp8") and not recipe.find("torchtitan.compile.enable", False):
-        # Each FP8 layer casts and keeps its own input: three times for queries, keys and values, twice for gate and up.
+        # Each FP8 layer casts and keeps its own input: three times for queries, keys and values,
+        # twice for gate and up.
         saved += 3 * model.hidden_size
     kept_bytes = (
         model.layers * tokens * (saved * compute + (width - compute) * model.hidden_size) + copies
     )
-    per_logit = 2 * FACTORS["compiled_loss"] if compiled_loss else FACTORS["eager_loss"]
+    if compiled_loss:
+        per_logit = 2 * FACTORS["compiled_loss"]
+    else:
+        per_logit = FACTORS["eager_loss"]
     loss = tokens * model.vocab_size * per_logit
     # The last layer is recomputed after the logits are freed.
     activations = kept_bytes + max(0.0, once * tokens * compute - loss)
@@ -217,14 +247,19 @@ def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: b
     # It keeps all of every n-th layer, or every second product.
     if recipe.find(_SELECTIVE, "2") != "op":
         return layer - (layer - model.hidden_size) * _recomputed_layers(recipe)
-    queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
-    # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.
-    # Experts' grouped products are recomputed.
+    queries = model.heads * model.head_size
+    values = model.kv_heads * model.head_size
+    # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output
+    # of attention. Experts' grouped products are recomputed.
     saved = 2.0 * model.hidden_size + queries + values + terms.ffn_width(model, routed=False)
-    return saved * 1.05 if compiled else saved + model.hidden_size
+    if compiled:
+        return saved * 1.05
+    return saved + model.hidden_size
 
 
 def _recomputed_layers(recipe: Recipe) -> float:
     # The share of layers of which something is recomputed by selective checkpointing.
     option = recipe.find(_SELECTIVE, "2")
-    return 1 / int(option) if option.isdecimal() and int(option) else 1.0
+    if option.isdecimal() and int(option):
+        return 1 / int(option)
+    return 1.0

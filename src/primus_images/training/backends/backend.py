@@ -1,6 +1,8 @@
-"""What a backend does before its ranks start: it checks their data and weights, and writes their files.
+"""What a backend does before its ranks start: it checks their data and weights, and writes their
+files.
 
-What it computes from a recipe alone is in ``primus_images.recipes.rules``. Nothing here needs torch.
+What it computes from a recipe alone is in ``primus_images.recipes.rules``. Nothing here needs
+torch.
 """
 
 import hashlib
@@ -17,7 +19,6 @@ from primus_images.files import read_sealed, require_readable, sha256_of, write_
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.weights import HUB, config_of
-from primus_images.refusals import refusal
 from primus_images.terminal import counted
 from primus_images.training.backends.finetune import backend as finetune
 from primus_images.training.backends.flux import backend as flux
@@ -31,7 +32,12 @@ from primus_images.training.text.mock import texts
 def _check_text(recipe: Recipe) -> None:
     corpus = corpus_of(recipe)
     if corpus.tokenizer == MOCK and corpus.name != MOCK:
-        raise refusal("mock_tokenizer", recipe.settings["assets.tokenizer"].origin)
+        raise InputError(
+            "assets.tokenizer is mock, but the corpus is text",
+            where=recipe.settings["assets.tokenizer"].origin,
+            hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for "
+            "synthetic tokens",
+        )
     for each in (corpus, held_out_corpus_of(recipe)):
         if each and each.name != MOCK and not each.name.startswith(HUB):
             for file in files_of(each).paths:
@@ -39,10 +45,13 @@ def _check_text(recipe: Recipe) -> None:
 
 
 def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) -> None:
-    recipe, cache, corpus = job.recipe, job.output / "cache", corpus_of(job.recipe)
+    recipe = job.recipe
+    cache = job.output / "cache"
+    corpus = corpus_of(job.recipe)
     if corpus.name == MOCK and not rules_of(recipe).divides_documents:
         return
-    others, folder = held_out_corpus_of(recipe), None
+    others = held_out_corpus_of(recipe)
+    folder = None
     digests = [recipe.asset_digests[name] for name in ("corpus", "tokenizer")]
     if shared and not others and all(digests):
         settings = [
@@ -53,7 +62,10 @@ def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) ->
         ]
         key = hashlib.sha256(json.dumps([settings, *digests]).encode()).hexdigest()
         folder = shared / "tokens" / key[:32]
-    lines = _copied(folder, cache) if folder else {}
+    if folder:
+        lines = _copied(folder, cache)
+    else:
+        lines = {}
     if not lines:
         lines = _written(job, corpus, others, progress)
         if folder:
@@ -72,12 +84,21 @@ def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) ->
 def _written(
     job: Job, corpus: Corpus, others: Corpus | None, progress: Callable[[str], None]
 ) -> dict[str, str]:
-    """Write the tokens to the job's folder. Returns what was read, "train" and maybe "eval" → a line."""
-    recipe, cache = job.recipe, job.output / "cache"
-    made = texts(max(0, recipe.seed)) if corpus.name == MOCK else None
+    """Write the tokens to the job's folder. Returns what was read, "train" and maybe "eval" → a
+    line.
+    """
+    recipe = job.recipe
+    cache = job.output / "cache"
+    made = None
+    if corpus.name == MOCK:
+        made = texts(max(0, recipe.seed))
     reader = tokens.Reader(corpus, made)
     if reader.masked and rules_of(recipe).divides_documents:
-        raise refusal("only_answers", corpus.name, backend=recipe.backend)
+        raise InputError(
+            f"{recipe.backend} trains every token of a corpus, not only answers",
+            where=corpus.name,
+            hint="--backend finetune trains answers only; data.train_on=all trains every token",
+        )
     tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
     readers = {"train": reader}
     if others:
@@ -116,7 +137,9 @@ def _store(folder: Path, cache: Path, lines: Mapping[str, str]) -> None:
 
 
 def _copied(folder: Path, cache: Path) -> dict[str, str]:
-    """Link stored tokens into the job's folder, and return their lines; none if they are not there, or damaged."""
+    """Link stored tokens into the job's folder, and return their lines; none if they are not there,
+    or damaged.
+    """
     entry = read_sealed(folder / "entry.json") or {"lines": {}, "files": {}}
     try:
         if any(sha256_of(folder / name) != sha256 for name, sha256 in entry["files"].items()):
@@ -129,13 +152,26 @@ def _copied(folder: Path, cache: Path) -> dict[str, str]:
 
 
 def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, where: str) -> None:
-    vocabulary, ranks, length = recipe.architecture.vocab_size, recipe.data_parallel, recipe.seq_len
-    if (largest := int(written.tokens.max())) >= vocabulary:
-        raise refusal("large_token", where, largest=largest, vocabulary=vocabulary)
+    vocabulary = recipe.architecture.vocab_size
+    ranks = recipe.data_parallel
+    length = recipe.seq_len
+    largest = int(written.tokens.max())
+    if largest >= vocabulary:
+        raise InputError(
+            f"the tokenizer produces token {largest}, but the model's vocabulary has "
+            f"{vocabulary} tokens",
+            where=where,
+            hint="name the tokenizer of the model",
+        )
     if rules_of(recipe).divides_documents:
-        if (few := len(written.ends)) < ranks:
-            raise refusal(
-                "few_documents", where, documents=counted(few, "document"), ranks=ranks, few=few
+        few = len(written.ends)
+        if few < ranks:
+            documents = counted(few, "document")
+            raise InputError(
+                f"the corpus has {documents}, and each of the {ranks} data-parallel ranks needs "
+                "one",
+                where=where,
+                hint=f"add documents, or train on fewer ranks (--ranks {few})",
             )
     elif (
         name == "eval"
@@ -143,13 +179,23 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, where: str)
         or recipe.find(f"{recipe.backend}.packing", False)
     ):
         if not len(written.pieces(length)[0]):
-            raise refusal("no_answer", where)
+            raise InputError(
+                "no document has an answer within seq_len tokens",
+                where=where,
+                hint="see `primus data`; raise seq_len",
+            )
     elif len(written.tokens) <= length:
-        raise refusal("few_tokens", where, tokens=len(written.tokens), length=length)
+        raise InputError(
+            f"the corpus has {len(written.tokens)} tokens, fewer than one sample of {length} + 1",
+            where=where,
+            hint="add text, or lower seq_len",
+        )
 
 
 def _check_initial(recipe: Recipe) -> None:
-    """Check the weights that torchtitan or Megatron start from. Unlike transformers, these have one activation."""
+    """Check the weights that torchtitan or Megatron start from. Unlike transformers, these have one
+    activation.
+    """
     folder = finetune.source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False)
     if recipe.find(torchtitan.INITIAL, False):
         folder = recipe.asset("tokenizer")
@@ -157,9 +203,12 @@ def _check_initial(recipe: Recipe) -> None:
         return
     finetune.check(folder, recipe.architecture)
     file, config = config_of(folder)
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise refusal(
-            "other_activation", f"{file}: hidden_act", backend=recipe.backend, activation=activation
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise InputError(
+            f"{recipe.backend} computes SiLU, and hidden_act of the weights is {activation}",
+            where=f"{file}: hidden_act",
+            hint="--backend finetune computes it",
         )
 
 
@@ -167,9 +216,10 @@ def _check_initial(recipe: Recipe) -> None:
 class Backend:
     """The start of one backend's runs. The defaults are those of our own loop on text.
 
-    The checks raise InputError if the data or weights are missing, damaged, or not the recipe's. ``tokenize`` writes
-    the tokens for the ranks to the job's ``cache``, and takes and keeps them in a folder that runs share. ``files``
-    returns name → text of the files that the ranks read besides ``job.json``.
+    The checks raise InputError if the data or weights are missing, damaged, or not the recipe's.
+    ``tokenize`` writes the tokens for the ranks to the job's ``cache``, and takes and keeps them in
+    a folder that runs share. ``files`` returns name → text of the files that the ranks read besides
+    ``job.json``.
     """
 
     check_data: Callable[[Recipe], None] = _check_text

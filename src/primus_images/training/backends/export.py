@@ -13,7 +13,6 @@ from primus_images.errors import InputError
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.recipe import MOCK
-from primus_images.refusals import refusal
 from primus_images.training.backends.finetune import models
 from primus_images.training.judge.reference.models import as_trained
 from primus_images.training.judge.reference.names import BIAS, from_canonical, to_canonical
@@ -29,24 +28,33 @@ def write_model(
 ) -> list[str]:
     """Write the model of ``checkpoint`` to ``folder``, in ``dtype`` (None: as saved).
 
-    ``tokenizer`` None: that of the run, if the checkpoint lies in it. Returns in sentences how the result differs from
-    the run's model. Raises InputError if the checkpoint is incomplete, or if it has no model that transformers knows.
+    ``tokenizer`` None: that of the run, if the checkpoint lies in it. Returns in sentences how the
+    result differs from the run's model. Raises InputError if the checkpoint is incomplete, or if it
+    has no model that transformers knows.
     """
     fields = identity.saved(checkpoint)
     if not fields:
-        raise refusal("incomplete_checkpoint", checkpoint, file=identity.FILE)
+        raise InputError(
+            "the checkpoint is incomplete or damaged",
+            where=checkpoint,
+            hint=f"--resume-from accepts it only if its {identity.FILE} and all its files are "
+            "there",
+        )
     backend = str(fields["backend"])
     sizes = architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")})
     model = as_trained(sizes, backend, int(fields["seq_len"]))
     if model.of_images or not model.has_formula:
-        why = (
-            "transformers has no FLUX"
-            if model.of_images
-            else "a model of no family is exported by its own run"
-        )
+        why = "a model of no family is exported by its own run"
+        if model.of_images:
+            why = "transformers has no FLUX"
         raise InputError(why, where=str(checkpoint))
     if fields["mode"] == "lora":
-        raise refusal("adapters_in_checkpoint", checkpoint)
+        raise InputError(
+            "the checkpoint contains LoRA adapters, not a whole model",
+            where=checkpoint,
+            hint="export=merged, or save_weights=true, of a run that resumes from it with more "
+            "steps",
+        )
     tensors = to_canonical(backend, model, _weights(checkpoint, backend, model))
     logging.disable_progress_bar()
     whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)
@@ -80,16 +88,24 @@ def write_model(
 def _differences(
     backend: str, model: Architecture, biases: Iterable[Tensor], tokenizer: Path | None
 ) -> Iterator[str]:
-    moe, others = model.moe, "some tokens go to other experts in transformers"
-    if (largest := max((float(bias.abs().max()) for bias in biases), default=0.0)) > 0:
-        yield f"{others}: the run's routers have biases (up to {largest:.2g}), and its {model.family} has none"
+    moe = model.moe
+    others = "some tokens go to other experts in transformers"
+    largest = max((float(bias.abs().max()) for bias in biases), default=0.0)
+    if largest > 0:
+        yield (
+            f"{others}: the run's routers have biases (up to {largest:.2g}), and its "
+            f"{model.family} has none"
+        )
     ranked = max(1, moe.top_k // moe.top_groups)
     if (
         backend == "megatron"
         and moe.groups > 1
         and ranked != (theirs := 2 if moe.score == "sigmoid" else 1)
     ):
-        yield f"{others}: it ranks groups of experts by the best {theirs} of each, Megatron by the best {ranked}"
+        yield (
+            f"{others}: it ranks groups of experts by the best {theirs} of each, Megatron by "
+            f"the best {ranked}"
+        )
     if tokenizer is None:
         yield "there is no tokenizer: --tokenizer DIR copies one"
 

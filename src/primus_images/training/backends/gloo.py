@@ -1,7 +1,9 @@
-"""What ranks on CPUs need of torch.distributed: a store, collectives in 16-bit floats, and a safe exit.
+"""What ranks on CPUs need of torch.distributed: a store, collectives in 16-bit floats, and a safe
+exit.
 
-Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as float32, which represents
-all its values; a sum over ranks is rounded once, at the end. Send and receive do not depend on the dtype.
+Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as
+float32, which represents all its values; a sum over ranks is rounded once, at the end. Send and
+receive do not depend on the dtype.
 """
 
 import os
@@ -19,9 +21,10 @@ from primus_images.yamlfile import read_values
 
 _OPERATIONS: Any = read_values(Path(__file__).with_name("gloo.yaml")).data
 _DTYPES = (torch.bfloat16, torch.float16)
-# The replacement calls the CUDA implementation, which does the same as the CPU's: it passes the tensors to the group's
-# backend, and gloo is registered for both. Called by its dispatch key, it runs without the GIL. If the GIL is held,
-# ranks hang: gloo's threads take it while they hold the lock of the queue that the call waits for.
+# The replacement calls the CUDA implementation, which does the same as the CPU's: it passes the
+# tensors to the group's backend, and gloo is registered for both. Called by its dispatch key, it
+# runs without the GIL. If the GIL is held, ranks hang: gloo's threads take it while they hold the
+# lock of the queue that the call waits for.
 _ORIGINAL = torch._C.DispatchKey.CUDA
 # torch removes an implementation when its library object is deleted.
 _KEPT: list[torch.library.Library] = []
@@ -41,10 +44,11 @@ def lacks(dtype: torch.dtype) -> bool:
 
 
 def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
-    """Add the 16-bit floats that gloo lacks (or both, with ``always``) in this process, and return them.
+    """Add the 16-bit floats that gloo lacks (or both, with ``always``) in this process, and return
+    them.
 
-    Rank 0 prints a message to standard error with the first such tensor. Call it once, after GLOO_SOCKET_IFNAME is
-    set and before any collective.
+    Rank 0 prints a message to standard error with the first such tensor. Call it once, after
+    GLOO_SOCKET_IFNAME is set and before any collective.
     """
     missing = tuple(dtype for dtype in _DTYPES if always or lacks(dtype))
     if not missing:
@@ -62,10 +66,11 @@ def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
 
 
 def leave() -> NoReturn:
-    """Exit immediately with code 0. Every process that used gloo ends with it, once its work is done.
+    """Exit immediately with code 0. Every process that used gloo ends with it, once its work is
+    done.
 
-    A gloo thread that releases a finished collective during the interpreter's finalization aborts the process. On busy
-    cores, one good run in fifteen ended so (pytorch#190489, pytorch#179291).
+    A gloo thread that releases a finished collective during the interpreter's finalization aborts
+    the process. On busy cores, one good run in fifteen ended so (pytorch#190489, pytorch#179291).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,7 +100,9 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
             for tensor, copy in results:
                 tensor.copy_(copy)
         # Some operations also return their first argument; return the caller's tensor.
-        return (arguments[0], result[-1]) if whole else result
+        if whole:
+            return (arguments[0], result[-1])
+        return result
 
     return run
 
@@ -104,7 +111,10 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
 def _say(dtype: torch.dtype) -> None:
     if os.environ.get("RANK", "0") == "0":
         name = str(dtype).removeprefix("torch.")
-        sentence = f"this PyTorch's gloo has no {name}: ranks exchange float32 instead, and sums are rounded once"
+        sentence = (
+            f"this PyTorch's gloo has no {name}: ranks exchange float32 instead, and "
+            "sums are rounded once"
+        )
         print(f"primus: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -115,8 +125,9 @@ _OPEN_STORES: list[Any] = []
 def choose_store(folder: Path) -> None:
     """Choose the kind and port of the store, before the process groups are created.
 
-    If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine, rank 0 opens it at
-    a free port that the others read from the job's ``folder``, so that jobs that start together never choose the same.
+    If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine,
+    rank 0 opens it at a free port that the others read from the job's ``folder``, so that jobs that
+    start together never choose the same.
     """
     try:
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)

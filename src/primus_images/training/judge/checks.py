@@ -1,4 +1,5 @@
-"""Checks of a run. Each is a pure function that returns a verdict with the measured value and the limit.
+"""Checks of a run. Each is a pure function that returns a verdict with the measured value and the
+limit.
 
 No check passes without evidence: a run without steps or facts fails all checks that need them.
 """
@@ -21,7 +22,8 @@ LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml"))
 class Verdict:
     """The result of one check. ``measured`` and ``limit`` are short texts with units.
 
-    A ``skipped`` check has not passed: its evidence is missing, because a job failed or did not run.
+    A ``skipped`` check has not passed: its evidence is missing, because a job failed or did not
+    run.
     """
 
     name: str
@@ -37,15 +39,22 @@ def of_faults(
     name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0"
 ) -> Verdict:
     """Return a verdict that passes, with the reason ``fine``, if there are no faults in ``wrong``."""
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    reason = wrong[0] + more if wrong else fine
+    more = ""
+    if len(wrong) > 1:
+        more = f" (and {len(wrong) - 1} more)"
+    if wrong:
+        reason = wrong[0] + more
+    else:
+        reason = fine
     return Verdict(
         name, not wrong, reason, measured=measured or f"{len(wrong)} differences", limit=limit
     )
 
 
 def relative_gap(value: float, other: float | None) -> float:
-    """Return the difference divided by the larger value; infinite if a value is missing or not finite."""
+    """Return the difference divided by the larger value; infinite if a value is missing or not
+    finite.
+    """
     if value == other:
         return 0.0
     if other is None or not (math.isfinite(value) and math.isfinite(other)):
@@ -55,15 +64,15 @@ def relative_gap(value: float, other: float | None) -> float:
 
 def skipped(verdict: Verdict, why: str) -> Verdict:
     """Return ``verdict`` as skipped because of ``why``, unless it passed."""
-    return (
-        verdict
-        if verdict.passed
-        else replace(verdict, reason=f"skipped: {why}", measured="", skipped=True)
-    )
+    if verdict.passed:
+        return verdict
+    return replace(verdict, reason=f"skipped: {why}", measured="", skipped=True)
 
 
 def exit_code(code: int, cause: str = "") -> Verdict:
-    """Check the launcher's exit code; a negative one is a signal. ``cause`` is the reason that the job reported."""
+    """Check the launcher's exit code; a negative one is a signal. ``cause`` is the reason that the
+    job reported.
+    """
     reason = cause or (
         f"killed by signal {-code}" if code < 0 else f"the job ended with exit code {code}"
     )
@@ -77,12 +86,17 @@ def exit_code(code: int, cause: str = "") -> Verdict:
 
 
 def steps_logged(series: Series, first: int, last: int) -> Verdict:
-    """Check that the log contains exactly the steps ``first`` … ``last``, and no step with two different values."""
-    seen, expected = {step.step for step in series.steps}, set(range(first, last + 1))
+    """Check that the log contains exactly the steps ``first`` … ``last``, and no step with two
+    different values.
+    """
+    seen = {step.step for step in series.steps}
+    expected = set(range(first, last + 1))
     complaints = list(series.problems)
-    if missing := sorted(expected - seen):
+    missing = sorted(expected - seen)
+    if missing:
         complaints.append(f"missing: {_ranges(missing)}")
-    if extra := sorted(seen - expected):
+    extra = sorted(seen - expected)
+    if extra:
         complaints.append(f"not steps of this run: {_ranges(extra)}")
     reason = "; ".join(complaints) or "every step is in the log once"
     measured = f"{len(seen & expected)} of {len(expected)}"
@@ -92,7 +106,9 @@ def steps_logged(series: Series, first: int, last: int) -> Verdict:
 
 
 def finite(series: Series) -> Verdict:
-    """Check that loss and gradient norm are finite at every step, and that the gradient norm is positive."""
+    """Check that loss and gradient norm are finite at every step, and that the gradient norm is
+    positive.
+    """
     bad = [
         f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
         for step in series.steps
@@ -111,10 +127,13 @@ def finite(series: Series) -> Verdict:
 
 
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
-    """Check that the first loss is near ln(vocabulary), that of random weights, or above by σ²/2 of random logits."""
+    """Check that the first loss is near ln(vocabulary), that of random weights, or above by σ²/2 of
+    random logits.
+    """
     expected = math.log(vocabulary)
     limit = f"{expected:.3f} ± {tolerance:.0%}, + {LIMITS['spread']:g} for random logits"
-    if (step := series.at(1)) is None:
+    step = series.at(1)
+    if step is None:
         return Verdict("first loss", False, "step 1 was not logged", limit=limit)
     passed = (
         (1 - tolerance) * expected <= step.loss <= (1 + tolerance) * expected + LIMITS["spread"]
@@ -124,18 +143,25 @@ def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict
 
 
 def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdict:
-    """Check that the mean loss of the last fifth is at least the fraction ``drop`` below that of the first fifth.
+    """Check that the mean loss of the last fifth is at least the fraction ``drop`` below that of
+    the first fifth.
 
-    If the reference ``repeated`` every step, it may fall by less: with some seeds, a healthy run's jumps at the end.
+    If the reference ``repeated`` every step, it may fall by less: with some seeds, a healthy run's
+    jumps at the end.
     """
-    limit, losses = f"−{drop:.0%}", series.losses
+    limit = f"−{drop:.0%}"
+    losses = series.losses
     if len(losses) < 5:
         return Verdict(
             "loss falls", False, "needs at least 5 steps", measured=f"{len(losses)}", limit=limit
         )
     fifth = len(losses) // 5
-    start, end = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-    fell = 1 - end / start if start else math.nan
+    start = statistics.fmean(losses[:fifth])
+    end = statistics.fmean(losses[-fifth:])
+    if start:
+        fell = 1 - end / start
+    else:
+        fell = math.nan
     reason = f"mean of the first fifth {start:.4f}, of the last {end:.4f}"
     if repeated and 0 < fell < drop:
         reason += "; the reference has the same losses"
@@ -150,11 +176,14 @@ def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdic
 
 
 def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> Verdict:
-    """Check that no gradient norm exceeds ``jump`` times the median of those before it, as wrong scaling causes.
+    """Check that no gradient norm exceeds ``jump`` times the median of those before it, as wrong
+    scaling causes.
 
-    With some seeds, a healthy run jumps as well, so a jump passes if the reference ``repeated`` every norm.
+    With some seeds, a healthy run jumps as well, so a jump passes if the reference ``repeated``
+    every norm.
     """
-    name, limit = "gradient norm steady", f"×{jump:g}"
+    name = "gradient norm steady"
+    limit = f"×{jump:g}"
     norms = [step.grad_norm for step in series.steps]
     if len(norms) <= 3:
         return Verdict(name, False, "needs at least 4 steps", limit=limit)
@@ -170,8 +199,13 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
 
 
 def _ratio(value: float, median: float) -> float:
-    ratio = value / median if median else math.inf
-    return math.inf if math.isnan(ratio) else ratio
+    if median:
+        ratio = value / median
+    else:
+        ratio = math.inf
+    if math.isnan(ratio):
+        return math.inf
+    return ratio
 
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
@@ -179,7 +213,9 @@ _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
 
 
 def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
-    """Check that the linear layers computed their products in the requested precision in the first step."""
+    """Check that the linear layers computed their products in the requested precision in the first
+    step.
+    """
     linears = facts.get("linears")
     limit = _DTYPES.get(expected, expected).replace("torch.", "")
     if not linears:
@@ -202,7 +238,8 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
 def _plain_products(
     facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str
 ) -> tuple[list[str], str]:
-    expected, calls = _DTYPES[precision], sum(linears["weight_dtypes"].values())
+    expected = _DTYPES[precision]
+    calls = sum(linears["weight_dtypes"].values())
     complaints = [
         f"{count} linear {side}s in {dtype}"
         for side in ("weight", "input", "output")
@@ -251,7 +288,8 @@ def _eight_bit_products(
     complaints = []
     if unconverted:
         complaints.append(
-            f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …"
+            f"{len(unconverted)} linear layers were left as they are: "
+            f"{', '.join(unconverted[:3])} …"
         )
     if not converted:
         complaints.append("no layer computes in 8 bits")
@@ -294,8 +332,13 @@ def same_steps(
     last: float = math.inf,
     advice: str = "",
 ) -> Verdict:
-    """Check that two runs have the same loss and gradient norm at every step from ``first`` to ``last``."""
-    limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
+    """Check that two runs have the same loss and gradient norm at every step from ``first`` to
+    ``last``.
+    """
+    if tolerance == 0:
+        limit = "equal to the last bit"
+    else:
+        limit = f"relative gap ≤ {tolerance:g}"
     compared = [step for step in base.steps if first <= step.step <= last]
     if not compared:
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
@@ -307,13 +350,19 @@ def same_steps(
         for a, b in pairs
     ]
     worst, at = max(gaps, default=(0.0, first))
-    faults = [f"not logged in the second run: {_ranges(missing)}"] if missing else []
+    if missing:
+        faults = [f"not logged in the second run: {_ranges(missing)}"]
+    else:
+        faults = []
     if worst > tolerance:
         faults.append(f"differs most at step {at}")
     fine = f"{len(compared)} steps agree"
     if not (base.exact and other.exact):
         fine += ", as far as the log's digits go"
-    reason = "; ".join([*faults, advice] if advice else faults) if faults else fine
+    if faults:
+        reason = "; ".join([*faults, advice] if advice else faults)
+    else:
+        reason = fine
     return Verdict(
         name, not faults, reason, measured=f"largest relative gap {worst:.2g}", limit=limit
     )
@@ -322,8 +371,11 @@ def same_steps(
 def same_loss(
     precisions: tuple[str, str], base: Series, other: Series, tolerance: float
 ) -> Verdict:
-    """Check that two precisions with the same data and seed agree in the mean loss of the last fifth."""
-    name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
+    """Check that two precisions with the same data and seed agree in the mean loss of the last
+    fifth.
+    """
+    name = f"loss in {precisions[1]}"
+    limit = f"relative gap ≤ {tolerance:g}"
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name, False, "needs at least 5 steps of both", limit=limit)
     means = [

@@ -1,4 +1,5 @@
-"""Verdicts on a judged run, from the findings of the reference (``proof.json``) and the launcher's clock.
+"""Verdicts on a judged run, from the findings of the reference (``proof.json``) and the launcher's
+clock.
 
 The limits come from the reference itself: how far the run's precision alone moves its results.
 """
@@ -18,7 +19,8 @@ from primus_images.training.judge.checks import LIMITS, Verdict, of_faults, rela
 from primus_images.training.run.logs import Series
 from primus_images.yamlfile import spell
 
-# Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the reference does.
+# Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the
+# reference does.
 _UNSEEN = "not compared: the model is compiled, ranks share sequences, or one rank uses autocast"
 _NOTHING = ("the reference did not compare this",)
 _EXPERTS = ".experts."
@@ -54,7 +56,8 @@ def unjudged(recipe: Recipe) -> str | None:
             fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled
         ):
             return f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
-    if why := rules_of(recipe).unjudged(recipe):
+    why = rules_of(recipe).unjudged(recipe)
+    if why:
         return why
     if 8 * recipe.steps * size(recipe.architecture).total > LIMITS["bytes"]:
         return "the run is too large to keep the weights of every step"
@@ -62,9 +65,12 @@ def unjudged(recipe: Recipe) -> str | None:
 
 
 def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
-    """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes without evidence."""
+    """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes
+    without evidence.
+    """
     steps: Sequence[Mapping[str, Any]] = evidence.get("steps", ())
-    if problem := evidence.get("problem"):
+    problem = evidence.get("problem")
+    if problem:
         return [Verdict("reference", False, str(problem))]
     if (
         not steps
@@ -118,7 +124,10 @@ def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series) ->
         gap = relative_gap(getattr(step, key), expected.get(key))
         gaps.append((gap / limit, gap, limit, step.step))
     share, gap, limit, at = max(gaps)
-    reason = f"differs most at step {at}" if share > 1 else f"{len(gaps)} steps agree"
+    if share > 1:
+        reason = f"differs most at step {at}"
+    else:
+        reason = f"{len(gaps)} steps agree"
     return Verdict(
         name, share <= 1, reason, measured=f"{gap:.1e}", limit=f"relative gap ≤ {limit:.1e}"
     )
@@ -149,7 +158,8 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
             usual[kind] = max(usual.get(kind, 0.0), gap)
     gaps = [(0.0, 0.0, LIMITS["least"]["gradient"], 0, "")]
     for row in rows:
-        noise, elsewhere = row.get("noise", {}), _sent_elsewhere(row)
+        noise = row.get("noise", {})
+        elsewhere = _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
             row_noise, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), row_noise), row)
@@ -163,8 +173,12 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     if share > 1:
         wrong.append(f"{name} differs most, at step {at}")
     wrong += _clipping(rows, evidence, series)
-    summands = 3 if evidence["precision"] == "fp32" else min(3, evidence["summands"])
-    # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
+    if evidence["precision"] == "fp32":
+        summands = 3
+    else:
+        summands = min(3, evidence["summands"])
+    # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were
+    # added.
     if not (evidence.get("narrow") or evidence["narrow_sums"]):
         most = LIMITS["rounded"][summands - 1]
         wrong += [
@@ -172,14 +186,17 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
             for row in rows
             if row["rounded"] > most
         ]
-    fine, limit_text = "every tensor agrees, as the optimizer got it", f"relative gap ≤ {limit:.1e}"
+    fine = "every tensor agrees, as the optimizer got it"
+    limit_text = f"relative gap ≤ {limit:.1e}"
     return of_faults("reference gradients", wrong, fine, measured=f"{gap:.1e}", limit=limit_text)
 
 
 def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
-    """Return whether rounding sent a token in doubt to another expert, which moves all gradients of the step.
+    """Return whether rounding sent a token in doubt to another expert, which moves all gradients of
+    the step.
 
-    It did if the gradient of an expert moved by more than its noise, and by no more than all such tokens explain.
+    It did if the gradient of an expert moved by more than its noise, and by no more than all such
+    tokens explain.
     """
     noise = step.get("noise", {})
     doubt = noise.get("doubt", {})
@@ -195,14 +212,17 @@ def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
 def _blocks(evidence: Mapping[str, Any]) -> Verdict:
     precision = evidence["precision"]
     wrong: list[str] = []
-    worst, compared = 0.0, 0
+    worst = 0.0
+    compared = 0
     for step in evidence["steps"]:
         if isinstance(step["blocks"], str):
             wrong.append(f"step {step['step']}: {step['blocks']}")
             continue
         for row in (row for row in step["blocks"] if "typical" in row):
             compared += 1
-            factor = LIMITS["balanced"] if row["balanced"] else 1
+            factor = 1
+            if row["balanced"]:
+                factor = LIMITS["balanced"]
             of_row = {key: factor * limit for key, limit in LIMITS["blocks"][precision].items()}
             longer = LIMITS["longer"]["logits" if row["name"] == "logits" else precision]
             wrong += [
@@ -214,10 +234,8 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
         return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
         wrong += _NOTHING
-    fine, limit = (
-        f"{compared} results of blocks agree, token by token",
-        "≤ 1 of what rounding explains",
-    )
+    fine = f"{compared} results of blocks agree, token by token"
+    limit = "≤ 1 of what rounding explains"
     return of_faults("reference blocks", wrong, fine, measured=f"{worst:.2f}", limit=limit)
 
 
@@ -231,12 +249,16 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
         yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
     longer += LIMITS["longer_noise"] * row["noise"] ** 2
     if not row["name"].startswith("gradients") and not abs(row["share"]) <= longer:
-        yield f"what it computes is {abs(row['share']):.2%} too {'long' if row['share'] > 0 else 'short'}"
+        yield (
+            f"what it computes is {abs(row['share']):.2%} too "
+            f"{'long' if row['share'] > 0 else 'short'}"
+        )
 
 
 def _constants(evidence: Mapping[str, Any]) -> Verdict:
     constants: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
-    shares, limits = {}, {}
+    shares = {}
+    limits = {}
     for name, row in constants.items():
         share = row["share"] - row["rounding"]
         shares[name] = share if row.get("one_sided") else abs(share)
@@ -292,8 +314,10 @@ def _mean_noise(noises: Sequence[float]) -> float:
     total = sum(noises)
     if not total:
         return 0.0
-    # 1 for a single noisy step, 1 / sqrt(enough) for that many equally noisy ones: how much of an error a mean keeps.
-    ratio, least = math.hypot(*noises) / total, 1 / math.sqrt(LIMITS["enough_steps"])
+    # 1 for a single noisy step, 1 / sqrt(enough) for that many equally noisy ones: how much of an
+    # error a mean keeps.
+    ratio = math.hypot(*noises) / total
+    least = 1 / math.sqrt(LIMITS["enough_steps"])
     share = max(0.0, ratio - least) / (1 - least)
     factor = LIMITS["mean_noise"] + share * (LIMITS["noise"]["gradient"] - LIMITS["mean_noise"])
     return float(factor * total / len(noises))
@@ -302,11 +326,15 @@ def _mean_noise(noises: Sequence[float]) -> float:
 def _clipping(
     rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series
 ) -> Iterator[str]:
-    reported, most = {step.step: step.grad_norm for step in series.steps}, evidence["max_norm"]
+    reported = {step.step: step.grad_norm for step in series.steps}
+    most = evidence["max_norm"]
     allowed = LIMITS["clipped_narrow" if evidence.get("narrow") else "clipped"]
     for row in rows:
         norm = reported.get(row["step"], math.nan)
-        expected = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
+        if most > 0:
+            expected = norm * min(1.0, most / (norm + 1e-6))
+        else:
+            expected = norm
         if not relative_gap(row["used_norm"], expected) <= allowed:
             lengths = f"{row['used_norm']:.4g}, not {expected:.4g}"
             yield f"step {row['step']}: the optimizer got gradients of length {lengths}"
@@ -314,7 +342,8 @@ def _clipping(
 
 def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     wrong = [
-        f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not {step['rate']:g}"
+        f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not "
+        f"{step['rate']:g}"
         for step in steps
         if any(relative_gap(rate, step["rate"]) > LIMITS["rate"] for rate in step.get("rates", ()))
     ]
@@ -327,22 +356,19 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
 def _updates(evidence: Mapping[str, Any]) -> Verdict:
     steps = evidence["steps"]
     worst = max(steps, key=lambda step: step["update"]["gap"])
-    gap, limit = (
-        worst["update"]["gap"],
-        LIMITS["update_narrow" if evidence.get("narrow") else "update"],
-    )
-    wrong = (
-        [f"{worst['update']['name']} differs most, at step {worst['step']}"] if gap > limit else []
-    )
+    gap = worst["update"]["gap"]
+    limit = LIMITS["update_narrow" if evidence.get("narrow") else "update"]
+    if gap > limit:
+        wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"]
+    else:
+        wrong = []
     for step in steps:
         wrong += [
             f"step {step['step']}: {name} is not the optimizer's, rounded" for name in step["stale"]
         ]
         wrong += [f"step {step['step']}: {sentence}" for sentence in step["biases"]]
-    fine, measured = (
-        "every weight is where clipping, AdamW and the schedule put it",
-        f"{gap:.1e} of the update",
-    )
+    fine = "every weight is where clipping, AdamW and the schedule put it"
+    measured = f"{gap:.1e} of the update"
     return of_faults("reference update", wrong, fine, measured=measured, limit=f"≤ {limit:.1e}")
 
 
@@ -355,11 +381,12 @@ def figures(
 ) -> Verdict:
     """Judge the other reported figures: parameters, FLOPs per token or image, memory.
 
-    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was not measured. Runs
-    on a GPU report the GPU's memory, which the system does not count. Ranks that share layers or experts report only
-    their own parts; their parameter counts are not compared.
+    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was
+    not measured. Runs on a GPU report the GPU's memory, which the system does not count. Ranks that
+    share layers or experts report only their own parts; their parameter counts are not compared.
     """
-    wrong, parameters = [], evidence.get("parameters", {})
+    wrong = []
+    parameters = evidence.get("parameters", {})
     shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
     for key, count in (
         ("parameters", parameters.get("count")),
@@ -367,13 +394,15 @@ def figures(
     ):
         if not shared and facts.get(key) != count:
             wrong.append(f"{key}: {facts.get(key)}, not {count}")
-    flops, reported = parameters.get("flops", math.nan), facts.get("flops_per_unit", math.nan)
+    flops = parameters.get("flops", math.nan)
+    reported = facts.get("flops_per_unit", math.nan)
     if relative_gap(reported, flops) > LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.
     least = 2 * (parameters.get("count") or 0) / recipe.world_size / 2**30
     wrong += [
-        f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take {least:.2g}"
+        f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take "
+        f"{least:.2g}"
         for step in series.steps
         if step.memory_gib < max(least, 0.005)
     ]
@@ -397,8 +426,9 @@ def clock(
 ) -> Verdict:
     """Judge the reported tokens per second against the launcher's clock.
 
-    ``arrivals``: step → when its line reached the launcher, in seconds. ``busy``: step → seconds that the run spent
-    on evidence after it. ``tokens``: tokens of one rank in a step, from the recipe.
+    ``arrivals``: step → when its line reached the launcher, in seconds. ``busy``: step → seconds
+    that the run spent on evidence after it. ``tokens``: tokens of one rank in a step, from the
+    recipe.
     """
     ratios = [
         (arrivals[step.step] - arrivals[step.step - 1] - busy.get(step.step - 1, 0.0))
@@ -412,5 +442,8 @@ def clock(
     if len(ratios) < 3:
         return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)
     ratio = statistics.median(ratios)
-    reason = "tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step"
+    reason = (
+        "tokens per second, as the run reports them, times the seconds between its lines ÷ "
+        "the tokens of a step"
+    )
     return Verdict("clock", least <= ratio <= most, reason, measured=f"×{ratio:.3f}", limit=limit)

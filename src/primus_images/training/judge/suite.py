@@ -1,7 +1,7 @@
 """The validation suite: its jobs, the verdicts on their results, and the record of both.
 
-There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it and splits its batch.
-``full`` adds another layout of the ranks and every other precision of the recipe.
+There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it and
+splits its batch. ``full`` adds another layout of the ranks and every other precision of the recipe.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from primus_images.errors import InputError
 from primus_images.recipes.choose import CPU, computes
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.refusals import refusal
 from primus_images.training.judge import checks, proof, reference
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.run import metrics, outcome
@@ -27,7 +27,8 @@ from primus_images.training.run.outcome import Outcome
 LEVELS = ("quick", "standard", "full")
 
 
-# Increase this when a check or the plan changes its meaning, because records of another suite prove something else.
+# Increase this when a check or the plan changes its meaning, because records of another suite prove
+# something else.
 FORMAT = 6
 RECORD_FORMAT = 1
 _PRECISION_JOB = "precision-"
@@ -44,10 +45,11 @@ def plan(
     among: Path | None = None,
     wrap: tuple[str, ...] = (),
 ) -> tuple[Job, ...]:
-    """Return the jobs in the order to run them, each with its own folder below ``root``; ``among`` has the recipes.
-    ``wrap`` is that of each job.
+    """Return the jobs in the order to run them, each with its own folder below ``root``; ``among``
+    has the recipes. ``wrap`` is that of each job.
 
-    ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one micro-batch.
+    ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one
+    micro-batch.
     """
     whole = resolve(recipe, overrides, choices, among=among)
     judged = proof.unjudged(whole) is None
@@ -55,11 +57,9 @@ def plan(
         return (Job(name="base", recipe=whole, output=root / "base", judged=judged, wrap=wrap),)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
-        raise refusal(
-            "no_step_to_resume",
-            whole.settings["validation.resume_at"].origin,
-            at=middle,
-            steps=whole.steps,
+        raise InputError(
+            f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
+            where=whole.settings["validation.resume_at"].origin,
         )
 
     def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
@@ -82,7 +82,8 @@ def plan(
                 "steps": 2,
             }
             if whole.degree("ep") > 1:
-                # One rank has all experts; two ranks then differ only in that they share each layer.
+                # One rank has all experts; two ranks then differ only in that they share each
+                # layer.
                 batch["ep"] = 1
             single = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
             # From the same weights, because two ranks may draw other ones from a seed than one.
@@ -131,13 +132,18 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], Outcome]) -> dict[str, Out
 
 
 def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict, ...]:
-    """Return every verdict of the suite. Those of one job begin with its name; those without evidence are skipped."""
+    """Return every verdict of the suite. Those of one job begin with its name; those without
+    evidence are skipped.
+    """
     verdicts: list[Verdict] = []
     for job in jobs:
         absent = checks.skipped(
             Verdict("exit code", False, ""), f"was not run, because {jobs[0].name} failed"
         )
-        of_job = outcome.basic_verdicts(outcomes[job.name]) if job.name in outcomes else (absent,)
+        if job.name in outcomes:
+            of_job = outcome.basic_verdicts(outcomes[job.name])
+        else:
+            of_job = (absent,)
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     ended = {
@@ -154,11 +160,10 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
 def _comparisons(
     jobs: Sequence[Job], ended: Mapping[str, Outcome], passed: Set[str]
 ) -> Iterator[tuple[tuple[str, ...], Verdict]]:
-    recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
-    series, vocabulary = (
-        {name: run.series for name, run in ended.items()},
-        recipe.architecture.vocab_size,
-    )
+    recipe = recipe_of(jobs)
+    planned = {job.name: job for job in jobs}
+    series = {name: run.series for name, run in ended.items()}
+    vocabulary = recipe.architecture.vocab_size
     base = series["base"]
 
     def limit(key: str) -> float:
@@ -182,27 +187,34 @@ def _comparisons(
             checks.throughput(speed, limit("throughput"), limit("throughput_tolerance")),
         )
     if "repeat" in planned:
-        tolerance, advice = limit("repeat_tolerance"), ""
+        tolerance = limit("repeat_tolerance")
+        advice = ""
         if not recipe.deterministic:
-            advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
+            advice = (
+                "its kernels may add up in any order, "
+                f"{recipe.knows.keys['deterministic']}=true forbids it"
+            )
         again = checks.same_steps(
             "same result again", base, series["repeat"], tolerance, advice=advice
         )
         yield ("base", "repeat"), again
         yield ("base", "repeat"), _same_weights(ended["base"], ended["repeat"], tolerance)
-        resumed, first = series["resume"], planned["resume"].first_step
+        resumed = series["resume"]
+        first = planned["resume"].first_step
         yield (
             ("base", "resume"),
             checks.same_steps("resume", base, resumed, limit("resume_tolerance"), first=first),
         )
-        split, tolerance = series["accumulation"], limit("accumulation_tolerance")
+        split = series["accumulation"]
+        tolerance = limit("accumulation_tolerance")
         yield (
             ("base", "accumulation"),
             checks.same_steps("accumulation", base, split, tolerance, last=1),
         )
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
-        at, tolerance = planned[names[1]].first_step, limit("layout_tolerance")
+        at = planned[names[1]].first_step
+        tolerance = limit("layout_tolerance")
         yield (
             names,
             checks.same_steps(
@@ -219,15 +231,17 @@ def _comparisons(
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
-    first, second = base.facts.get("weights_sha256"), repeat.facts.get("weights_sha256")
-    name, limit = "same weights again", "equal" if tolerance == 0 else "reported, not judged"
+    first = base.facts.get("weights_sha256")
+    second = repeat.facts.get("weights_sha256")
+    name = "same weights again"
+    limit = "reported, not judged"
+    if tolerance == 0:
+        limit = "equal"
     if first is None or second is None:
         return Verdict(name, False, "a run ended without the digest of its weights", limit=limit)
-    reason = (
-        "final weights of both runs, all ranks, are equal"
-        if first == second
-        else "final weights differ"
-    )
+    reason = "final weights differ"
+    if first == second:
+        reason = "final weights of both runs, all ranks, are equal"
     measured = f"{first[:12]} and {second[:12]}"
     return Verdict(name, first == second or tolerance > 0, reason, measured=measured, limit=limit)
 
@@ -237,11 +251,9 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
         job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs
     }
     wrong = [job.name for job in jobs if digests[job.name] != job.recipe.digest]
-    reason = (
-        f"another recipe was run in: {', '.join(wrong)}"
-        if wrong
-        else "the runs resolved the planned recipe"
-    )
+    reason = "the runs resolved the planned recipe"
+    if wrong:
+        reason = f"another recipe was run in: {', '.join(wrong)}"
     verdict = Verdict(
         "recipe",
         not wrong,
@@ -260,7 +272,9 @@ def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
 
 
 def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any]) -> str:
-    """Return the digest of a suite from its format, the names of its jobs and the recipe's validation section."""
+    """Return the digest of a suite from its format, the names of its jobs and the recipe's
+    validation section.
+    """
     content = {"format": number, "jobs": list(jobs), "validation": limits}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -276,9 +290,11 @@ def record(
     time: str,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one validation. ``image`` identifies the bytes that ran; ``time`` is in ISO 8601.
+    """Return the record of one validation. ``image`` identifies the bytes that ran; ``time`` is in
+    ISO 8601.
 
-    ``passed`` is true only if there are verdicts, all of them passed, and every planned job has a series of steps.
+    ``passed`` is true only if there are verdicts, all of them passed, and every planned job has a
+    series of steps.
     """
     recipe = recipe_of(jobs)
     base = outcomes.get(jobs[0].name)

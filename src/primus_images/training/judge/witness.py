@@ -1,4 +1,5 @@
-"""What a judged run leaves behind for the reference: batches, gradients, learning rates and weights of every step.
+"""What a judged run leaves behind for the reference: batches, gradients, learning rates and weights
+of every step.
 
 README.md of the reference describes the files.
 """
@@ -24,9 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from primus_images.training.run.facts import NAMES
 
 # PyTorch 2.13 renamed this function, and warns about the old name.
-_all_gather = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-)
+if hasattr(dist, "all_gather_single"):
+    _all_gather = dist.all_gather_single
+else:
+    _all_gather = dist.all_gather_into_tensor
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,10 +37,12 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks, with the same names.
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks, with
+    the same names.
 
-    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype: one for each tensor
-    takes several times as long, and DTensor's own crashed with gloo in one of a million (PyTorch 2.11 and 2.13).
+    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype:
+    one for each tensor takes several times as long, and DTensor's own crashed with gloo in one of a
+    million (PyTorch 2.11 and 2.13).
     """
     wholes: dict[str, torch.Tensor] = {}
     packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
@@ -93,7 +97,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Blocks:
-    """Hooks on the blocks and the output layer of ``parts``, in place between :meth:`watch` and :meth:`taken`."""
+    """Hooks on the blocks and the output layer of ``parts``, in place between :meth:`watch` and
+    :meth:`taken`.
+    """
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._modules = dict(_blocks(parts))
@@ -110,13 +116,16 @@ class Blocks:
             ]
 
     def taken(self) -> dict[str, list[Tensors]]:
-        """Return name of a module → its inputs, outputs and their gradients, per call; and remove the hooks.
+        """Return name of a module → its inputs, outputs and their gradients, per call; and remove
+        the hooks.
 
-        Names are ``layers.N``, ``[single_]transformer_blocks.N`` and ``output``, whose calls have no inputs.
+        Names are ``layers.N``, ``[single_]transformer_blocks.N`` and ``output``, whose calls have
+        no inputs.
         """
         while self._hooks:
             self._hooks.pop().remove()
-        recorders, self._recorders = self._recorders, {}
+        recorders = self._recorders
+        self._recorders = {}
         return {name: recorder.calls for name, recorder in recorders.items()}
 
 
@@ -125,23 +134,27 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
         for path, module in part.named_modules():
             name = _WRAPPER.sub("", path)
             if path != name and _WRAPPER.search(path.rpartition(".")[2]):
-                # The wrapper around it has been found. It is called once, the module within it twice if it recomputes.
+                # The wrapper around it has been found. It is called once, the module within it
+                # twice if it recomputes.
                 continue
-            if (match := _BLOCK.search(name)) and match.end() == len(name):
-                # Megatron numbers the layers of each pipeline stage from 0, but knows their place in the model.
+            match = _BLOCK.search(name)
+            if match and match.end() == len(name):
+                # Megatron numbers the layers of each pipeline stage from 0, but knows their place
+                # in the model.
                 number = getattr(module, "layer_number", int(match[2]) + 1) - 1
                 yield f"{match[1]}.{number}", module
             elif _OUTPUT.fullmatch(name) and not _BLOCK.search(name):
                 yield "output", module
 
 
-# Has one mapping per call in ``calls``: the tensors, and later their gradients. Without ``whole``, only outputs,
-# because logits and their gradients are the largest tensors of a small model.
+# Has one mapping per call in ``calls``: the tensors, and later their gradients. Without ``whole``,
+# only outputs, because logits and their gradients are the largest tensors of a small model.
 class _Recorder:
     def __init__(self, *, whole: bool) -> None:
         self.calls: list[Tensors] = []
         self._whole = whole
-        # Calls that had no graph. The backward pass repeats them, first come first, and then they get their gradients.
+        # Calls that had no graph. The backward pass repeats them, first come first, and then they
+        # get their gradients.
         self._without_graph: list[Tensors] = []
         self._current: Tensors | None = None
 
@@ -151,7 +164,10 @@ class _Recorder:
         if not module.training:  # an evaluation
             self._current = None
             return
-        inputs = {"hidden_states": arguments[0], **named} if arguments else named
+        if arguments:
+            inputs = {"hidden_states": arguments[0], **named}
+        else:
+            inputs = named
         tensors = {
             f"in.{name}": inputs.get(name)
             for name in ("hidden_states", "encoder_hidden_states", "temb")
@@ -161,17 +177,23 @@ class _Recorder:
             self.calls.append(self._current)
             if not torch.is_grad_enabled():
                 self._without_graph.append(self._current)
+        elif self._without_graph:
+            self._current = self._without_graph.pop(0)
         else:
-            self._current = self._without_graph.pop(0) if self._without_graph else None
+            self._current = None
         if self._whole:
             self._record(tensors)
 
     def after(self, _module: torch.nn.Module, _given: Sequence[Any], out: Any) -> None:
-        parts = out if isinstance(out, tuple) else (out,)
+        if isinstance(out, tuple):
+            parts = out
+        else:
+            parts = (out,)
         self._record({f"out.{number}": part for number, part in enumerate(parts)})
 
     def _record(self, tensors: Mapping[str, Any]) -> None:
-        if (call := self._current) is None:
+        call = self._current
+        if call is None:
             return
         for name, tensor in tensors.items():
             # A head that computes the loss, too, returns one number, and no logits.
@@ -188,7 +210,9 @@ def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The input of one update, as ``update-STEP.pt`` has it; and ``weights`` after it, if they are at hand."""
+    """The input of one update, as ``update-STEP.pt`` has it; and ``weights`` after it, if they are
+    at hand.
+    """
 
     gradients: Mapping[str, torch.Tensor]
     rates: Mapping[str, float]
@@ -198,9 +222,11 @@ class Taken:
 
 
 class Witness:
-    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order.
+    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the
+    same order.
 
-    ``whole`` and ``taken`` are those of :class:`primus_images.training.backends.loop.session.Session`.
+    ``whole`` and ``taken`` are those of
+    :class:`primus_images.training.backends.loop.session.Session`.
     """
 
     def __init__(
@@ -217,11 +243,9 @@ class Witness:
         self._blocks = Blocks(parts)
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._parts, self._whole, self._taken = (
-            parts,
-            whole or partial(whole_parameters, parts),
-            taken,
-        )
+        self._parts = parts
+        self._whole = whole or partial(whole_parameters, parts)
+        self._taken = taken
         self._batch: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
@@ -239,7 +263,9 @@ class Witness:
             self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
 
     def first_weights(self, step: int) -> None:
-        """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
+        """Record the weights before the first update; ``step`` is the last finished step. All
+        ranks.
+        """
         self._weights(step, self._whole())
 
     def step(self, step: int) -> None:
@@ -256,15 +282,19 @@ class Witness:
             if _rank() == 0 and taken:
                 content = {key: value for key, value in vars(taken).items() if key != "weights"}
                 torch.save(content, self._folder / f"update-{step}.pt")
-            self._gradients, self._rates = {}, {}
-            # Other ranks than the first have no weights at hand, and gathering them is a matter of all.
+            self._gradients = {}
+            self._rates = {}
+            # Other ranks than the first have no weights at hand, and gathering them is a matter of
+            # all.
             self._weights(
                 step, self._whole() if taken is None or taken.weights is None else taken.weights
             )
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
-        """Count the time in the context as writing evidence after ``step``, not as the run's own. All ranks."""
+        """Count the time in the context as writing evidence after ``step``, not as the run's own.
+        All ranks.
+        """
         began = time.perf_counter()
         yield
         self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
@@ -272,7 +302,9 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def erase(self) -> None:
-        """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
+        """Set everything that is trained, and all optimizer states, to zero, and reset the random
+        numbers.
+        """
         self._random = torch.get_rng_state()
         torch.manual_seed(0)
         with torch.no_grad():
@@ -286,7 +318,9 @@ class Witness:
                             tensor.zero_()
 
     def loaded(self) -> None:
-        """Record whether a checkpoint restored the random state that :meth:`erase` found. All ranks."""
+        """Record whether a checkpoint restored the random state that :meth:`erase` found. All
+        ranks.
+        """
         content = {"kept": torch.equal(self._random, torch.get_rng_state())}
         (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
         torch.set_rng_state(self._random)
@@ -295,19 +329,21 @@ class Witness:
         if _rank() == 0:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)
-            os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
+            os.replace(waiting, self._folder / f"weights-{step}.pt")
         if step + 1 in self._examined:
             self._blocks.watch()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
         if isinstance(getattr(optimizer, "optimizers", None), list):
-            # torchtitan's container of optimizers. Those in it run their own hooks, with the rates of this step.
+            # torchtitan's container of optimizers. Those in it run their own hooks, with the rates
+            # of this step.
             return
         self._optimizers.add(optimizer)
         gradients: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if name := self._names.get(id(parameter)):
+                name = self._names.get(id(parameter))
+                if name:
                     self._rates[name] = float(group["lr"])
                     if parameter.grad is not None:
                         gradients[name] = parameter.grad
@@ -317,7 +353,9 @@ class Witness:
 
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a copy on the CPU."""
+    """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a
+    copy on the CPU.
+    """
     return whole_tensors(_stored(parts))
 
 
@@ -327,4 +365,6 @@ def _stored(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0

@@ -1,7 +1,7 @@
 """What ran, observed inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
 
-A configuration file only states what was requested. These facts come from the tensors of the first step, so they show
-if another precision was used.
+A configuration file only states what was requested. These facts come from the tensors of the first
+step, so they show if another precision was used.
 """
 
 import hashlib
@@ -27,9 +27,11 @@ NAMES: Any = read_values(Path(__file__).with_name("facts.yaml")).data
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
-    """Return the facts of the whole run: versions, ranks, settings of torch, and the model's parameters.
+    """Return the facts of the whole run: versions, ranks, settings of torch, and the model's
+    parameters.
 
-    ``stages`` is the process group of a pipeline, in which each rank has different layers in ``parts``.
+    ``stages`` is the process group of a pipeline, in which each rank has different layers in
+    ``parts``.
     """
     parameters = [parameter for part in parts for parameter in part.parameters()]
     counts = [
@@ -39,9 +41,9 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         counts *= dist.get_world_size(stages)
         dist.all_gather_object(counts, counts[0], stages)
     count, trainable = map(sum, zip(*counts, strict=True))
-    gpu = (
-        torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
-    )
+    gpu = None
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     trained = (
         name
         for part in parts
@@ -81,11 +83,13 @@ def watching(
     compiled: bool = False,
     trace: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step called.
+    """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step
+    called.
 
-    ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
-    tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no hooks, which would cause a second
-    compilation; their dtypes come from the profiler. ``trace`` is a file for everything that it recorded.
+    ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes
+    and returns a tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no
+    hooks, which would cause a second compilation; their dtypes come from the profiler. ``trace`` is
+    a file for everything that it recorded.
     """
     dtypes: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
@@ -93,9 +97,13 @@ def watching(
         if module.weight is None:  # Megatron passes the weight of a tied head to each call.
             return
         dtypes["input"][_computed(inputs[0])] += 1
-        # Inside forward, FSDP has replaced the shard by the gathered weight, in the dtype of the computation.
+        # Inside forward, FSDP has replaced the shard by the gathered weight, in the dtype of the
+        # computation.
         dtypes["weight"][_computed(module.weight)] += 1
-        product = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            product = output[0]
+        else:
+            product = output
         # A head that also computes the loss returns one number, not a product.
         if product.dim():
             dtypes["output"][str(product.dtype)] += 1
@@ -110,7 +118,10 @@ def watching(
         if isinstance(m, linear_types) or kinds[name] in NAMES["converted"]
     ]
     plain = [name for name in linears if kinds[name] not in NAMES["converted"]]
-    hooks = [] if compiled else [modules[name].register_forward_hook(note) for name in plain]
+    if compiled:
+        hooks = []
+    else:
+        hooks = [modules[name].register_forward_hook(note) for name in plain]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -124,7 +135,8 @@ def watching(
     if trace:
         profile.export_chrome_trace(str(trace))
     executed = _executed(profile)
-    # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute shows it.
+    # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute
+    # shows it.
     plain = [name for name in plain if getattr(modules[name], "fp8", False) is not True]
     seen["linears"] = {
         "converted": dict(Counter(kinds[name] for name in linears if name not in plain)),
@@ -141,12 +153,15 @@ def watching(
 
 
 def _executed(profile: Any) -> list[Any]:
-    # torch.compile calls operators on tensors without values, and a bfloat16 linear layer as a product in float32.
-    executed, compiles_until = [], Counter[int]()
+    # torch.compile calls operators on tensors without values, and a bfloat16 linear layer as a
+    # product in float32.
+    executed = []
+    compiles_until = Counter[int]()
     for event in sorted(
         profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
     ):
-        thread, start = event.start_thread_id(), event.start_ns()
+        thread = event.start_thread_id()
+        start = event.start_ns()
         if event.name().endswith("(dynamo_timed)"):
             compiles_until[thread] = max(compiles_until[thread], start + event.duration_ns())
         elif start > compiles_until[thread] or event.device_type() != torch.autograd.DeviceType.CPU:
@@ -155,23 +170,30 @@ def _executed(profile: Any) -> list[Any]:
 
 
 def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return numbers of calls and FLOPs by names such as "aten::mm BFloat16", with the dtype of the second factor.
+    """Return numbers of calls and FLOPs by names such as "aten::mm BFloat16", with the dtype of the
+    second factor.
 
     If the profiler recorded no dtype or shapes, the name has none, and there are no FLOPs.
     """
-    counts, flops = Counter[str](), Counter[str]()
+    counts = Counter[str]()
+    flops = Counter[str]()
     for event in events:
         if event.name() not in NAMES["products"]:
             continue
-        place = 2 if event.name() == "aten::addmm" else 1
-        dtypes, shapes = event.dtypes(), event.shapes()
+        place = 1
+        if event.name() == "aten::addmm":
+            place = 2
+        dtypes = event.dtypes()
+        shapes = event.shapes()
         if len(dtypes) <= place:
             continue
-        dtype, factors = dtypes[place].removeprefix("c10::"), shapes[place - 1 : place + 1]
+        dtype = dtypes[place].removeprefix("c10::")
+        factors = shapes[place - 1 : place + 1]
         complete = bool(dtype) and len(factors) == 2 and all(len(shape) > 1 for shape in factors)
         counts[f"{event.name()} {dtype}" if complete else event.name()] += 1
         if complete:
-            # Also true for batched and grouped products. On a CPU, linear layers keep the weight transposed.
+            # Also true for batched and grouped products. On a CPU, linear layers keep the weight
+            # transposed.
             columns = factors[1][0 if event.name().startswith("mkldnn") else -1]
             flops[f"{event.name()} {dtype}"] += 2 * math.prod(factors[0]) * columns
     return dict(sorted(counts.items())), dict(sorted(flops.items()))
@@ -187,7 +209,8 @@ def _gpu_kernels(events: Sequence[Any]) -> list[str]:
 
 
 def loaded() -> list[str]:
-    """Return the Python packages of which this process has loaded a module, and the libraries that it has mapped.
+    """Return the Python packages of which this process has loaded a module, and the libraries that
+    it has mapped.
 
     A package that shares its folder with others, such as those below ``nvidia``, counts with them.
     """
@@ -206,7 +229,9 @@ def loaded() -> list[str]:
 
 
 def final(parts: Sequence[Any], step: int) -> dict[str, Any]:
-    """Return the facts of the end of a run: the weights after ``step``, and what rank 0, their writer, has loaded."""
+    """Return the facts of the end of a run: the weights after ``step``, and what rank 0, their
+    writer, has loaded.
+    """
     return {
         "weights_sha256": digest(parts),
         "last_step": step,
@@ -217,12 +242,16 @@ def final(parts: Sequence[Any], step: int) -> dict[str, Any]:
 def digest(parts: Sequence[Any]) -> str:
     """Return the sha256 of checksums of the weights of all ranks, each rank's own shards in order.
 
-    Each rank computes the checksums where its weights are: hashing gigabytes on the CPU would take minutes.
+    Each rank computes the checksums where its weights are: hashing gigabytes on the CPU would take
+    minutes.
     """
     hasher = hashlib.sha256()
     for part in parts:
         for name, parameter in part.named_parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if hasattr(parameter, "to_local"):
+                local = parameter.to_local()
+            else:
+                local = parameter
             sums = tuple(checksum % 2**64 for checksum in checksums(local.detach()).tolist())
             hasher.update(f"{name} {local.dtype} {tuple(local.shape)} {sums}".encode())
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -234,17 +263,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> torch.Tensor:
-    """Return two sums over the bits of all elements, modulo 2⁶⁴; the second weights each element by its position.
+    """Return two sums over the bits of all elements, modulo 2⁶⁴; the second weights each element by
+    its position.
 
-    Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one
-    element always changes the sum.
+    Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a
+    change of one element always changes the sum.
     """
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), at_once):
         chunk = bits[start : start + at_once].to(torch.int64)
         places = torch.arange(start, start + len(chunk), dtype=torch.int64, device=bits.device)
-        # An odd multiplier, so that the weights of distant positions differ as much as those of near ones.
+        # An odd multiplier, so that the weights of distant positions differ as much as those of
+        # near ones.
         weights = (places * 0x9E3779B97F4A7C1) | 1
         sums += torch.stack([chunk.sum(), (chunk * weights).sum()])
     return sums

@@ -1,4 +1,6 @@
-"""Why a job failed or hangs: the exception of the first rank that failed, or the rank that the others wait for."""
+"""Why a job failed or hangs: the exception of the first rank that failed, or the rank that the
+others wait for.
+"""
 
 import faulthandler
 import json
@@ -23,19 +25,24 @@ _FOLDER = "failures"
 _LONGEST = 600
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("failure.yaml")).data
 _PATTERNS = {name: re.compile(text) for name, text in _TABLE["patterns"].items()}
-_DERIVED, _EXCEPTION = _PATTERNS["derived"], _PATTERNS["exception"]
+_DERIVED = _PATTERNS["derived"]
+_EXCEPTION = _PATTERNS["exception"]
 _DISK_FULL = re.compile(_TABLE["advice"]["disk"]["text"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """``text`` is the last line of the exception; ``rank`` is None if unknown. As text, it includes advice."""
+    """``text`` is the last line of the exception; ``rank`` is None if unknown. As text, it includes
+    advice.
+    """
 
     text: str
     rank: int | None = None
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}: " if self.rank is not None else ""
+        who = ""
+        if self.rank is not None:
+            who = f"rank {self.rank}: "
         rows = _TABLE["advice"].values()
         advice = next((f" ({row['do']})" for row in rows if re.search(row["text"], self.text)), "")
         return f"{who}{_PATTERNS['after_free_memory'].sub('', self.text)}{advice}"
@@ -47,7 +54,9 @@ DISK_FULL = Failure(text="No space left on device")
 
 @contextmanager
 def noting(output: Path) -> Iterator[None]:
-    """In a rank: note an exception of the block in the job's folder. A fatal signal leaves a :func:`stack_file`."""
+    """In a rank: note an exception of the block in the job's folder. A fatal signal leaves a
+    :func:`stack_file`.
+    """
     rank = int(os.environ.get("RANK", "0"))
     path = stack_file(output, rank)
     with ExitStack() as stack:
@@ -77,15 +86,18 @@ def note(output: Path, rank: int, text: str) -> None:
 
 
 def known(output: Path) -> bool:
-    """Return whether a rank of the job, on any of its nodes, has written its failure to the job's folder."""
+    """Return whether a rank of the job, on any of its nodes, has written its failure to the job's
+    folder.
+    """
     return any((output / "cache" / _FOLDER).glob("*.json"))
 
 
 def share(output: Path, log: Path, patience: float) -> None:
-    """Exchange the failures of a job between its nodes, whose folder is ``output``; ``log`` is this node's.
+    """Exchange the failures of a job between its nodes, whose folder is ``output``; ``log`` is this
+    node's.
 
-    Notes the ranks that a signal ended here, since they cannot, and ranks of other nodes only notice that they are
-    gone. Waits up to ``patience`` seconds for a note that says more than that.
+    Notes the ranks that a signal ended here, since they cannot, and ranks of other nodes only
+    notice that they are gone. Waits up to ``patience`` seconds for a note that says more than that.
     """
     noted = {failure.rank for failure in _notes(output)}
     for failure in _signalled(_lines(log)):
@@ -127,11 +139,13 @@ def _last_line(text: str) -> str:
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
-    """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if it is 0.
+    """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if
+    it is 0.
 
-    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes first, then the
-    earliest note of a rank that does more than report that another one is gone, then a rank or the launcher that a
-    signal ended, then the log's first exception, then its last line.
+    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes
+    first, then the earliest note of a rank that does more than report that another one is gone,
+    then a rank or the launcher that a signal ended, then the log's first exception, then its last
+    line.
     """
     if exit_code == 0:
         return None
@@ -152,7 +166,9 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
         if (match := _PATTERNS["launcher"].match(line))
     ]
     causes = [*full, *first_hand, *_signalled(lines), *launcher, *first, *notes, *raised]
-    return causes[0] if causes else _by_code(exit_code, lines)
+    if causes:
+        return causes[0]
+    return _by_code(exit_code, lines)
 
 
 def _lines(log: Path) -> list[str]:
@@ -160,10 +176,14 @@ def _lines(log: Path) -> list[str]:
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
-    number = -exit_code if exit_code < 0 else exit_code - 128
+    if exit_code < 0:
+        number = -exit_code
+    else:
+        number = exit_code - 128
     with suppress(ValueError):
         return Failure(text=f"ended by signal {number} ({signal.Signals(number).name})")
-    if ended := _PATTERNS["exited"].search("\n".join(lines)):
+    ended = _PATTERNS["exited"].search("\n".join(lines))
+    if ended:
         return Failure(
             text=f"ended with exit code {ended['code']}, without an exception",
             rank=int(ended["rank"]),
@@ -190,7 +210,8 @@ def _notes(output: Path) -> list[Failure]:
 def _signalled(lines: list[str]) -> Iterator[Failure]:
     rank: int | None = None
     for line in lines:
-        if match := _PATTERNS["rank"].match(line):
+        match = _PATTERNS["rank"].match(line)
+        if match:
             rank = int(match["rank"])
         elif (match := _PATTERNS["signalled"].search(line)) and match[
             "name"
@@ -201,18 +222,17 @@ def _signalled(lines: list[str]) -> Iterator[Failure]:
 def end_ranks(launcher: int, output: Path, seconds: float) -> dict[int, str]:
     """End all ranks below the process ``launcher`` with SIGABRT, on which Python prints the stack.
 
-    A stopped rank cannot print: it is noted as hung, and killed. Returns the command of each other rank.
+    A stopped rank cannot print: it is noted as hung, and killed. Returns the command of each other
+    rank.
     """
     commands: dict[int, str] = {}
     for pid, (parent, state) in processes().items():
         if parent != launcher or (rank := _rank(pid)) is None:
             continue
         if state in "TtD":
-            what = (
-                "stopped (SIGSTOP, or a debugger)"
-                if state in "Tt"
-                else "waiting for a disk or a device"
-            )
+            what = "waiting for a disk or a device"
+            if state in "Tt":
+                what = "stopped (SIGSTOP, or a debugger)"
             note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
         with suppress(OSError):  # it has just ended
             if state not in "TtD":
@@ -228,17 +248,20 @@ def stacks(output: Path) -> dict[int, str]:
     texts = {}
     for file in stack_file(output, 0).parent.glob("rank-*.txt"):
         with suppress(OSError, ValueError):
-            if text := file.read_text(encoding="utf-8", errors="replace"):
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if text:
                 texts[int(file.stem.removeprefix("rank-"))] = text
     return dict(sorted(texts.items()))
 
 
 def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list[int]:
-    """Return the ranks that did not wait for others, as their stacks show, and record each in the job's folder.
+    """Return the ranks that did not wait for others, as their stacks show, and record each in the
+    job's folder.
 
     If none shows it, these are the ranks without a stack, of those whose ``commands`` were ended.
     """
-    places, written = dict[int, str](), stacks(output)
+    places = dict[int, str]()
+    written = stacks(output)
     for rank, text in written.items():
         # Other threads can come first. The main thread is the one that receives the signal.
         frames = list(
@@ -247,11 +270,10 @@ def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list
         if frames and not any(_PATTERNS["waiting"].search(frame["file"]) for frame in frames):
             top = frames[0]
             places[rank] = f"it is in {top['function']} ({Path(top['file']).name}:{top['line']})"
-    silent = (
-        {}
-        if places
-        else {rank: commands[rank] for rank in sorted(commands.keys() - written.keys())}
-    )
+    if places:
+        silent = {}
+    else:
+        silent = {rank: commands[rank] for rank in sorted(commands.keys() - written.keys())}
     places |= {
         rank: f"it left no stack; its command: {command[:200]}" for rank, command in silent.items()
     }

@@ -17,7 +17,6 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.schema import model_rules
 from primus_images.recipes.tensors import header, tensor_files
-from primus_images.refusals import refusal
 from primus_images.training.run.job import step_of, steps
 from primus_images.yamlfile import flat
 
@@ -25,7 +24,9 @@ _SAMPLE = 1 << 16
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a sha256 of the files' names, sizes and headers, and some bytes of each: all would take minutes."""
+    """Return a sha256 of the files' names, sizes and headers, and some bytes of each: all would
+    take minutes.
+    """
     hasher = hashlib.sha256()
     for file in tensor_files(folder):
         size = file.stat().st_size
@@ -46,7 +47,8 @@ _NEVER = ("backend", "mode", "layout")
 
 
 def of(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields, with their values, that a resumed run must share with the run that made its checkpoint.
+    """Return the fields, with their values, that a resumed run must share with the run that made
+    its checkpoint.
 
     Files are compared by content, not by name.
     """
@@ -99,14 +101,17 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def seal_newest(checkpoints: Path, identity: Mapping[str, Any], keep: int) -> None:
-    """Seal the complete checkpoints in a folder to which a backend writes them, one after the other.
+    """Seal the complete checkpoints in a folder to which a backend writes them, one after the
+    other.
 
-    The backend deletes all but the newest ``keep`` (0: none) at any time, so only these are looked at.
+    The backend deletes all but the newest ``keep`` (0: none) at any time, so only these are looked
+    at.
     """
     for folder in reversed(steps(checkpoints)[-keep:]):
         if (folder / FILE).exists():
             return
-        # Without metadata, it is not complete yet. A folder that disappears while it is looked at seems to exist.
+        # Without metadata, it is not complete yet. A folder that disappears while it is looked at
+        # seems to exist.
         with suppress(FileNotFoundError, FileExistsError):
             seal(folder, identity)
 
@@ -120,25 +125,34 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     changeable = [field for field in current if not _fixed(field)]
     for name in accepted:
         if not any(_covers(name, field) for field in changeable):
-            raise refusal(
-                "no_field", name=name, nearest=nearest(name, current), fields=", ".join(changeable)
+            fields = ", ".join(changeable)
+            raise InputError(
+                f"--accept-change {name}: there is no such field{nearest(name, current)}",
+                hint=f"there are: {fields}",
             )
     try:
         content = _content(folder)
     except _Damage as error:
         others = [path for path in steps(folder.parent) if path != folder and complete(path)]
-        way = (
-            f"--resume-from {others[-1]} appears to be intact"
-            if others
-            else "start again without --resume-from"
-        )
-        raise refusal("damaged_checkpoint", folder, error=error, way=way) from error
+        way = "start again without --resume-from"
+        if others:
+            way = f"--resume-from {others[-1]} appears to be intact"
+        raise InputError(f"the checkpoint is damaged: {error}", where=folder, hint=way) from error
     except FileNotFoundError:
         if ALL in accepted:
             return
-        raise refusal("no_seal", folder, file=FILE, all=ALL) from None
-    if (step := content.get("step")) is not None and step != step_of(folder):
-        raise refusal("renamed_checkpoint", folder, name=folder.name, step=step)
+        raise InputError(
+            f"the checkpoint has no {FILE}, which says what it was trained from",
+            where=folder,
+            hint=f"--accept-change {ALL} resumes from it anyway",
+        ) from None
+    step = content.get("step")
+    if step is not None and step != step_of(folder):
+        raise InputError(
+            f"the folder is named {folder.name}, but the checkpoint is of step {step}",
+            where=folder,
+            hint=f"rename the folder to step-{step}",
+        )
     # A field of a model that an older version did not have had its default.
     defaults = {f"model.{key}": rule.default for key, rule in model_rules().items()}
     saved: dict[str, Any] = {
@@ -156,9 +170,13 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             for field in refused
         ]
         hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
-        if never := [field for field in refused if _fixed(field)]:
+        never = [field for field in refused if _fixed(field)]
+        if never:
             hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
-        raise refusal("another_run", folder, changes="; ".join(changes), way=hint)
+        changes_text = "; ".join(changes)
+        raise InputError(
+            f"the checkpoint belongs to another run: {changes_text}", where=folder, hint=hint
+        )
 
 
 def _fixed(field: str) -> bool:
@@ -204,7 +222,13 @@ def _content(folder: Path) -> dict[str, Any]:
     ):
         raise _Damage(f"{FILE} was not written by primus")
     if content.get("format") != FORMAT:
-        raise refusal("another_format", folder / FILE, written=content.get("format"), format=FORMAT)
+        written = content.get("format")
+        raise InputError(
+            f"the checkpoint has format {written}, but this version of primus reads format "
+            f"{FORMAT}",
+            where=folder / FILE,
+            hint="resume with the version of primus that wrote it",
+        )
     for name, size in content["files"].items():
         if not isinstance(size, int):
             raise _Damage(f"{FILE} was not written by primus")
@@ -224,7 +248,8 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
-    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32, which torch does not verify.
+    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32, which torch does
+    not verify.
 
     If there are ranks, they share the work. Raises SystemExit if a tensor differs.
     """
@@ -242,10 +267,11 @@ def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
             with (folder / Path(file).name).open("rb") as whole:
                 whole.seek(offset)
                 damaged = zipfile.ZipFile(io.BytesIO(whole.read(length))).testzip() is not None
-        except Exception:  # noqa: BLE001, damage shows in many ways
+        except Exception:
             damaged = True
         if damaged:
             raise SystemExit(
-                f"{folder}: the checkpoint is damaged: {name} in {file} does not match its checksum "
+                f"{folder}: the checkpoint is damaged: {name} in {file} does not match its "
+                "checksum "
                 "(resume from another checkpoint)"
             )

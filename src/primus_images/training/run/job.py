@@ -15,11 +15,13 @@ _EXAMINED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``.
+    """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder
+    ``…/step-N``.
 
-    The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share. ``trial`` says
-    which optimizations passed their self-tests on this machine. ``wrap`` is a command before the Python of each rank.
-    Gradients are verified every ``verify_steps`` steps (0: never). In a container, paths are the container's.
+    The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs
+    share. ``trial`` says which optimizations passed their self-tests on this machine. ``wrap`` is a
+    command before the Python of each rank. Gradients are verified every ``verify_steps`` steps (0:
+    never). In a container, paths are the container's.
     """
 
     name: str
@@ -34,13 +36,19 @@ class Job:
 
     @property
     def turbo(self) -> tuple[str, ...]:
-        """The optimizations that the ranks use. Before the self-tests have run: those of the recipe."""
-        return chosen(self.recipe) if self.trial is None else self.trial.names
+        """The optimizations that the ranks use. Before the self-tests have run: those of the
+        recipe.
+        """
+        if self.trial is None:
+            return chosen(self.recipe)
+        return self.trial.names
 
     @property
     def first_step(self) -> int:
         """The first step: 1, or the one after its checkpoint."""
-        return 1 if self.resume_from is None else step_of(self.resume_from) + 1
+        if self.resume_from is None:
+            return 1
+        return step_of(self.resume_from) + 1
 
     @property
     def last_step(self) -> int:
@@ -49,11 +57,14 @@ class Job:
 
     @property
     def examined(self) -> list[int]:
-        """The steps of a judged run at which the reference compares it block by block: four, spread over the run.
+        """The steps of a judged run at which the reference compares it block by block: four, spread
+        over the run.
 
-        In FP32, these are the first and the last, because gradients already show what a block computes wrongly.
+        In FP32, these are the first and the last, because gradients already show what a block
+        computes wrongly.
         """
-        first, last = self.first_step, self.last_step
+        first = self.first_step
+        last = self.last_step
         if self.recipe.precision == "fp32":
             return sorted({first, last})
         return sorted(
@@ -62,11 +73,23 @@ class Job:
 
     def arguments(self) -> list[str]:
         """Return the arguments after ``primus`` that start this job from a shell."""
-        resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
+        if self.resume_from:
+            resume = ["--resume-from", str(self.resume_from)]
+        else:
+            resume = []
         choices = self.recipe.choices.words()
-        judged = ["--judge"] if self.judged else []
-        wrap = ["--wrap", shlex.join(self.wrap)] if self.wrap else []
-        verify = ["--verify-steps", str(self.verify_steps)] if self.verify_steps else []
+        if self.judged:
+            judged = ["--judge"]
+        else:
+            judged = []
+        if self.wrap:
+            wrap = ["--wrap", shlex.join(self.wrap)]
+        else:
+            wrap = []
+        if self.verify_steps:
+            verify = ["--verify-steps", str(self.verify_steps)]
+        else:
+            verify = []
         words = [
             "train",
             self.recipe.name,
@@ -82,7 +105,9 @@ class Job:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint folder (``step-10`` → 10). Raises ValueError for another name."""
+    """Return the step of a checkpoint folder (``step-10`` → 10). Raises ValueError for another
+    name.
+    """
     match = re.fullmatch(r"step-(0|[1-9][0-9]{0,17})", checkpoint.name)
     if not match:
         raise ValueError(f"{checkpoint} is not named step-N")

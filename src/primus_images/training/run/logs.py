@@ -1,4 +1,6 @@
-"""Reading a training log as a series of steps, and the time at which each arrives. Contradictions are problems."""
+"""Reading a training log as a series of steps, and the time at which each arrives. Contradictions
+are problems.
+"""
 
 import json
 import math
@@ -16,7 +18,8 @@ METRICS = "metrics.jsonl"
 # Holds the entries of several steps.
 _NEWEST_BYTES = 4096
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is read, too.
+# torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is
+# read, too.
 _STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
     r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+|N/A)\s+mfu:\s*([\d.]+%|N/A)"
@@ -25,9 +28,11 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with the most.
+    """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with
+    the most.
 
-    ``joules`` is the energy per GPU, the mean of this node. ``eval_loss`` is that of an evaluation after the step.
+    ``joules`` is the energy per GPU, the mean of this node. ``eval_loss`` is that of an evaluation
+    after the step.
     """
 
     step: int
@@ -41,7 +46,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Steps in ascending order, each once, and the problems of their log. ``exact``: nothing is rounded as in it."""
+    """Steps in ascending order, each once, and the problems of their log. ``exact``: nothing is
+    rounded as in it.
+    """
 
     steps: tuple[Step, ...] = ()
     problems: tuple[str, ...] = ()
@@ -72,19 +79,21 @@ def step_in(line: str) -> Step | None:
 
 
 def read_run(folder: Path, newest: str | None = None) -> Series:
-    """Return the steps in the log of a run, with exact values, joules and evaluations where the run left them.
+    """Return the steps in the log of a run, with exact values, joules and evaluations where the run
+    left them.
 
     With ``newest``, only those of these lines, which have just been logged.
     """
-    last = None if newest is None else _NEWEST_BYTES
+    if newest is None:
+        last = None
+    else:
+        last = _NEWEST_BYTES
     exact = _by_step(folder / "exact.jsonl", last, "loss", "grad_norm")
     series = with_exact(
         read_steps(text_if_readable(folder / "log.txt") if newest is None else newest), exact
     )
-    joules, losses = (
-        _by_step(folder / METRICS, last, "joules"),
-        _by_step(folder / "eval.jsonl", last, "eval_loss"),
-    )
+    joules = _by_step(folder / METRICS, last, "joules")
+    losses = _by_step(folder / "eval.jsonl", last, "eval_loss")
     none = (None,)
     steps = [
         replace(
@@ -100,9 +109,8 @@ def read_steps(text: str) -> Series:
     merged: dict[int, Step] = {}
     problems: list[str] = []
     for line in text.splitlines():
-        if (step := step_in(line)) is None or (
-            earlier := merged.setdefault(step.step, step)
-        ) is step:
+        step = step_in(line)
+        if step is None or (earlier := merged.setdefault(step.step, step)) is step:
             continue
         if not (_same(earlier.loss, step.loss) and _same(earlier.grad_norm, step.grad_norm)):
             problems.append(refusal("logged_twice", earlier=earlier, step=step).message)
@@ -119,7 +127,8 @@ def read_steps(text: str) -> Series:
 def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float, ...]]:
     values: dict[int, tuple[float, ...]] = {}
     for line in text_if_readable(file, last).splitlines():
-        # The last line of a run that was killed may be incomplete, and so is the first of the last bytes.
+        # The last line of a run that was killed may be incomplete, and so is the first of the last
+        # bytes.
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
@@ -127,8 +136,11 @@ def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float,
 
 
 def with_exact(series: Series, exact: Mapping[int, tuple[float, ...]]) -> Series:
-    """Replace the log's rounded values by the exact ones. A pair that differs by more than rounding is a problem."""
-    steps, problems = [], list(series.problems)
+    """Replace the log's rounded values by the exact ones. A pair that differs by more than rounding
+    is a problem.
+    """
+    steps = []
+    problems = list(series.problems)
     for step in series.steps:
         if step.step not in exact:
             steps.append(step)
@@ -159,15 +171,18 @@ Meter = Callable[[], float | None]
 
 
 class Clock:
-    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock.
+    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic
+    clock.
 
-    ``meter`` reads the joules per GPU since a fixed time. When the next step begins, or at :meth:`close`, ``on_step``
-    gets all lines of a step, since every rank prints one, and the joules that were used since the step before.
+    ``meter`` reads the joules per GPU since a fixed time. When the next step begins, or at
+    :meth:`close`, ``on_step`` gets all lines of a step, since every rank prints one, and the joules
+    that were used since the step before.
     """
 
     def __init__(self, meter: Meter | None, on_step: Callable[[str, float | None], None]) -> None:
         self.arrivals: dict[int, float] = {}
-        self._meter, self._on_step = meter, on_step
+        self._meter = meter
+        self._on_step = on_step
         self._joules: float | None = None
         self._used: float | None = None
         self._lines = ""
@@ -181,13 +196,15 @@ class Clock:
         self.close()
         self._lines = text
         self.arrivals[step.step] = time.monotonic()
-        now, before = self._meter() if self._meter else None, self._joules
+        now = None
+        if self._meter:
+            now = self._meter()
+        before = self._joules
         self._joules = now
-        self._used = (
-            round(now - before, 3)
-            if now is not None and before is not None and now > before
-            else None
-        )
+        if now is not None and before is not None and now > before:
+            self._used = round(now - before, 3)
+        else:
+            self._used = None
 
     def close(self) -> None:
         """Handle the end of the newest step."""

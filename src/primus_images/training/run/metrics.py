@@ -1,7 +1,8 @@
 """Figures of a run: its FLOPs, and medians after the warm-up. docs/metrics.md has the formulas.
 
-The span of attention is the sequence length in the non-causal convention (torchtitan), and in the causal convention
-(Megatron-LM) the number of tokens that a token sees. Recomputation in the backward pass never counts.
+The span of attention is the sequence length in the non-causal convention (torchtitan), and in the
+causal convention (Megatron-LM) the number of tokens that a token sees. Recomputation in the
+backward pass never counts.
 """
 
 import math
@@ -24,25 +25,34 @@ class Flops:
     non_causal: float
 
     def tera(self, rate: float) -> dict[str, float]:
-        """Return ``tflops_causal`` and ``tflops_non_causal``, in TFLOP/s, at ``rate`` tokens (or images) per second."""
+        """Return ``tflops_causal`` and ``tflops_non_causal``, in TFLOP/s, at ``rate`` tokens (or
+        images) per second.
+        """
         return {
             f"tflops_{convention}": flops * rate / 1e12 for convention, flops in vars(self).items()
         }
 
 
 def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
-    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one image).
+    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one
+    image).
 
-    ``adapters`` is the number of weights that LoRA trains; the others then take 4 operations each instead of 6.
+    ``adapters`` is the number of weights that LoRA trains; the others then take 4 operations each
+    instead of 6.
     """
     if model.of_images:
-        dit, hidden = model.dit, model.hidden_size
-        layers, tokens = dit.double_layers + dit.single_layers, dit.image_tokens + dit.text_tokens
+        dit = model.dit
+        hidden = model.hidden_size
+        layers = dit.double_layers + dit.single_layers
+        tokens = dit.image_tokens + dit.text_tokens
         flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
         return Flops(causal=flops, non_causal=flops)
     count = size(model)
     products = count.active - count.embedding
-    linear = 6 * products if adapters is None else 4 * products + 6 * adapters
+    if adapters is None:
+        linear = 6 * products
+    else:
+        linear = 4 * products + 6 * adapters
     width = 6 * model.heads * (model.query_size + model.value_size)
     windows = [
         min(model.window, seq_len) if model.has_window(layer) else seq_len
@@ -54,7 +64,9 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
 
 @dataclass(frozen=True, kw_only=True)
 class Mfu:
-    """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``, dense, in ``dtype``."""
+    """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``,
+    dense, in ``dtype``.
+    """
 
     causal: float
     non_causal: float
@@ -66,7 +78,9 @@ class Mfu:
 
 def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
     """Return the FLOPs of one token, or image, of a run; None if they are not known."""
-    trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
+    trained = None
+    if recipe.mode == "lora":
+        trained = facts.get("trainable_parameters")
     if not recipe.architecture.has_formula or (recipe.mode == "lora" and trained is None):
         return None
     return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
@@ -74,11 +88,13 @@ def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is one GPU if any.
+    """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is
+    one GPU if any.
 
-    Rates are medians, and ``joules_per_step`` the mean, after ``warmup_steps`` steps; ``spread`` is (p90 − p10) ÷
-    median. ``memory_gib`` is the peak (on a CPU: resident memory). ``no_mfu`` is the reason if ``mfu`` is None. The
-    evaluation is the best one, after ``eval_step``. None: no steps, not finite, or not reported.
+    Rates are medians, and ``joules_per_step`` the mean, after ``warmup_steps`` steps; ``spread`` is
+    (p90 − p10) ÷ median. ``memory_gib`` is the peak (on a CPU: resident memory). ``no_mfu`` is the
+    reason if ``mfu`` is None. The evaluation is the best one, after ``eval_step``. None: no steps,
+    not finite, or not reported.
     """
 
     first_loss: float | None
@@ -106,7 +122,8 @@ def perplexity(loss: float) -> float:
 
 def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
-    lines, flops = [], of_run(recipe, facts)
+    lines = []
+    flops = of_run(recipe, facts)
     for step in series.steps:
         rate = step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
         line = asdict(step) | (
@@ -127,7 +144,8 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
 
 
 def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
-    gpu, units = facts.get("gpu"), facts.get("gpu_units")
+    gpu = facts.get("gpu")
+    units = facts.get("gpu_units")
     if summary.tflops_causal is None or summary.tflops_non_causal is None:
         raise UnknownPeak("no MFU: the run's FLOP/s are not known")
     if facts.get("device") == "cpu":
@@ -152,14 +170,18 @@ def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
 
 
 def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:
-    """Aggregate :func:`rows`, of a run that may go on. If there are no more than its warm-up has, the last is used."""
+    """Aggregate :func:`rows`, of a run that may go on. If there are no more than its warm-up has,
+    the last is used.
+    """
     measured = lines[warmup_steps:] or lines[-1:]
 
     def values(key: str, of: Sequence[Mapping[str, Any]] = measured) -> list[float]:
         return [line[key] for line in of if line.get(key) is not None]
 
     def median(key: str) -> float | None:
-        return statistics.median(each) if (each := values(key)) else None
+        if each := values(key):
+            return statistics.median(each)
+        return None
 
     joules = values("joules")
     least, best = min(
@@ -186,7 +208,9 @@ def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:
 
 
 def sentence(summary: Summary, unit: str) -> str:
-    """Return the figures in one line: ``9,630 tokens/s/GPU, … MFU …`` or why there is none. ``unit``: GPU or rank."""
+    """Return the figures in one line: ``9,630 tokens/s/GPU, … MFU …`` or why there is none.
+    ``unit``: GPU or rank.
+    """
     parts = [f"{summary.tokens_per_second or 0:,.0f} tokens/s/{unit}"]
     if summary.eval_loss is not None:
         best = f"evaluation loss {summary.eval_loss:.4f} (perplexity {summary.eval_perplexity:.4g})"
@@ -195,7 +219,8 @@ def sentence(summary: Summary, unit: str) -> str:
         parts.append(f"{summary.images_per_second:,.2f} images/s/{unit}")
     if summary.tflops_causal is not None and summary.tflops_non_causal is not None:
         parts.append(
-            f"{summary.tflops_causal:,.4g}/{summary.tflops_non_causal:,.4g} TFLOP/s causal/non-causal"
+            f"{summary.tflops_causal:,.4g}/{summary.tflops_non_causal:,.4g} TFLOP/s "
+            "causal/non-causal"
         )
     if summary.mfu:
         share = f"{summary.mfu.causal:.1%}/{summary.mfu.non_causal:.1%}".replace("%", " %")
@@ -207,12 +232,15 @@ def sentence(summary: Summary, unit: str) -> str:
 
 def plain(value: float | None) -> float | None:
     """Return ``value`` for JSON: NaN and infinities, which JSON does not have, become None."""
-    return value if value is not None and math.isfinite(value) else None
+    if value is not None and math.isfinite(value):
+        return value
+    return None
 
 
 def _spread(values: Sequence[float]) -> float | None:
     ordered = sorted(values)
     if len(ordered) < 2 or not (median := statistics.median(ordered)):
         return None
-    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    low = ordered[len(ordered) // 10]
+    high = ordered[-1 - len(ordered) // 10]
     return (high - low) / median

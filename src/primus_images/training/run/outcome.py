@@ -23,11 +23,13 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: ``exit_code``, command and wall time of the launcher, and the run's verdicts and figures.
+    """How a run ended: ``exit_code``, command and wall time of the launcher, and the run's verdicts
+    and figures.
 
-    ``host_memory_gib`` is the largest resident memory of one process. ``optimizations_off`` is name → reason. ``cause``
-    is the first cause of a failure. ``refused`` is the reason why no rank was started; ``exit_code`` is then that of
-    the command. ``passed``, ``verdicts`` and ``summary`` are missing until the run's checks have been applied.
+    ``host_memory_gib`` is the largest resident memory of one process. ``optimizations_off`` is name
+    → reason. ``cause`` is the first cause of a failure. ``refused`` is the reason why no rank was
+    started; ``exit_code`` is then that of the command. ``passed``, ``verdicts`` and ``summary`` are
+    missing until the run's checks have been applied.
     """
 
     exit_code: int
@@ -51,12 +53,16 @@ def write_result(result: RunResult, folder: Path) -> None:
 
 
 def read_result(folder: Path) -> RunResult:
-    """Read the result of the run in ``folder``. Raises InputError if it is damaged, and OSError as any read."""
+    """Read the result of the run in ``folder``. Raises InputError if it is damaged, and OSError as
+    any read.
+    """
     return build(RunResult, read_json(folder / RESULT_FILE))
 
 
 def write_refusal(error: PrimusError, folder: Path) -> None:
-    """Record why a run was not started, if its ``folder`` exists, can be written to, and contains no run."""
+    """Record why a run was not started, if its ``folder`` exists, can be written to, and contains
+    no run.
+    """
     if not folder.is_dir() or (folder / "log.txt").exists() or (folder / "checkpoint").exists():
         return
     with suppress(OSError):  # the error itself is printed in any case
@@ -72,8 +78,9 @@ def write_refusal(error: PrimusError, folder: Path) -> None:
 class Outcome:
     """Everything that can be judged about a finished run.
 
-    ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``run`` is the result that the run wrote,
-    ``recipe_sha256`` the recipe that it resolved. The evidence of a judged run is in ``folder``.
+    ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``run`` is the result
+    that the run wrote, ``recipe_sha256`` the recipe that it resolved. The evidence of a judged run
+    is in ``folder``.
     """
 
     job: Job
@@ -92,15 +99,17 @@ class Outcome:
 
 
 def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "") -> Outcome:
-    """Read what a finished job left. Missing or damaged files count as no evidence, not as an error.
+    """Read what a finished job left. Missing or damaged files count as no evidence, not as an
+    error.
 
-    ``exit_code`` is that of ``primus train``, ``folder`` the job's folder as this process sees it, and ``reason`` the
-    reason for a failure if the folder may not contain it.
+    ``exit_code`` is that of ``primus train``, ``folder`` the job's folder as this process sees it,
+    and ``reason`` the reason for a failure if the folder may not contain it.
     """
     folder = folder or job.output
     try:
         run = read_result(folder)
-        # A command that ends with 1 after a launcher with 0 had a failed check, which is in the list of verdicts.
+        # A command that ends with 1 after a launcher with 0 had a failed check, which is in the
+        # list of verdicts.
         exit_code = run.exit_code or (0 if exit_code == 1 and run.passed is False else exit_code)
     except (OSError, InputError):
         run = RunResult(exit_code=exit_code)
@@ -118,10 +127,16 @@ def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "")
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
-    """Return the verdicts that every run must pass. Of a failed job, those without evidence are skipped."""
-    job, steps = outcome.job, outcome.series.steps
+    """Return the verdicts that every run must pass. Of a failed job, those without evidence are
+    skipped.
+    """
+    job = outcome.job
+    steps = outcome.series.steps
     stops = "eval.patience" in job.recipe.settings
-    last = int(outcome.facts.get("last_step", job.last_step)) if stops else job.last_step
+    if stops:
+        last = int(outcome.facts.get("last_step", job.last_step))
+    else:
+        last = job.last_step
     verdicts = (
         checks.exit_code(outcome.exit_code, outcome.cause),
         checks.steps_logged(outcome.series, job.first_step, last),
@@ -138,11 +153,9 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
         "precision": not outcome.facts,
         "configuration": not outcome.facts,
     }
-    why = (
-        f"the job failed after step {steps[-1].step}"
-        if steps
-        else "the job failed before its first step"
-    )
+    why = "the job failed before its first step"
+    if steps:
+        why = f"the job failed after step {steps[-1].step}"
     return tuple(
         checks.skipped(verdict, why) if lacking.get(verdict.name) else verdict
         for verdict in verdicts

@@ -17,9 +17,11 @@ from pathlib import Path
 import primus_images
 
 GRACE_SECONDS = 15.0
-# Space reserved for the end of the log and the results, so that a job can report that its disk is full.
+# Space reserved for the end of the log and the results, so that a job can report that its disk is
+# full.
 _RESERVE_BYTES = 4 << 20
-# Signals of a shell, a scheduler and a closed terminal. Ranks are in their own sessions and do not receive them.
+# Signals of a shell, a scheduler and a closed terminal. Ranks are in their own sessions and do not
+# receive them.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 1000
 _LOOK_SECONDS = 0.5
@@ -31,7 +33,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a launch: exit code (negative: a signal), wall seconds, and whether the disk of the log was full."""
+    """The end of a launch: exit code (negative: a signal), wall seconds, and whether the disk of
+    the log was full.
+    """
 
     exit_code: int
     seconds: float
@@ -39,16 +43,20 @@ class Ended:
 
 
 def dropped(inherited: Mapping[str, str]) -> list[str]:
-    """Return the variables of another torchrun that :func:`clean` drops: torchrun reads them as its own arguments."""
+    """Return the variables of another torchrun that :func:`clean` drops: torchrun reads them as its
+    own arguments.
+    """
     return sorted(
         filter(re.compile("PET_|TORCHELASTIC_(?!LOG_LINE_PREFIX_TEMPLATE$)").match, inherited)
     )
 
 
 def clean(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return ``inherited`` without :func:`dropped`, and with a module path that the current folder is never part of.
+    """Return ``inherited`` without :func:`dropped`, and with a module path that the current folder
+    is never part of.
 
-    A folder ``torchtitan`` or a file ``torch.py`` there would otherwise be trained instead of the installed package.
+    A folder ``torchtitan`` or a file ``torch.py`` there would otherwise be trained instead of the
+    installed package.
     """
     # transformers reads docstrings, which PYTHONOPTIMIZE=2 removes.
     variables = {
@@ -83,14 +91,16 @@ def run(
 ) -> Ended:
     """Run ``argv``, write its output to ``log`` and pass each line to ``on_line``.
 
-    SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
-    If the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are written to
-    reserved space. Raises OSError if that space is not free at the start, or if the log cannot be written at the end.
-    If ``on_line`` raises, it is not called again, and the job goes on.
+    SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise
+    KeyboardInterrupt. If the disk is full, the job ends ``GRACE_SECONDS`` later, and the last
+    ``_TAIL_LINES`` lines are written to reserved space. Raises OSError if that space is not free at
+    the start, or if the log cannot be written at the end. If ``on_line`` raises, it is not called
+    again, and the job goes on.
 
-    No process of the job outlives this call, even if the launcher was killed. After ``patience()`` seconds without a
-    line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks. The launcher
-    is ended ``GRACE_SECONDS`` later, and as long after ``hopeless`` becomes true, as when another node has failed.
+    No process of the job outlives this call, even if the launcher was killed. After ``patience()``
+    seconds without a line (0: never), ``on_silence`` is called once with the launcher's process id
+    and must end the ranks. The launcher is ended ``GRACE_SECONDS`` later, and as long after
+    ``hopeless`` becomes true, as when another node has failed.
     """
     started = last_line = time.monotonic()
     # Processes whose parent has ended become children of this one.
@@ -107,7 +117,7 @@ def run(
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509 (it takes no lock)
+            preexec_fn=_ending_with(os.getpid()),
         )
 
         def copy() -> None:
@@ -119,10 +129,11 @@ def run(
                 try:
                     if follow:
                         follow(line)
-                except Exception as error:  # noqa: BLE001 - ranks wait forever if nobody reads their lines
+                except Exception as error:
                     follow = None
                     writer.write(
-                        f"primus: the command no longer follows this log: {type(error).__name__}: {error}\n"
+                        "primus: the command no longer follows this log: "
+                        f"{type(error).__name__}: {error}\n"
                     )
 
         reader = threading.Thread(target=copy, daemon=True)
@@ -134,13 +145,15 @@ def run(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_LOOK_SECONDS)
             silent = 0 < patience() < time.monotonic() - last_line
-            # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
+            # On a full disk, torchrun writes to its store forever, long after its ranks have
+            # failed.
             if end is None and process.poll() is None and (silent or writer.full or hopeless()):
                 end = time.monotonic() + GRACE_SECONDS
                 if silent:
                     on_silence(process.pid)
         code = _ended(process)
-        # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
+        # Ranks are in their own sessions. Those that the launcher did not end are children of this
+        # process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
         if process.stdout is not None and not reader.is_alive():
@@ -160,13 +173,17 @@ def _ended(process: subprocess.Popen[str]) -> int:
 
 
 class _Log:
-    """A log that keeps its last lines in memory once it cannot be written, and writes them at the end."""
+    """A log that keeps its last lines in memory once it cannot be written, and writes them at the
+    end.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._reserve = path, path.with_name(".reserve")
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self._lost, self._closed = 0, False
-        # A reader that outlives the log must not write to another file that got the log's descriptor.
+        self._lost = 0
+        self._closed = False
+        # A reader that outlives the log must not write to another file that got the log's
+        # descriptor.
         self._lock = threading.Lock()
         # Whether a line found no space, or the disk had none left at the end.
         self.full = False
@@ -197,7 +214,9 @@ class _Log:
         with self._lock:
             self._closed = True
             disk = os.fstatvfs(self._file)
-            why = "the disk was full" if self.full else "this log could not be written"
+            why = "this log could not be written"
+            if self.full:
+                why = "the disk was full"
             self.full |= disk.f_bavail * disk.f_frsize < _FULL_BYTES
             self._reserve.unlink(missing_ok=True)
             if self._lost:
@@ -221,7 +240,8 @@ def _signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _ending_with(parent: int) -> Callable[[], None]:
-    """Return a function for a new process, which then gets SIGTERM when ``parent`` dies, even by SIGKILL.
+    """Return a function for a new process, which then gets SIGTERM when ``parent`` dies, even by
+    SIGKILL.
 
     The launcher then ends its ranks, which nothing else would do.
     """
@@ -236,7 +256,9 @@ def _ending_with(parent: int) -> Callable[[], None]:
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Return the id of each process → its parent's, and its state as in ``/proc``, such as "T" if it is stopped."""
+    """Return the id of each process → its parent's, and its state as in ``/proc``, such as "T" if
+    it is stopped.
+    """
     rows = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -248,7 +270,9 @@ def processes() -> dict[int, tuple[int, str]]:
 
 
 def _children(ancestor: int) -> set[int]:
-    every, descendants, frontier = processes(), set[int](), {ancestor}
+    every = processes()
+    descendants = set[int]()
+    frontier = {ancestor}
     while frontier:
         frontier = {pid for pid, (parent, _) in every.items() if parent in frontier} - descendants
         descendants |= frontier

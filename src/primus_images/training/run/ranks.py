@@ -1,4 +1,6 @@
-"""The input of a job's ranks (files, command line, environment), and the facts that they must report."""
+"""The input of a job's ranks (files, command line, environment), and the facts that they must
+report.
+"""
 
 import hashlib
 import json
@@ -14,7 +16,6 @@ from primus_images.errors import InputError, PrimusError
 from primus_images.files import text_if_readable
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.rules import rules_of
-from primus_images.refusals import refusal
 from primus_images.system import fabric
 from primus_images.system.host import Host
 from primus_images.training.backends.backend import backend_of
@@ -24,7 +25,8 @@ from primus_images.training.run.processes import clean
 from primus_images.turbo import optimizations
 from primus_images.yamlfile import read_values
 
-# How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
+# How long a node may wait for the first one to open torchrun's store, because that one may still
+# pull the image.
 _MEETING_SECONDS = 600
 _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 
@@ -41,7 +43,8 @@ def job_file(job: Job) -> str:
         "output": str(job.output),
         "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,
-        # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.
+        # Hooks on a compiled block would compile it again; with context parallelism, ranks hold
+        # parts of a sequence.
         "blocks": rules_of(recipe).blocks_judged(recipe),
         "recipe": {
             "name": recipe.name,
@@ -85,7 +88,9 @@ def files(job: Job) -> dict[str, str]:
 
 
 def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the command that starts all ranks of ``job`` on this machine, in the environment ``variables``."""
+    """Return the command that starts all ranks of ``job`` on this machine, in the environment
+    ``variables``.
+    """
     module = ["-m", f"primus_images.training.{job.recipe.backend}.entry", str(job.output)]
     count = str(job.recipe.get("ranks", int))
     if job.recipe.get("nodes", int) == 1:
@@ -106,7 +111,8 @@ def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
         "--nproc-per-node",
         count,
         *_meeting(job, variables),
-        # Each rank also writes its own files, because the log of a node mixes the lines of its ranks.
+        # Each rank also writes its own files, because the log of a node mixes the lines of its
+        # ranks.
         "--tee",
         "3",
         "--log-dir",
@@ -117,7 +123,9 @@ def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def node_rank(job: Job, variables: Mapping[str, str]) -> int:
-    """Return the number of this node: NODE_RANK, or a scheduler's variable. Raises InputError if none is set."""
+    """Return the number of this node: NODE_RANK, or a scheduler's variable. Raises InputError if
+    none is set.
+    """
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
         return 0
@@ -134,13 +142,22 @@ def node_rank(job: Job, variables: Mapping[str, str]) -> int:
 
 def _not_set(job: Job, name: str) -> PrimusError:
     nodes = job.recipe.settings["nodes"]
-    return refusal("not_set", nodes.origin, nodes=nodes.value, name=name)
+    return InputError(
+        f"{nodes.value} nodes: {name} is not set on this machine",
+        where=nodes.origin,
+        hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
+        "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
+    )
 
 
 def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
-    """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's folder."""
+    """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's
+    folder.
+    """
     node = node_rank(job, variables)
-    return job.output / f"node-{node}" if node else job.output
+    if node:
+        return job.output / f"node-{node}"
+    return job.output
 
 
 def awaited(job: Job, variables: Mapping[str, str]) -> str:
@@ -150,7 +167,8 @@ def awaited(job: Job, variables: Mapping[str, str]) -> str:
     if not folder.is_dir() or any(folder.iterdir()):
         return ""
     nodes, (address, port) = job.recipe.get("nodes", int), _place(job, variables)
-    # In each row, address and port of this side and the other one, in hexadecimal, and the state: 01 is connected.
+    # In each row, address and port of this side and the other one, in hexadecimal, and the state:
+    # 01 is connected.
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -161,22 +179,20 @@ def awaited(job: Job, variables: Mapping[str, str]) -> str:
         for side in (1, 2)
     )
     if node_rank(job, variables) == 0:
-        who = (
-            ""
-            if here >= nodes
-            else f"other nodes: {here} of {nodes} are connected to {address}:{port}"
-        )
+        if here >= nodes:
+            who = ""
+        else:
+            who = f"other nodes: {here} of {nodes} are connected to {address}:{port}"
+    elif there:
+        who = f"other nodes of {nodes}"
     else:
-        who = (
-            f"other nodes of {nodes}"
-            if there
-            else f"node 0 of {nodes}, which opens {address}:{port}"
-        )
+        who = f"node 0 of {nodes}, which opens {address}:{port}"
     return who and f"waiting for {who} (the job ends after {_MEETING_SECONDS} s)"
 
 
 def _place(job: Job, variables: Mapping[str, str]) -> tuple[str, str]:
-    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
+    address = variables.get("MASTER_ADDR")
+    port = variables.get("MASTER_PORT") or "29500"
     if not address:
         raise _not_set(job, "MASTER_ADDR")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
@@ -196,7 +212,8 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
         str(nodes),
         "--rdzv-backend",
         "c10d",
-        # The id rejects agents of another job, or of an earlier attempt of this one, that find the same port.
+        # The id rejects agents of another job, or of an earlier attempt of this one, that find the
+        # same port.
         "--rdzv-id",
         variables.get("RDZV_ID") or job.name,
         "--rdzv-endpoint",
@@ -209,19 +226,24 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's folder or beside it."""
+    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's
+    folder or beside it.
+    """
     cache = folder_of_node(job, inherited) / "cache"
     variables = clean(inherited)
     if job.recipe.get("nodes", int) > 1:
-        # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
-        if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):
+        # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes
+        # cannot reach.
+        interface = fabric.interface_towards(inherited.get("MASTER_ADDR", ""))
+        if interface:
             variables = {
                 "NCCL_SOCKET_IFNAME": interface,
                 "GLOO_SOCKET_IFNAME": interface,
             } | variables
         if job.recipe.gpu != CPU:
             variables |= fabric.variables(Host(environment=variables))
-        # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
+        # The format that torch uses for tracebacks. By default, every line begins with the name of
+        # torchrun's role.
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         variables |= {
@@ -253,7 +275,8 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def compiled_before(job: Job) -> Path | None:
-    """Return the folder of kernels from earlier runs with the same compilers and GPU; None to compile anew.
+    """Return the folder of kernels from earlier runs with the same compilers and GPU; None to
+    compile anew.
 
     CPU keys do not cover the instruction set, and a proof must not depend on files of earlier runs.
     """
@@ -276,7 +299,9 @@ def _packages() -> str:
 
 
 def expected_facts(job: Job) -> dict[str, Any]:
-    """Return the facts that the run must report if it ran as the recipe requests; keys as in ``facts.json``."""
+    """Return the facts that the run must report if it ran as the recipe requests; keys as in
+    ``facts.json``.
+    """
     recipe = job.recipe
     expected: dict[str, Any] = {
         "world_size": recipe.world_size,

@@ -1,6 +1,8 @@
-"""Silent corruption: a rank that computes one micro-batch twice and gets other gradients has a GPU that computes wrong.
+"""Silent corruption: a rank that computes one micro-batch twice and gets other gradients has a GPU
+that computes wrong.
 
-The gradients are those of the rank itself. Once ranks have added theirs, a wrong one is on all of them.
+The gradients are those of the rank itself. Once ranks have added theirs, a wrong one is on all of
+them.
 """
 
 import os
@@ -24,13 +26,17 @@ class WrongResultError(RuntimeError):
 
 
 def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]) -> None:
-    """Call ``compute`` twice, which computes the gradients of one micro-batch of the models ``parts``. All ranks.
+    """Call ``compute`` twice, which computes the gradients of one micro-batch of the models
+    ``parts``. All ranks.
 
-    Its kernels must be deterministic. Afterwards, there are no gradients, and buffers and random states are as before.
-    Raises WrongResultError on a rank whose gradients differ in any bit.
+    Its kernels must be deterministic. Afterwards, there are no gradients, and buffers and random
+    states are as before. Raises WrongResultError on a rank whose gradients differ in any bit.
     """
     buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.current_device()]
+    else:
+        gpus = []
     hashes: list[dict[str, Tensor]] = []
     for _ in range(2):
         hashes.append({})
@@ -52,17 +58,21 @@ def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]
         raise RuntimeError(
             f"step {step}: no gradient of this rank was seen, so none could be compared"
         )
-    if wrong := [
+    wrong = [
         name for name in first if name not in second or not torch.equal(first[name], second[name])
-    ]:
+    ]
+    if wrong:
         raise WrongResultError(
-            f"step {step}: {_device()} computed one micro-batch twice, and {some(wrong, 3)} got other gradients: "
+            f"step {step}: {_device()} computed one micro-batch twice, and {some(wrong, 3)} got "
+            "other gradients: "
             "it computes wrong. Replace it, and resume from an earlier checkpoint"
         )
 
 
 def _computed(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors whose gradients autograd computes. FSDP2's are gathered copies, which it reuses."""
+    """Yield the tensors whose gradients autograd computes. FSDP2's are gathered copies, which it
+    reuses.
+    """
     for part in parts:
         yield from (
             (name, tensor) for name, tensor in part.named_parameters() if tensor.requires_grad

@@ -1,7 +1,9 @@
-"""Starts the ranks of a job on one machine: ``python -m primus_images.training.run.spawn RANKS COMMAND…``.
+"""Starts the ranks of a job on one machine: ``python -m primus_images.training.run.spawn RANKS
+COMMAND…``.
 
-It replaces torchrun there, which imports PyTorch before it starts a rank: 3 to 5 seconds of every run. It reports a
-failure in torchrun's words, and ends the other ranks as torchrun does. Ranks on several machines need torchrun.
+It replaces torchrun there, which imports PyTorch before it starts a rank: 3 to 5 seconds of every
+run. It reports a failure in torchrun's words, and ends the other ranks as torchrun does. Ranks on
+several machines need torchrun.
 """
 
 import os
@@ -17,7 +19,9 @@ _GRACE_SECONDS = 10.0
 
 
 def main(count: int, command: Sequence[str]) -> int:
-    """Run ``count`` ranks of ``command``. Return 1 after the first failure, or after a signal that ends the job."""
+    """Run ``count`` ranks of ``command``. Return 1 after the first failure, or after a signal that
+    ends the job.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     job = {
@@ -56,7 +60,8 @@ def _interrupt(number: int, _: object) -> None:
 
 
 def _report(rank: int, process: subprocess.Popen[bytes]) -> None:
-    code, pid = process.returncode, process.pid
+    code = process.returncode
+    pid = process.pid
     lines = [
         "Root Cause (first observed failure):",
         f"  rank      : {rank}",

@@ -1,4 +1,6 @@
-"""Running one job on this machine: writing its files, launching its ranks, checking it, writing the result."""
+"""Running one job on this machine: writing its files, launching its ranks, checking it, writing the
+result.
+"""
 
 import contextlib
 import errno
@@ -29,8 +31,10 @@ from primus_images.waits import explained
 
 # The least silence that counts as a hang before the first step.
 STARTING_SECONDS = 1800.0
-# Seconds that a node whose ranks only wait for another's, or only lost them, gives the others to name the cause.
-_OTHERS_NAME_IT, _OTHERS_SAY_WHY = 5.0, 15.0
+# Seconds that a node whose ranks only wait for another's, or only lost them, gives the others to
+# name the cause.
+_OTHERS_NAME_IT = 5.0
+_OTHERS_SAY_WHY = 15.0
 
 
 def check_backend(job: Job) -> None:
@@ -45,22 +49,32 @@ def check_backend(job: Job) -> None:
     ]
     missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
-        raise refusal("no_package", names=" and ".join(missing), python=sys.executable)
+        names = " and ".join(missing)
+        raise HostError(
+            f"{names} cannot be imported by {sys.executable}",
+            hint="run this inside a primus image, or install the missing packages",
+        )
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Create and return the folder that runs on this GPU share; None if there is none that this user may write to."""
-    if folder := ranks.compiled_before(job):
+    """Create and return the folder that runs on this GPU share; None if there is none that this
+    user may write to.
+    """
+    folder = ranks.compiled_before(job)
+    if folder:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-    return folder if folder and os.access(folder, os.W_OK) else None
+    if folder and os.access(folder, os.W_OK):
+        return folder
+    return None
 
 
 def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
-    """Create the job's folder with the files for the ranks. Returns the job with the optimizations that it uses.
+    """Create the job's folder with the files for the ranks. Returns the job with the optimizations
+    that it uses.
 
-    The nodes of a job share the folder, and each writes the same files atomically. Raises InputError if the folder
-    contains another run, and as :func:`primus_images.turbo.trial.decide`.
+    The nodes of a job share the folder, and each writes the same files atomically. Raises
+    InputError if the folder contains another run, and as :func:`primus_images.turbo.trial.decide`.
     """
     folder = ranks.folder_of_node(job, os.environ)
     taken = InputError(
@@ -107,10 +121,12 @@ def _cannot_write(job: Job, folder: Path, error: OSError) -> PrimusError:
 
 
 def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outcome:
-    """Run a job after :func:`prepare`, and apply the checks for any run; on another node than 0, only the exit code's.
+    """Run a job after :func:`prepare`, and apply the checks for any run; on another node than 0,
+    only the exit code's.
 
-    After ``patience`` seconds without a line from any rank (0: never), they are ended, and the one that hangs is named.
-    Before the first step, which imports and compilation precede, these are at least ``STARTING_SECONDS``.
+    After ``patience`` seconds without a line from any rank (0: never), they are ended, and the one
+    that hangs is named. Before the first step, which imports and compilation precede, these are at
+    least ``STARTING_SECONDS``.
     """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
@@ -131,7 +147,9 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         on_line(text)
 
     def patient() -> float:
-        return patience if clock.arrivals or not patience else max(patience, STARTING_SECONDS)
+        if clock.arrivals or not patience:
+            return patience
+        return max(patience, STARTING_SECONDS)
 
     # What is called at a stall: the commands of the ranks that were ended.
     stalls: list[dict[int, str]] = []
@@ -177,13 +195,14 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         write_file(job.output / "clock.json", json.dumps(clock.arrivals) + "\n")
         _judge(job)
 
-    reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
+    reason = ""
+    if ended.exit_code and ended.disk_full:
+        reason = str(failure.DISK_FULL)
     result = outcome.read(job, ended.exit_code, folder, reason)
-    verdicts = (
-        outcome.basic_verdicts(result)
-        if first
-        else (checks.exit_code(result.exit_code, result.cause),)
-    )
+    if first:
+        verdicts = outcome.basic_verdicts(result)
+    else:
+        verdicts = (checks.exit_code(result.exit_code, result.cause),)
     lines = metrics.rows(result.series, job.recipe, result.facts)
     write_file(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
     passed = all(verdict.passed for verdict in verdicts)

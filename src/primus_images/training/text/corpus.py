@@ -6,7 +6,8 @@ A corpus is a file, a folder of files of one form, or a data set on the hub:
 * Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
 * anything else is JSON: one object per line, or a list of objects.
 
-Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see :mod:`primus_images.training.text.encoder`.
+Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see
+:mod:`primus_images.training.text.encoder`.
 """
 
 import bz2
@@ -23,11 +24,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, Any
 
-from primus_images.errors import InputError, PrimusError, nearest
+from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import below, reason_of, refuse_pointer, refuse_special
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.weights import HUB, downloaded
-from primus_images.refusals import refusal
 from primus_images.schema import distinct_keys
 from primus_images.yamlfile import read_values
 
@@ -38,16 +38,19 @@ _BLOCK = 1 << 20
 _ROLES = ("user", "assistant")
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BESIDE = re.compile("|".join(_TABLE["beside"]), re.IGNORECASE)
-# Files of one split, except data-00000-of-00001.arrow, which `save_to_disk` writes to the folder of each split.
+# Files of one split, except data-00000-of-00001.arrow, which `save_to_disk` writes to the folder of
+# each split.
 _PART = re.compile(r"(?!data-)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and what to take of it.
+    """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and
+    what to take of it.
 
-    Without ``column``, the columns of the first row decide. Without ``split``, it is ``usual_split`` if there are
-    several. With ``completions``, only the words of the assistant, or of the completion, are trained.
+    Without ``column``, the columns of the first row decide. Without ``split``, it is
+    ``usual_split`` if there are several. With ``completions``, only the words of the assistant, or
+    of the completion, are trained.
     """
 
     name: str
@@ -62,7 +65,8 @@ def held_out_corpus_of(recipe: Recipe) -> Corpus | None:
     """Return the corpus of ``recipe`` for evaluation, None if there is none of its own."""
     if "eval.corpus" not in recipe.settings:
         return None
-    name, split = _named(recipe, "eval.corpus"), recipe.find("eval.split", "") or None
+    name = _named(recipe, "eval.corpus")
+    split = recipe.find("eval.split", "") or None
     return replace(corpus_of(recipe), name=name, split=split, usual_split="validation")
 
 
@@ -83,7 +87,9 @@ def corpus_of(recipe: Recipe) -> Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of a corpus in order, the ``split`` that they are (None: there is only one), and the others."""
+    """The files of a corpus in order, the ``split`` that they are (None: there is only one), and
+    the others.
+    """
 
     paths: Sequence[Path]
     split: str | None = None
@@ -91,7 +97,9 @@ class Files:
 
 
 def files_of(corpus: Corpus) -> Files:
-    """Return the files to read. Raises InputError if they are of several forms, or if the split must be chosen."""
+    """Return the files to read. Raises InputError if they are of several forms, or if the split
+    must be chosen.
+    """
     root = Path(corpus.name)
     if not root.is_dir():
         refuse_special(root, str(root))
@@ -103,7 +111,9 @@ def files_of(corpus: Corpus) -> Files:
     every = sorted(below(root, hidden=False))
     for file in every:
         if not file.exists():
-            raise refusal("lost_link", file)
+            raise InputError(
+                "the link leads nowhere", where=file, hint="remove it, or restore its file"
+            )
         refuse_special(file, str(file))
     # datasets reads no folder like __pycache__ either.
     data = [
@@ -117,9 +127,18 @@ def files_of(corpus: Corpus) -> Files:
     chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
     names = ", ".join(sorted(split for split in splits if split))
     if len(splits) > 1 and None in splits and not corpus.split:
-        raise refusal("no_split_of_file", root, file=splits[None][0].relative_to(root), names=names)
+        file_text = splits[None][0].relative_to(root)
+        raise InputError(
+            f"{file_text} belongs to no split, and other files do",
+            where=root,
+            hint=f"data.split=NAME (eval.split=NAME) chooses one of {names}; or remove the file",
+        )
     if splits and chosen not in splits:
-        raise refusal("no_split", root, name=chosen, names=names)
+        raise InputError(
+            f"the folder has no split {chosen}, only {names}",
+            where=root,
+            hint="data.split=NAME (eval.split=NAME) chooses one",
+        )
     files = splits.get(chosen, [])
     forms = {_form(file) for file in files}
     if len(forms) != 1:
@@ -134,11 +153,16 @@ def _splits_of_card(root: Path, files: Sequence[Path]) -> dict[str | None, list[
     card = root / "README.md"
     if not card.is_file() or b"\nconfigs:" not in card.read_bytes().partition(b"\n---")[0]:
         return {}
-    datasets, places = _datasets(), {file.resolve(): file for file in files}
+    datasets = _datasets()
+    places = {file.resolve(): file for file in files}
     try:
         named = datasets.load_dataset_builder(str(root.resolve())).config.data_files or {}
-    except Exception as error:  # noqa: BLE001, a card can be wrong in any way
-        raise refusal("card", f"{card}: configs", error=first_line(error)) from None
+    except Exception as error:
+        raise InputError(
+            f"datasets cannot choose files: {first_line(error)}",
+            where=f"{card}: configs",
+            hint="assets.corpus names one of its files",
+        ) from None
     return {
         str(split): [places.get(Path(name).resolve(), Path(name)) for name in named[split]]
         for split in named
@@ -158,7 +182,8 @@ def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
 
 
 def _split_in(name: str) -> str | None:
-    if part := _PART.match(name):
+    part = _PART.match(name)
+    if part:
         return part[1]
     for split, words in _TABLE["splits"].items():
         if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name, re.IGNORECASE):
@@ -170,8 +195,12 @@ def _form(file: Path) -> str:
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in _TABLE["packed"]:
         suffixes.pop()
-    form = suffixes[-1] if suffixes else ""
-    return ".jsonl" if form in (".json", ".ndjson") else form
+    form = ""
+    if suffixes:
+        form = suffixes[-1]
+    if form in (".json", ".ndjson"):
+        return ".jsonl"
+    return form
 
 
 def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
@@ -189,7 +218,8 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
         refuse_pointer(file)
         if form in _TABLE["tables"] or head.startswith(b"PAR1"):
             kind = _TABLE["tables"].get(form, "parquet")
-            # Of Parquet, datasets would read as many rows at a time as the first group has, which may be none.
+            # Of Parquet, datasets would read as many rows at a time as the first group has, which
+            # may be none.
             options: Any = (
                 {"sep": "\t"}
                 if form == ".tsv"
@@ -225,7 +255,11 @@ def _head(file: Path) -> bytes:
 
 def _open(file: Path, head: bytes) -> IO[bytes]:
     if head.startswith(b"PK\x03\x04"):
-        raise refusal("sheet" if file.suffix.lower() in (".xlsx", ".ods") else "zip", file)
+        if file.suffix.lower() in (".xlsx", ".ods"):
+            raise InputError(
+                "expected text, found a spreadsheet", where=file, hint="save it as CSV"
+            )
+        raise InputError("expected text, found a zip archive", where=file, hint="unpack it")
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         from pyarrow import input_stream
 
@@ -285,29 +319,40 @@ def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise refusal("no_datasets", error=first_line(error)) from None
+        raise HostError(
+            "datasets, which reads Parquet, CSV and Arrow, cannot be imported: "
+            f"{first_line(error)}",
+            hint="run this inside a primus image",
+        ) from None
     # It would print an error beside the one that it raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
 
 
 def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    load_dataset, number = _datasets().load_dataset, 0
+    load_dataset = _datasets().load_dataset
+    number = 0
     try:
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
             if (
                 name == "csv" and "__index_level_0__" in row
             ):  # pandas takes the first fields for names of lines
                 raise ValueError(
-                    "lines have more fields than the first one: quote those that contain the separator"
+                    "lines have more fields than the first one: quote those that contain the "
+                    "separator"
                 )
             yield (
                 f"{shown}: row {number}",
                 {name: _without_nulls(value) for name, value in row.items()},
             )
     except ConnectionError as error:
-        raise refusal("unreachable", shown, error=first_line(error)) from None
-    except Exception as error:  # noqa: BLE001, each reader has its own errors
+        raise HostError(
+            f"cannot be read: {first_line(error)}",
+            where=shown,
+            hint="allow this machine to reach the hub (HF_TOKEN for what is not public), or "
+            "name a file",
+        ) from None
+    except Exception as error:
         raise _unreadable(
             f"cannot be read after row {number}: {first_line(error)}", shown
         ) from None
@@ -322,14 +367,18 @@ def _without_nulls(value: Any) -> Any:
     # Tables add the keys that other messages and tools have, as null.
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One document. ``prompt`` characters of ``text``, and everything before message ``first``, are not trained.
+    """One document. ``prompt`` characters of ``text``, and everything before message ``first``, are
+    not trained.
 
-    With ``messages``, the chat template of the tokenizer makes the text; ``text`` is used if there is no template.
+    With ``messages``, the chat template of the tokenizer makes the text; ``text`` is used if there
+    is no template.
     """
 
     text: str = ""
@@ -342,7 +391,9 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ``columns`` that hold the text or the ``chat`` of every row, and those that are ``unused``."""
+    """The ``columns`` that hold the text or the ``chat`` of every row, and those that are
+    ``unused``.
+    """
 
     columns: Sequence[str]
     chat: bool = False
@@ -355,23 +406,38 @@ class Layout:
 
 
 def layout_of(row: Any, column: str | None, where: str) -> Layout:
-    """Return the layout of a corpus whose first row is ``row``. Raises InputError if no column is known."""
+    """Return the layout of a corpus whose first row is ``row``. Raises InputError if no column is
+    known.
+    """
     row = _mapping(row, where)
-    columns = (
-        (column,)
-        if column
-        else next((names for names in _TABLE["layouts"] if all(map(row.__contains__, names))), None)
-    )
+    if column:
+        columns = (column,)
+    else:
+        columns = next(
+            (names for names in _TABLE["layouts"] if all(map(row.__contains__, names))), None
+        )
     judged = columns != ["text"] and isinstance(row.get("label"), bool)
     if column is None and (judged or row.keys() & {"chosen", "rejected"}):
-        raise refusal("preferences", where, names=", ".join(map(str, row)))
+        names_text = ", ".join(map(str, row))
+        raise InputError(
+            f"these are preferences ({names_text}), for DPO or KTO: trained as they are, "
+            "rejected answers would be good ones",
+            where=where,
+            hint="data.column=NAME names a column of whole chats or texts to train",
+        )
     if columns is None or columns[0] not in row:
         raise _missing(row, columns or ("text",), where)
     if column is None and columns == ["text"] and isinstance(row.get("messages"), list):
-        raise refusal("text_and_chat", where)
+        raise InputError(
+            "there are both the text and the messages of a chat",
+            where=where,
+            hint="data.column=messages, or data.column=text",
+        )
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
-    beside = ("input", "history") if columns[0] == "instruction" else ()
+    beside = ()
+    if columns[0] == "instruction":
+        beside = ("input", "history")
     used = {*columns, *beside, *(_TABLE["beside_chats"] if chat or beside else ())}
     return Layout(
         columns=columns, chat=chat, unused=[str(name) for name in row if name not in used]
@@ -381,7 +447,13 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
 def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> PrimusError:
     name = next((name for name in columns if name not in row), columns[0])
     keys = ", ".join(map(str, row)) or "no columns"
-    return refusal("no_column", where, name=name, keys=keys, nearest=nearest(name, map(str, row)))
+    return InputError(
+        f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}",
+        where=where,
+        hint="data.column=NAME names the column of the text or of the chat messages; also "
+        "known are messages, conversations, prompt and completion, instruction and "
+        "output",
+    )
 
 
 def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
@@ -392,7 +464,9 @@ def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
 
 
 def document_of(row: Any, layout: Layout, where: str) -> Document:
-    """Return the document of a row. Raises InputError if a column is missing, or holds something else."""
+    """Return the document of a row. Raises InputError if a column is missing, or holds something
+    else.
+    """
     row = _mapping(row, where)
     if any(name not in row for name in layout.columns):
         raise _missing(row, layout.columns, where)
@@ -431,9 +505,8 @@ def _neither(value: Any, name: str, where: str) -> InputError:
 def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     if not (isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value)):
         raise _neither(value, name, where)
-    if wrong := [
-        turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)
-    ]:
+    wrong = [turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)]
+    if wrong:
         shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
         raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
     if all(
@@ -470,13 +543,15 @@ def _chat(
     if system is not None:
         if messages[0]["role"] != "system":
             begin = {"role": "system", "content": _text(system, "system", where)}
-            messages, first = [begin, *messages], first + bool(first)
+            messages = [begin, *messages]
+            first = first + bool(first)
         elif messages[0]["content"] != system:
             raise InputError(
                 "the column 'system' differs from the chat's own system message", where=where
             )
     with suppress(ValueError, RecursionError):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        if isinstance(tools, str):
+            tools = json.loads(tools)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
     ):
@@ -491,8 +566,13 @@ def _chat(
 
 def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     instruction, output = (_text(row[name], name, where) for name in ("instruction", "output"))
-    context = "" if row.get("input") is None else _text(row["input"], "input", where)
-    more = ", paired with an input that provides further context" if context else ""
+    if row.get("input") is None:
+        context = ""
+    else:
+        context = _text(row["input"], "input", where)
+    more = ""
+    if context:
+        more = ", paired with an input that provides further context"
     text = _TABLE["alpaca"].format(
         more, instruction, f"### Input:\n{context}\n\n" if context else ""
     )
@@ -500,7 +580,10 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
         {"role": "user", "content": f"{instruction}\n{context}" if context else instruction},
         {"role": "assistant", "content": output},
     ]
-    before = [] if row.get("history") is None else row["history"]
+    if row.get("history") is None:
+        before = []
+    else:
+        before = row["history"]
     if not (
         isinstance(before, list)
         and all(isinstance(pair, list) and len(pair) == 2 for pair in before)
@@ -519,6 +602,6 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
 
 def tokenizer_folder(name: str) -> Path:
     """Return the folder of a tokenizer; that of ``hf:OWNER/NAME`` is downloaded once."""
-    return (
-        downloaded(name, *TOKENIZER_FILES, "*config.json") if name.startswith(HUB) else Path(name)
-    )
+    if name.startswith(HUB):
+        return downloaded(name, *TOKENIZER_FILES, "*config.json")
+    return Path(name)

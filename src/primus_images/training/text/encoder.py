@@ -1,8 +1,9 @@
-"""The tokens of one document, as transformers makes them: text between BOS and EOS, or a chat by its template.
+"""The tokens of one document, as transformers makes them: text between BOS and EOS, or a chat by
+its template.
 
-A document of plain text is what ``AutoTokenizer`` returns, between its BOS and EOS tokens if it has them. A chat is
-what ``apply_chat_template`` returns. Truncation and padding never apply. A template that leaves out a part of a chat is
-refused.
+A document of plain text is what ``AutoTokenizer`` returns, between its BOS and EOS tokens if it has
+them. A chat is what ``apply_chat_template`` returns. Truncation and padding never apply. A template
+that leaves out a part of a chat is refused.
 """
 
 import inspect
@@ -20,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import primus_images
-from primus_images.errors import InputError
+from primus_images.errors import HostError, InputError
 from primus_images.files import json_if_readable
-from primus_images.refusals import refusal
 from primus_images.training.text import corpus as corpora
 from primus_images.training.text.corpus import Document, first_line
 
@@ -33,22 +33,28 @@ _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 # Processor time that a template may take for a message, and memory for a chat.
-_MOST_SECONDS, _MOST_BYTES = 10.0, 2 << 30
+_MOST_SECONDS = 10.0
+_MOST_BYTES = 2 << 30
 
 
 def without_torch() -> None:
     """Let transformers load tokenizers without torch, whose import takes seconds, in this process.
 
-    It is never that of the current folder, which an empty part of PYTHONPATH would put on the path of modules.
+    It is never that of the current folder, which an empty part of PYTHONPATH would put on the path
+    of modules.
     """
-    here, own = Path.cwd(), Path(primus_images.__file__).parents[1]
+    here = Path.cwd()
+    own = Path(primus_images.__file__).parents[1]
     sys.path[:] = [
         place for place in sys.path if Path(place).resolve() != here or Path(place) == own
     ]
     try:
         import transformers.utils
     except ImportError as error:
-        raise refusal("no_transformers", error=first_line(error)) from None
+        raise HostError(
+            f"transformers cannot be imported: {first_line(error)}",
+            hint="run this inside a primus image",
+        ) from None
     for module in (
         (transformers.utils, transformers.utils.import_utils) if "torch" not in sys.modules else ()
     ):
@@ -56,7 +62,9 @@ def without_torch() -> None:
 
 
 class Encoder:
-    """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it. Raises InputError if it does not."""
+    """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it. Raises InputError if
+    it does not.
+    """
 
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer
@@ -73,15 +81,32 @@ class Encoder:
             self.tokenizer("some settings of a wrong type only fail here")
         except Exception as error:
             if "trust_remote_code" in str(error):
-                raise refusal("custom_tokenizer", name) from error
+                raise InputError(
+                    "the tokenizer cannot be loaded: it needs custom code (auto_map), which primus "
+                    "does not run",
+                    where=name,
+                    hint="set assets.tokenizer to a folder that AutoTokenizer can load",
+                ) from error
             there = any(any(folder.glob(form)) for form in _VOCABULARIES)
-            raise refusal(
-                "no_tokenizer" if there else "no_vocabulary", name, error=first_line(error)
+            if there:
+                raise InputError(
+                    f"the tokenizer cannot be loaded: {first_line(error)}",
+                    where=name,
+                    hint="set assets.tokenizer to a folder that AutoTokenizer can load",
+                ) from error
+            raise InputError(
+                "the folder has no tokenizer (tokenizer.json or tokenizer.model)",
+                where=name,
+                hint="set assets.tokenizer to a folder that AutoTokenizer can load",
             ) from error
         if not self.tokenizer.is_fast:
             raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
         if getattr(self.tokenizer.backend_tokenizer.model, "dropout", None):
-            raise refusal("dropout", f"{name}/tokenizer.json: model.dropout")
+            raise InputError(
+                "the tokenizer tokenizes the same text differently each time",
+                where=f"{name}/tokenizer.json: model.dropout",
+                hint="set it to null",
+            )
         self._arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         # Some tokenizers have a BOS token, and say that text does not begin with it.
         begins = json_if_readable(folder / "tokenizer_config.json").get("add_bos_token")
@@ -89,14 +114,14 @@ class Encoder:
         self.end: int | None = self.tokenizer.eos_token_id
         for file in ("config.json", "generation_config.json"):
             number = json_if_readable(folder / file).get("eos_token_id")
-            number = number[0] if isinstance(number, list) and number else number
+            if isinstance(number, list) and number:
+                number = number[0]
             if self.end is None and isinstance(number, int) and number >= 0:
                 if number >= len(self.tokenizer):
-                    raise refusal(
-                        "no_token",
-                        f"{name}/{file}: eos_token_id",
-                        number=number,
-                        count=len(self.tokenizer),
+                    raise InputError(
+                        f"{number} is no token of the tokenizer, which has {len(self.tokenizer)}",
+                        where=f"{name}/{file}: eos_token_id",
+                        hint="correct it, or remove it",
                     )
                 self.end = number
 
@@ -108,7 +133,10 @@ class Encoder:
         return [self._between(tokens) for tokens in encoded["input_ids"]]
 
     def _between(self, tokens: list[int]) -> list[int]:
-        begin = [] if self.begin is None or tokens[:1] == [self.begin] else [self.begin]
+        if self.begin is None or tokens[:1] == [self.begin]:
+            begin = []
+        else:
+            begin = [self.begin]
         return [
             *begin,
             *tokens,
@@ -118,7 +146,9 @@ class Encoder:
     def document(
         self, document: Document, where: str, *, completions: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens of a document, and 1 for each that is trained: all of them without ``completions``."""
+        """Return the tokens of a document, and 1 for each that is trained: all of them without
+        ``completions``.
+        """
         if document.messages is not None and (self.tokenizer.chat_template or not document.text):
             return self._chat(document, where, completions)
         encoded = self.tokenizer(document.text, return_offsets_mapping=True)
@@ -131,18 +161,22 @@ class Encoder:
 
     def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[tuple[str, bool]]:
         """Return the text of ``tokens`` in parts, and whether each is trained."""
-        parts, before = [], ""
+        parts = []
+        before = ""
         for trained, run in groupby(range(len(tokens)), key=lambda place: bool(mask[place])):
             # Parts of a text, since a tokenizer may decode the beginning of a text in another way.
             last = [*run][-1] + 1
             text: str = self.tokenizer.decode(tokens[:last], clean_up_tokenization_spaces=False)
-            text = text if last == len(tokens) else text.rstrip("\ufffd")  # half a character
+            if last != len(tokens):
+                text = text.rstrip("\ufffd")
             parts.append((text[len(before) :], trained))
             before = text
         return parts
 
     def _masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """As transformers: from the first token of a span's first character to the first token of its last one."""
+        """As transformers: from the first token of a span's first character to the first token of
+        its last one.
+        """
         encoded = self.tokenizer(text, add_special_tokens=False)
         mask = [0] * len(encoded["input_ids"])
         for span in spans:
@@ -164,9 +198,16 @@ class Encoder:
         try:
             template = self.tokenizer.get_chat_template(None, document.tools)
         except ValueError:
-            raise refusal("no_template", where, name=self.name) from None
+            raise InputError(
+                f"the corpus contains chat messages, but the tokenizer {self.name} has no chat "
+                "template",
+                where=where,
+                hint="assets.tokenizer=FOLDER of an instruction-tuned model: its "
+                "tokenizer_config.json has chat_template",
+            ) from None
         try:
-            if reserved := sorted(self._arguments & {*document.options}):
+            reserved = sorted(self._arguments & {*document.options})
+            if reserved:
                 raise ValueError(
                     f"chat_template_kwargs has {reserved[0]}, which is no variable of a template"
                 )
@@ -183,15 +224,25 @@ class Encoder:
                     marks = encoded["assistant_masks"]
                     if all(map(_trains, messages)):
                         return encoded["input_ids"], marks
-                spans = (
-                    self._answers(text, messages, document.first, render)
-                    if completions
-                    else [(0, len(text))]
-                )
+                if completions:
+                    spans = self._answers(text, messages, document.first, render)
+                else:
+                    spans = [(0, len(text))]
         except _OtherBeginning:
-            raise refusal("other_beginning", where) from None
-        except Exception as error:  # noqa: BLE001, a template can fail in any way
-            raise refusal("template", where, error=first_line(error)) from None
+            raise InputError(
+                "the tokenizer's chat template renders the beginning of this chat in another "
+                "way than the whole, so that the assistant's words cannot be told from the rest",
+                where=where,
+                hint="data.train_on=all trains every token; or mark the words with {% generation %} "
+                "in the template",
+            ) from None
+        except Exception as error:
+            raise InputError(
+                f"the tokenizer's chat template refuses the messages: {first_line(error)}",
+                where=where,
+                hint="choose a template that takes them (chat_template.jinja, or "
+                "tokenizer_config.json), or remove them",
+            ) from None
         tokens, mask = self._masked(text, spans)
         return tokens, [*map(min, mask, marks)] if marks else mask
 
@@ -213,9 +264,10 @@ class Encoder:
             prompts = render(
                 [messages[:n] for n in turns], tokenize=False, add_generation_prompt=True
             )
-        except Exception:  # noqa: BLE001, the template has no form for a beginning of the chat
+        except Exception:
             raise _OtherBeginning from None
-        answers, spans = render([messages[: n + 1] for n in turns], tokenize=False), []
+        answers = render([messages[: n + 1] for n in turns], tokenize=False)
+        spans = []
         for prompt, answer in zip(prompts, answers, strict=True):
             start = _agreed(text, 0, prompt, _OPEN_THOUGHT.sub("", prompt))
             closed = answer.removesuffix(self.tokenizer.eos_token or "")
@@ -230,7 +282,8 @@ def _refuse_dropped(
     text: str, messages: Sequence[Any], tools: Sequence[Any], render: Callable[..., Any]
 ) -> None:
     """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
-    chat, marks = deepcopy([messages, tools]), dict[str, str]()
+    chat = deepcopy([messages, tools])
+    marks = dict[str, str]()
     parts = list(_parts(*chat))
     # A short one, such as the name of a tool, may be part of any text.
     texts = [
@@ -241,22 +294,26 @@ def _refuse_dropped(
         return
     for number, (name, holder, key, identity) in enumerate(parts):
         # Digits, which stay as they are in capital letters.
-        mark, value = f"90716{number}61709", holder[key]
+        mark = f"90716{number}61709"
+        value = holder[key]
         holder[key] = dict.fromkeys(value, mark) if isinstance(value, dict) else f"{value}{mark}"
         # Some templates write the ids of calls only.
         marks |= {} if identity and identity in text else {mark: name}
     try:
         (marked,) = render(chat[:1], tokenize=False, tools=chat[1] or None)
-    except Exception:  # noqa: BLE001, a template that refuses other values has read them
+    except Exception:
         return
-    if dropped := [name for mark, name in marks.items() if mark not in marked]:
+    dropped = [name for mark, name in marks.items() if mark not in marked]
+    if dropped:
         raise ValueError(f"it leaves out {dropped[0]}")
 
 
 def _parts(
     messages: Sequence[Any], tools: Sequence[Any]
 ) -> Iterator[tuple[str, Any, str, str | None]]:
-    """Yield what a template must write: a name for it, the object and the key that hold it, and the id of a call."""
+    """Yield what a template must write: a name for it, the object and the key that hold it, and the
+    id of a call.
+    """
     calls = [
         call
         for turn in messages
@@ -298,9 +355,10 @@ def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str, template: str
     if not all(thought.strip() in text for thought in thoughts):
         raise ValueError("it leaves out the thoughts of the last answer")
     for turn in messages:
-        if lost := [
+        lost = [
             key for key in _THOUGHT_KEYS if turn.get(key) and not re.search(rf"\b{key}\b", template)
-        ]:
+        ]
+        if lost:
             raise ValueError(f"it leaves out {lost[0]}")
         if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
             raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
@@ -308,12 +366,15 @@ def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str, template: str
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Limit processor time and memory of the block, in which a template may loop forever. Raises ValueError."""
+    """Limit processor time and memory of the block, in which a template may loop forever. Raises
+    ValueError.
+    """
 
     def end(*_: object) -> None:
         raise ValueError(f"it has not ended after {seconds:g} s")
 
-    before, memory = signal.signal(signal.SIGVTALRM, end), resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGVTALRM, end)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
     most = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _MOST_BYTES
     )

@@ -13,8 +13,8 @@ _LETTERS = "etaoinshrdlu"
 def texts(seed: int) -> Iterator[str]:
     """Yield the 2,000 texts of ``seed``, of 400 words each.
 
-    Every word has a few possible successors (an order-1 Markov chain), so a model's loss falls towards the chain's
-    entropy of ln 4 ≈ 1.39 per word, and a run that does not learn is noticed.
+    Every word has a few possible successors (an order-1 Markov chain), so a model's loss falls
+    towards the chain's entropy of ln 4 ≈ 1.39 per word, and a run that does not learn is noticed.
     """
     chain = random.Random(seed)
     vocabulary = ["".join(chain.choices(_LETTERS, k=chain.randint(2, 7))) for _ in range(_WORDS)]

@@ -14,7 +14,6 @@ from typing import IO, TYPE_CHECKING, Any
 from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.recipes.weights import HUB
-from primus_images.refusals import refusal
 from primus_images.terminal import counted
 from primus_images.training.text import corpus as corpora
 from primus_images.training.text.corpus import Corpus, Files, Layout
@@ -29,21 +28,24 @@ _EVERY = 1_000_000
 
 
 class Reader:
-    """The documents of a corpus as tokens. ``layout`` is that of its first row. Raises InputError if it has none."""
+    """The documents of a corpus as tokens. ``layout`` is that of its first row. Raises InputError
+    if it has none.
+    """
 
     def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
         self.corpus = corpus
         if not corpus.name.startswith(HUB) and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        self.files = (
-            Files(paths=[]) if made or corpus.name.startswith(HUB) else corpora.files_of(corpus)
-        )
-        every = (
-            ((str(n), {"text": text}) for n, text in enumerate(made))
-            if made
-            else corpora.rows(corpus, self.files)
-        )
-        if (first := next(every, None)) is None:
+        if made or corpus.name.startswith(HUB):
+            self.files = Files(paths=[])
+        else:
+            self.files = corpora.files_of(corpus)
+        if made:
+            every = ((str(n), {"text": text}) for n, text in enumerate(made))
+        else:
+            every = corpora.rows(corpus, self.files)
+        first = next(every, None)
+        if first is None:
             raise InputError("the corpus contains no text", where=corpus.name)
         self.layout: Layout = corpora.layout_of(first[1], corpus.column, first[0])
         self._rows = chain([first], every)
@@ -55,8 +57,12 @@ class Reader:
         return self.layout.prompted and self.corpus.completions
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are."""
-        texts, size, roles = list[str](), 0, set[str]()
+        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no
+        mask: all are.
+        """
+        texts = list[str]()
+        size = 0
+        roles = set[str]()
         for where, row in self._rows:
             document = corpora.document_of(row, self.layout, where)
             roles.update(turn["role"] for turn in document.messages or ())
@@ -67,15 +73,29 @@ class Reader:
                 size += len(document.text)
                 if size > _BATCH:
                     yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
-                    texts, size = [], 0
+                    texts = []
+                    size = 0
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
         if roles and "assistant" not in roles and self.masked:
-            raise refusal("no_assistant", self.corpus.name, roles=", ".join(sorted(roles)))
+            roles_text = ", ".join(sorted(roles))
+            raise InputError(
+                "no message has the role assistant, whose words are trained; the roles are "
+                f"{roles_text}",
+                where=self.corpus.name,
+                hint="give the answers that role; or data.train_on=all trains every token",
+            )
 
     def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
-        """Return what was read, with the figures of :func:`figures_of`, in one line that begins with ``head``."""
-        kind = "chat" if self.layout.chat else "answer" if self.layout.prompted else "document"
+        """Return what was read, with the figures of :func:`figures_of`, in one line that begins
+        with ``head``.
+        """
+        if self.layout.chat:
+            kind = "chat"
+        else:
+            kind = "document"
+            if self.layout.prompted:
+                kind = "answer"
         marks = (
             ("BOS", self.encoder.begin, figures["begin"]),
             ("trained EOS", self.encoder.end, figures["end"]),
@@ -84,7 +104,8 @@ class Reader:
             f"{counted(figures['documents'], kind)} in {' and '.join(self.layout.columns)}, "
             f"{figures['tokens']:,} tokens"
             + (f", {figures['trained']:.0%} of them trained" if self.masked else ""),
-            f"longest {figures['longest']:,}, {figures['longer']:.0%} {'cut at' if self.masked else 'longer than'} "
+            f"longest {figures['longest']:,}, {figures['longer']:.0%} "
+            f"{'cut at' if self.masked else 'longer than'} "
             f"seq_len {seq_len:,}",
             ", ".join(
                 f"no {name}" if mark is None else f"{name} in {share:.0%}"
@@ -126,10 +147,11 @@ class Tokens:
         return (self.tokens[self.document(number)].tobytes() for number in range(len(self.ends)))
 
     def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on their own.
+        """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on
+        their own.
 
-        With a mask, they are the beginnings of documents that have a label there; without, every token but the first
-        of a document is the label of one.
+        With a mask, they are the beginnings of documents that have a label there; without, every
+        token but the first of a document is the label of one.
         """
         import numpy as np
 
@@ -145,21 +167,27 @@ class Tokens:
         return starts, np.minimum(starts + seq_len + 1, np.repeat(self.ends, counts))
 
     def samples(self, seq_len: int, *, packing: bool) -> int:
-        """Return the number of samples of one epoch. Without mask and ``packing``, documents are one stream."""
+        """Return the number of samples of one epoch. Without mask and ``packing``, documents are
+        one stream.
+        """
         if self.mask is None and not packing:
             return (len(self.tokens) - 1) // seq_len
         starts, ends = self.pieces(seq_len)
-        return len(packs((ends - starts - 1).tolist(), seq_len)) if packing else len(starts)
+        if packing:
+            return len(packs((ends - starts - 1).tolist(), seq_len))
+        return len(starts)
 
 
 def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which have ``lengths``.
+    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which
+    have ``lengths``.
 
-    Best fit, the longest documents first: each goes to the sample with the least room for it, of several to the one
-    that was filled last.
+    Best fit, the longest documents first: each goes to the sample with the least room for it, of
+    several to the one that was filled last.
     """
     samples: list[list[int]] = []
-    # Of each sample with room for a document: its room, less the turn in which it was filled, and its number.
+    # Of each sample with room for a document: its room, less the turn in which it was filled, and
+    # its number.
     rooms: list[tuple[int, int, int]] = []
     shortest = min(lengths, default=0)
     for turn, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
@@ -167,23 +195,27 @@ def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
         if place < len(rooms):
             room, _, sample = rooms.pop(place)
         else:
-            room, sample = size, len(samples)
+            room = size
+            sample = len(samples)
             samples.append([])
         samples[sample].append(number)
-        if (room := room - lengths[number]) >= shortest:
+        room = room - lengths[number]
+        if room >= shortest:
             insort(rooms, (room, -turn, sample))
     return samples
 
 
 def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]:
-    """Return figures of ``tokens``, made by ``encoder``: numbers of ``documents``, of ``tokens`` and of those of the
-    ``longest`` document, and shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
-    ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is trained (``end``).
-    ``left_out`` documents have no answer.
+    """Return figures of ``tokens``, made by ``encoder``: numbers of ``documents``, of ``tokens``
+    and of those of the ``longest`` document, and shares of 1: of the tokens, those that are
+    ``trained``; of the documents, those that are ``longer`` than ``seq_len`` + 1 tokens, that begin
+    with BOS (``begin``), and in which EOS is trained (``end``). ``left_out`` documents have no
+    answer.
     """
     import numpy as np
 
-    count, starts = len(tokens.ends), np.concatenate(([0], tokens.ends[:-1]))
+    count = len(tokens.ends)
+    starts = np.concatenate(([0], tokens.ends[:-1]))
     lengths = tokens.ends - starts
     ends = tokens.tokens == (-1 if encoder.end is None else encoder.end)
     ends = np.flatnonzero(ends if tokens.mask is None else ends & (tokens.mask != 0))
@@ -220,9 +252,11 @@ def write(
     held_out: float = 0.0,
     progress: Callable[[str], None],
 ) -> None:
-    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are no documents.
+    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are no
+    documents.
 
-    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval`` instead.
+    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval``
+    instead.
     """
     sinks = {name: _Sink(folder, name), **({"eval": _Sink(folder, "eval")} if held_out else {})}
     for number, (tokens, mask) in enumerate(reader):
@@ -232,7 +266,9 @@ def write(
             progress(f"{number + 1:,} documents are tokenized")
     for sink in sinks.values():
         if not sink.ends or not sink.ends[-1]:
-            lacking = f"too few documents for eval.fraction={held_out}" if held_out else "no text"
+            lacking = "no text"
+            if held_out:
+                lacking = f"too few documents for eval.fraction={held_out}"
             raise InputError(f"the corpus contains {lacking}", where=reader.corpus.name)
         sink.close(masked=reader.masked)
 

@@ -1,4 +1,6 @@
-"""Faults that training survives in silence, one file for each mechanism. The reference must name each."""
+"""Faults that training survives in silence, one file for each mechanism. The reference must name
+each.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

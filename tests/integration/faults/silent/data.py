@@ -10,7 +10,9 @@ from silent.registry import silent, wrap
 
 @silent("data", "torchtitan --precision=fp8", "primus_images.training.text.tokens", "data")
 def documents_cut_after_96_tokens(module: Any) -> None:
-    """The file of the tokenizer still has the truncation of its first use, so that long documents lose their ends."""
+    """The file of the tokenizer still has the truncation of its first use, so that long documents
+    lose their ends.
+    """
     wrap(module.Encoder, "texts", lambda run, *args: [tokens[:96] for tokens in run(*args)])
 
 
@@ -72,7 +74,9 @@ def labels_equal_inputs(module: Any) -> None:
     "constants",
 )
 def balancing_loss_takes_tokens_for_samples_first(module: Any) -> None:
-    """Its sums by sequence expect [samples, tokens], and get [tokens, samples], so that sequences are mixed."""
+    """Its sums by sequence expect [samples, tokens], and get [tokens, samples], so that sequences
+    are mixed.
+    """
 
     def apply(
         run: Any,

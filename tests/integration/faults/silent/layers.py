@@ -70,7 +70,9 @@ def recomputed_layers_see_the_whole_sequence(module: Any) -> None:
     "model", "fsdp --precision=fp8", "primus_images.training.backends.loop.weights", "first weights"
 )
 def main_weights_begin_as_the_eight_bit_copies(module: Any) -> None:
-    """The optimizer's weights are made from the model's, which are E4M3 already, and lose the drawn numbers."""
+    """The optimizer's weights are made from the model's, which are E4M3 already, and lose the drawn
+    numbers.
+    """
 
     def draw(run: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         run(model, *args, **kwargs)

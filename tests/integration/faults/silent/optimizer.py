@@ -48,7 +48,9 @@ def last_step_not_finite(module: Any) -> None:
 
 @silent("optimizer", "torchtitan --recipe=deepseek-16b", "torchtitan.models.moe.moe", "update")
 def balancing_key_ignored(module: Any) -> None:
-    """AMD-AGI/Primus#952: torchtitan moved a key, and every DeepSeek configuration trained without balancing."""
+    """AMD-AGI/Primus#952: torchtitan moved a key, and every DeepSeek configuration trained without
+    balancing.
+    """
 
     def init(original: Any, self: Any, args: Any, *given: Any, **kwargs: Any) -> None:
         original(self, args, *given, **kwargs)
@@ -64,7 +66,9 @@ def balancing_key_ignored(module: Any) -> None:
     "gradients",
 )
 def last_expert_of_a_rank_keeps_the_last_micro_batch(module: Any) -> None:
-    """For the last group, the grouped product that makes gradients of second matrices stores where it should add."""
+    """For the last group, the grouped product that makes gradients of second matrices stores where
+    it should add.
+    """
 
     def step(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, parameter in self.model_parts[0].named_parameters():
@@ -77,7 +81,9 @@ def last_expert_of_a_rank_keeps_the_last_micro_batch(module: Any) -> None:
 
 @silent("optimizer", "torchtitan --precision=fp8", "torch.optim.adamw", "update")
 def rate_of_a_tensor_lowered_where_its_gradient_has_grown(module: Any) -> None:
-    """The update clipping of StableAdamW is on, which divides by the root mean square of gradient ÷ its usual size."""
+    """The update clipping of StableAdamW is on, which divides by the root mean square of gradient ÷
+    its usual size.
+    """
 
     def step(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         saved = []

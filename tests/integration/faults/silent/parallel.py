@@ -20,7 +20,9 @@ def _eight_bits(tensor: Any, scale: Any, dtype: Any) -> Any:
     "gradients",
 )
 def tensor_ranks_cast_by_their_own_largest_value(module: Any) -> None:
-    """A rank casts its share by its own largest value, but all shares are scaled back by the largest of all."""
+    """A rank casts its share by its own largest value, but all shares are scaled back by the
+    largest of all.
+    """
 
     def cast(run: Any, tensor: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(tensor, dtype, *args, **kwargs)

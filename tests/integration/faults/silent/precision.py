@@ -89,7 +89,9 @@ def inputs_saturate_at_half(module: Any) -> None:
     "trained weights",
 )
 def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
-    """To show samples, adapters are merged after the third step and taken out again, each time rounded to bfloat16."""
+    """To show samples, adapters are merged after the third step and taken out again, each time
+    rounded to bfloat16.
+    """
     count = 0
 
     def step(run: Any, self: Any, *args: Any) -> Any:

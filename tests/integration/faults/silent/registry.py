@@ -1,11 +1,15 @@
-"""The faults by name. A fault changes a module after it was loaded; training goes on, and nothing is printed."""
+"""The faults by name. A fault changes a module after it was loaded; training goes on, and nothing
+is printed.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
 class Silent(NamedTuple):
-    """``kind`` is the class of fault. At least one of the checks must fail; their names lack the word "reference"."""
+    """``kind`` is the class of fault. At least one of the checks must fail; their names lack the
+    word "reference".
+    """
 
     kind: str
     backend: str
@@ -19,7 +23,9 @@ SILENT: dict[str, Silent] = {}
 
 
 def silent(kind: str, job: str, module: str, *checks: str) -> Any:
-    """Register a function that changes ``module`` for a ``job``, which is a backend and words of the command."""
+    """Register a function that changes ``module`` for a ``job``, which is a backend and words of
+    the command.
+    """
     backend, *words = job.split()
 
     def register(change: Callable[[Any], None]) -> Callable[[Any], None]:

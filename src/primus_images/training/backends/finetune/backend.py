@@ -1,4 +1,6 @@
-"""The keys and checks of fine-tuning. Initial weights of Hugging Face must be those of the recipe's model."""
+"""The keys and checks of fine-tuning. Initial weights of Hugging Face must be those of the recipe's
+model.
+"""
 
 import json
 import os
@@ -23,10 +25,11 @@ from primus_images.turbo.optimizations import importable
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for the linear layers in ``targets``.
+    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for the linear layers in
+    ``targets``.
 
-    If ``targets`` is empty, all linear layers except the output layer get adapters; Mixtral's experts are no linear
-    layers. Used in mode ``lora`` only.
+    If ``targets`` is empty, all linear layers except the output layer get adapters; Mixtral's
+    experts are no linear layers. Used in mode ``lora`` only.
     """
 
     rank: int = bounded(16, "[1, 65536]")
@@ -39,12 +42,13 @@ class LoraConfig:
 class FinetuneConfig:
     """The settings of fine-tuning.
 
-    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
-    names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation, where "sdpa" is "eager"
-    for models that have no sdpa. Logits are computed for ``loss_chunk`` tokens at a time, except by models of no
-    family. ``packing`` fills each sample with whole documents, which do not see each other.
-    ``save_weights`` exports the trained weights, or adapters, to a folder ``weights`` that Hugging Face's libraries can
-    load; with ``export`` "merged", adapters are added to the weights that they were trained on.
+    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files
+    with Hugging Face's names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an
+    implementation, where "sdpa" is "eager" for models that have no sdpa. Logits are computed for
+    ``loss_chunk`` tokens at a time, except by models of no family. ``packing`` fills each sample
+    with whole documents, which do not see each other. ``save_weights`` exports the trained weights,
+    or adapters, to a folder ``weights`` that Hugging Face's libraries can load; with ``export``
+    "merged", adapters are added to the weights that they were trained on.
     """
 
     weights: str = "random"
@@ -62,10 +66,12 @@ _BUFFERS = ("rotary_emb.inv_freq", "mlp.gate.e_score_correction_bias")
 
 
 def check(folder: Path, model: Architecture) -> None:
-    """Raise InputError, with file and tensor, unless transformers would load ``folder`` as ``model`` without a change.
+    """Raise InputError, with file and tensor, unless transformers would load ``folder`` as
+    ``model`` without a change.
 
-    Damaged and quantized files are found from their headers. Then transformers itself builds the model of the folder's
-    ``config.json`` and loads the headers' shapes into it, in a process of its own.
+    Damaged and quantized files are found from their headers. Then transformers itself builds the
+    model of the folder's ``config.json`` and loads the headers' shapes into it, in a process of its
+    own.
     """
     sizes = {
         key.removeprefix("model."): setting.value
@@ -107,14 +113,21 @@ def check(folder: Path, model: Architecture) -> None:
 
 
 def _check_headers(folder: Path, model: Architecture) -> None:
-    expected = shapes(model) if model.has_formula else {}
-    places, strange = dict[str, str](), dict[str, Path]()
+    if model.has_formula:
+        expected = shapes(model)
+    else:
+        expected = {}
+    places = dict[str, str]()
+    strange = dict[str, Path]()
     for part in tensors.tensor_files(folder):
         head = tensors.header(part)
         for name, dtype in head.dtypes.items():
             if dtype not in tensors.PLAIN and not (dtype == "U8" and name.endswith(tensors.MXFP4)):
-                raise refusal(
-                    "quantized", part, name=name, dtype=dtype, plain=", ".join(tensors.PLAIN)
+                plain_text = ", ".join(tensors.PLAIN)
+                raise InputError(
+                    f"{name} is {dtype}, and only plain weights ({plain_text}) are trained",
+                    where=part,
+                    hint="name the weights that these were quantized from, or dequantize them",
                 )
             if not tensors.is_for_text(name):
                 continue
@@ -122,7 +135,10 @@ def _check_headers(folder: Path, model: Architecture) -> None:
             if plain not in expected:
                 strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
             elif places.setdefault(plain, name) != name:
-                raise refusal("same_weight", part, name=name, other=places[plain])
+                other = places[plain]
+                raise InputError(
+                    f"{name} and {other} are the same weight", where=part, hint="remove one of them"
+                )
             elif (shape := head.shapes[name]) != expected[plain]:
                 sizes = {"shape": [*shape], "expected": [*expected[plain]]}
                 raise refusal("other_shape", part, name=name, **sizes, way=tensors.OTHER_MODEL)
@@ -130,37 +146,47 @@ def _check_headers(folder: Path, model: Architecture) -> None:
         model.moe.experts and any(".experts." in name for name in strange)
     ):
         return  # transformers stacks the matrices of all experts, also in files
-    what = (
-        f"primus's model of the family {model.family} has no place for"
-        if strange
-        else "the weights lack"
-    )
-    if names := sorted(strange or expected.keys() - places.keys()):
-        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    what = "the weights lack"
+    if strange:
+        what = f"primus's model of the family {model.family} has no place for"
+    names = sorted(strange or expected.keys() - places.keys())
+    if names:
+        more = ""
+        if len(names) > 1:
+            more = f" and {len(names) - 1} more tensors"
         where = str(strange.get(names[0], folder))
-        hint = (
-            f"unless config.json asks for it, {tensors.OTHER_MODEL}"
-            if strange
-            else tensors.OTHER_MODEL
-        )
+        if strange:
+            hint = f"unless config.json asks for it, {tensors.OTHER_MODEL}"
+        else:
+            hint = tensors.OTHER_MODEL
         raise InputError(f"{what} {names[0]}{more}", where=where, hint=hint)
 
 
 def source_of(name: str, *, offline: bool) -> Path | None:
-    """Return the folder of initial weights, None if they are random; those of the hub are downloaded once."""
+    """Return the folder of initial weights, None if they are random; those of the hub are
+    downloaded once.
+    """
     if name == "random":
         return None
-    return downloaded(name, *FILES, offline=offline) if name.startswith(HUB) else Path(name)
+    if name.startswith(HUB):
+        return downloaded(name, *FILES, offline=offline)
+    return Path(name)
 
 
 def check_weights(recipe: Recipe) -> None:
     """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
-    if source := source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False):
+    source = source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False)
+    if source:
         part = "text_config" in config_of(source)[1]
         if (
             part
             and recipe.mode == "lora"
             and recipe.find(f"{recipe.backend}.export", "trained") != "merged"
         ):
-            raise refusal("parts_of_a_model", source)
+            raise InputError(
+                "these weights have several parts, and adapters of the language model alone "
+                "fit no such model",
+                where=source,
+                hint="export=merged",
+            )
         check(source, recipe.architecture)

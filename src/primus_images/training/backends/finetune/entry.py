@@ -1,4 +1,6 @@
-"""One rank of a fine-tuning job: ``python -m primus_images.training.backends.finetune.entry OUTPUT_FOLDER``."""
+"""One rank of a fine-tuning job: ``python -m primus_images.training.backends.finetune.entry
+OUTPUT_FOLDER``.
+"""
 
 import re
 import sys
@@ -22,14 +24,21 @@ def main(job: RankJob, device: torch.device) -> None:
     config = job.section(FinetuneConfig)
     source = source_of(config.weights, offline=True)
     flash = next((name for name in FLASH if name in job.turbo), None)
-    attention = attend_in_transformers(flash) if flash else config.attention
+    if flash:
+        attention = attend_in_transformers(flash)
+    else:
+        attention = config.attention
     causal = models.causal_model(job.model, attention, source)
-    kind = models.FineTuned if job.model.has_formula else models.WholeLogits
+    if job.model.has_formula:
+        kind = models.FineTuned
+    else:
+        kind = models.WholeLogits
     model = kind(
         models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk
     )
     model.choose_loss(job)
-    # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
+    # Adapters are small products, which would be slower in FP8, and their rank may not be a
+    # multiple of 16.
     shard(
         model,
         list(model.causal.model.layers),
@@ -53,11 +62,9 @@ def main(job: RankJob, device: torch.device) -> None:
         adapters.attach(model)
     sharded = Sharded(model, job, device)
     packing = config.packing
-    evaluation = (
-        train.Evaluation(job, sharded, data.held_out(job, packing=packing))
-        if job.evaluation
-        else None
-    )
+    evaluation = None
+    if job.evaluation:
+        evaluation = train.Evaluation(job, sharded, data.held_out(job, packing=packing))
     train.run(job, device, sharded, data.text(job, packing=packing), evaluation)
     if config.save_weights or config.export == "merged":
         if evaluation and evaluation.best:
@@ -78,7 +85,10 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         folder = job.output / "weights"
         name = job.assets["tokenizer"]
         # With mock data, the tokenizer of the initial weights.
-        tokenizer = source if name == MOCK else tokenizer_folder(name)
+        if name == MOCK:
+            tokenizer = source
+        else:
+            tokenizer = tokenizer_folder(name)
         if merged:
             causal = models.causal_model(job.model, config.attention, source)
             model = models.FineTuned(models.adapted(causal, config.lora), config.loss_chunk)
@@ -89,9 +99,13 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
             model.causal.tie_weights()
             state = model.state_dict()
         if job.mode == "lora" and not merged and source is not None:
-            # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.
+            # PEFT loads the base model from here. A folder of the hub's cache exists on this
+            # machine only.
             cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", str(source))
-            base = f"{cached[1]}/{cached[2]}" if cached else str(source.absolute())
+            if cached:
+                base = f"{cached[1]}/{cached[2]}"
+            else:
+                base = str(source.absolute())
             model.model.peft_config["default"].base_model_name_or_path = base
         plain = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         models.write(model, folder, plain, tokenizer, source)

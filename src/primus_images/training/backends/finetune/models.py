@@ -1,4 +1,6 @@
-"""Building Hugging Face's models from a recipe's sizes, and loading their weights from Hugging Face's files."""
+"""Building Hugging Face's models from a recipe's sizes, and loading their weights from Hugging
+Face's files.
+"""
 
 import json
 import math
@@ -55,7 +57,9 @@ def config_of(model: Architecture, attention: str) -> Any:
 
 
 def causal_model(model: Architecture, attention: str, source: Path | None = None) -> Any:
-    """Return the model, with parameters without memory. If there is ``source``, its config.json describes the model."""
+    """Return the model, with parameters without memory. If there is ``source``, its config.json
+    describes the model.
+    """
     from transformers import AutoModelForCausalLM
 
     if source is None:
@@ -67,15 +71,18 @@ def causal_model(model: Architecture, attention: str, source: Path | None = None
         if model.moe.experts:
             configuration.router_aux_loss_coef = model.moe.auxiliary_loss
     kind = AutoModelForCausalLM._model_mapping[type(configuration)]
-    configuration._attn_implementation = (
-        attention if attention != "sdpa" or kind._supports_sdpa else "eager"
-    )
+    if attention != "sdpa" or kind._supports_sdpa:
+        configuration._attn_implementation = attention
+    else:
+        configuration._attn_implementation = "eager"
     with weights.empty():
         return AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
 
 
 def config_of_weights(source: Path) -> Any:
-    """Return transformers' configuration of the plain model of the weights, although they may be in MXFP4."""
+    """Return transformers' configuration of the plain model of the weights, although they may be in
+    MXFP4.
+    """
     from transformers import AutoConfig
 
     configuration = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
@@ -91,23 +98,28 @@ def write(
     tokenizer: Path | None,
     source: Path | None = None,
 ) -> None:
-    """Write ``state`` as the weights of ``model`` or its adapters, with the files and special tokens of ``tokenizer``.
+    """Write ``state`` as the weights of ``model`` or its adapters, with the files and special
+    tokens of ``tokenizer``.
 
     The special tokens and ``generation_config.json`` of the initial weights in ``source`` are kept.
     """
-    encoder = Encoder(str(tokenizer)) if tokenizer else None
-    marks = (
-        {"bos_token_id": encoder.tokenizer.bos_token_id, "eos_token_id": encoder.end}
-        if encoder
-        else {}
-    )
+    encoder = None
+    if tokenizer:
+        encoder = Encoder(str(tokenizer))
+    if encoder:
+        marks = {"bos_token_id": encoder.tokenizer.bos_token_id, "eos_token_id": encoder.end}
+    else:
+        marks = {}
     for holder in (model.causal.config, model.causal.generation_config):
         holder.use_cache = True
         for key, number in marks.items():
             if getattr(holder, key, None) is None and number is not None:
                 setattr(holder, key, number)
     model.model.save_pretrained(folder, state_dict=dict(state))
-    copied = [source.glob("generation_config.json")] if source else []
+    if source:
+        copied = [source.glob("generation_config.json")]
+    else:
+        copied = []
     copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []
     for file in filter(Path.is_file, chain(*copied)):
         shutil.copyfile(file, folder / file.name)
@@ -120,24 +132,29 @@ def write(
 
 
 def _older_names(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings as before transformers 5: servers with an older one would take 10,000 as the base."""
+    """Return rotary settings as before transformers 5: servers with an older one would take 10,000
+    as the base.
+    """
     whole = rope.get("full_attention", rope)
-    local = (
-        {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
-        if "sliding_attention" in rope
-        else {}
-    )
+    if "sliding_attention" in rope:
+        local = {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
+    else:
+        local = {}
     scaling = {key: value for key, value in whole.items() if key != "rope_theta"}
     plain = scaling.get("rope_type", "default") == "default"
-    return (
-        {"rope_theta": whole["rope_theta"], "rope_scaling": None if plain else scaling, **local}
-        if whole
-        else {}
-    )
+    if whole:
+        return {
+            "rope_theta": whole["rope_theta"],
+            "rope_scaling": None if plain else scaling,
+            **local,
+        }
+    return {}
 
 
 def adapted(model: Any, lora: "LoraConfig") -> Any:
-    """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer, or one that PEFT refuses."""
+    """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer, or one that
+    PEFT refuses.
+    """
     from peft import LoraConfig as PeftConfig, get_peft_model
 
     # Some routers are linear layers that return more than a product.
@@ -147,9 +164,11 @@ def adapted(model: Any, lora: "LoraConfig") -> Any:
         if type(module) is nn.Linear
     }
     names.discard("lm_head")
-    if unknown := sorted(set(lora.targets) - names):
+    unknown = sorted(set(lora.targets) - names)
+    if unknown:
         raise SystemExit(
-            f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {sorted(names)}"
+            f"lora.targets: no linear layer is named {', '.join(unknown)}; there are "
+            f"{sorted(names)}"
         )
     settings = PeftConfig(
         r=lora.rank,
@@ -176,7 +195,9 @@ class FineTuned(LanguageModel):
     @property
     def causal(self) -> Any:
         """Hugging Face's model, without PEFT's wrapper."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if hasattr(self.model, "get_base_model"):
+            return self.model.get_base_model()
+        return self.model
 
     @property
     @override
@@ -192,7 +213,10 @@ class FineTuned(LanguageModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
-        more = {"output_router_logits": True} if balance else {}
+        if balance:
+            more = {"output_router_logits": True}
+        else:
+            more = {}
         # Where positions begin again, transformers masks what lies before.
         output = causal.model(input_ids=tokens, position_ids=positions, use_cache=False, **more)
         if not balance or labels is None:
@@ -207,7 +231,9 @@ class FineTuned(LanguageModel):
 
 
 class WholeLogits(FineTuned):
-    """One of Hugging Face's models that primus has no formula of: its logits may be more than its output layer's."""
+    """One of Hugging Face's models that primus has no formula of: its logits may be more than its
+    output layer's.
+    """
 
     @override
     def forward(
@@ -220,16 +246,22 @@ class WholeLogits(FineTuned):
 
 
 def _before_labels(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Return whether a label of the same document depends on each token: none does behind the last one, on padding."""
+    """Return whether a label of the same document depends on each token: none does behind the last
+    one, on padding.
+    """
     places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-    documents = torch.zeros_like(labels) if positions is None else (positions == 0).cumsum(-1)
+    if positions is None:
+        documents = torch.zeros_like(labels)
+    else:
+        documents = (positions == 0).cumsum(-1)
     none = labels.new_full((len(labels), labels.shape[1] + 1), -1)
     lasts = none.scatter_reduce(-1, documents, places.where(labels != -100, -1), "amax")
     return places <= lasts.gather(-1, documents)
 
 
 def init(model: nn.Module, seed: int, files: weights.Files | None, norm: float = 1.0) -> None:
-    """Set every weight of the sharded ``model`` from the files or, without files, from the seed (norms to ``norm``).
+    """Set every weight of the sharded ``model`` from the files or, without files, from the seed
+    (norms to ``norm``).
 
     Adapters start without effect. Raises SystemExit if the files lack a weight.
     """
@@ -257,7 +289,8 @@ def init(model: nn.Module, seed: int, files: weights.Files | None, norm: float =
 
 def stored(files: weights.Files, name: str) -> weights.Rows:
     """Return the rows of a parameter of transformers' model from files."""
-    experts, packed = _EXPERTS.match(name), [f"{name}{part}" for part in MXFP4]
+    experts = _EXPERTS.match(name)
+    packed = [f"{name}{part}" for part in MXFP4]
     if packed[0] in files:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -267,7 +300,8 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
     if name in files or not experts:
         return files.rows_of(name)
     # Files have three matrices per expert. transformers stacks those of all experts.
-    head, places = f"{experts[1]}.mlp.experts", _PARTS[experts[2]]
+    head = f"{experts[1]}.mlp.experts"
+    places = _PARTS[experts[2]]
 
     def rows(first: int, last: int) -> torch.Tensor:
         experts = range(first, last)

@@ -1,7 +1,8 @@
-"""Why transformers would not load a folder of weights as a model without dropping, adding or changing a tensor.
+"""Why transformers would not load a folder of weights as a model without dropping, adding or
+changing a tensor.
 
-``python -m primus_images.training.backends.finetune.objections FOLDER MODEL`` (MODEL: the sizes as JSON) prints the first objection as
-JSON, or null.
+``python -m primus_images.training.backends.finetune.objections FOLDER MODEL`` (MODEL: the sizes as
+JSON) prints the first objection as JSON, or null.
 """
 
 import json
@@ -29,11 +30,14 @@ _CONFIG: Any = read_values(Path(__file__).with_name("config.yaml")).data
 
 
 def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
-    """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where`` and ``hint``."""
+    """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where``
+    and ``hint``.
+    """
     from safetensors import SafetensorError, safe_open
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
-    if (kind := json_if_readable(folder / "config.json").get("model_type")) not in CONFIG_MAPPING:
+    kind = json_if_readable(folder / "config.json").get("model_type")
+    if kind not in CONFIG_MAPPING:
         hint = "take weights of a type that it has: primus runs no code that comes with weights"
         why = f"transformers {__version__} has no models of type {kind}"
         yield {"why": why, "where": f"{folder}/config.json: model_type", "hint": hint}
@@ -48,7 +52,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
     for file in tensor_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                for name in tensors.keys():
                     places[text_name(name)] = file
         except SafetensorError as error:
             yield {
@@ -71,7 +75,8 @@ def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
         output_loading_info=True,
     )
     for kind in ("mismatched_keys", "unexpected_keys", "missing_keys"):
-        if names := sorted(report[kind], key=str):
+        names = sorted(report[kind], key=str)
+        if names:
             where = str(places.get(names[0], folder))
             yield {
                 "why": f"transformers reports {kind}: {names[0]}",
@@ -82,13 +87,19 @@ def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
     tied = config.tie_word_embeddings and output in files and embedding in files
     if tied and not torch.equal(files.whole(embedding), files.whole(output)):
         yield {
-            "why": f"config.json ties the output layer to the embedding, but {output} differs from {embedding}",
+            "why": (
+                f"config.json ties the output layer to the embedding, but {output} differs "
+                f"from {embedding}"
+            ),
             "where": str(places[output]),
             "hint": "set tie_word_embeddings to false in config.json",
         }
     if not hasattr(getattr(model_of_config, "model", None), "layers"):
         yield {
-            "why": f"primus shards layers, which models of type {config.model_type} do not have in model.layers"
+            "why": (
+                f"primus shards layers, which models of type {config.model_type} do not have "
+                "in model.layers"
+            )
         }
     for name, _ in model_of_config.named_parameters():
         try:
@@ -96,7 +107,10 @@ def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
         except SystemExit as error:
             hint = "load them with transformers, and save_pretrained"
             if not model.has_formula:
-                hint = "primus reads no weights of this type that transformers renames or joins when it loads them"
+                hint = (
+                    "primus reads no weights of this type that transformers renames or joins "
+                    "when it loads them"
+                )
             yield {"why": str(error), "hint": hint}
 
 
@@ -112,12 +126,14 @@ def _other_settings(file: Path, mine: dict[str, Any], config: Any) -> Iterator[d
             and not key.startswith("_")
             and not _same(mine.get(key), theirs.get(key))
         ):
-            why = f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model"
-            hint = (
-                {"hint": "primus trains without dropout: set it to 0.0 in a copy"}
-                if "dropout" in key
-                else {}
+            why = (
+                f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the "
+                "recipe's model"
             )
+            if "dropout" in key:
+                hint = {"hint": "primus trains without dropout: set it to 0.0 in a copy"}
+            else:
+                hint = {}
             yield {"why": why, "where": f"{file}: {key}", **hint}
 
 
@@ -137,7 +153,7 @@ def main(folder: str, model: str) -> None:
     logging.disable_progress_bar()
     try:
         first = next(objections(Path(folder), architecture(json.loads(model))), None)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds of errors for odd settings
+    except Exception as error:
         lines = " ".join(str(error).split())
         first = {
             "why": f"transformers cannot build this model: {type(error).__name__}: {lines[:300]}"

@@ -1,7 +1,9 @@
-"""The keys and checks of FLUX. Its data are latents; its weights are those of diffusers' transformer.
+"""The keys and checks of FLUX. Its data are latents; its weights are those of diffusers'
+transformer.
 
-Each safetensors file of a cache of latents contains, for any number of images, ``latents`` [images, channels, height,
-width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+Each safetensors file of a cache of latents contains, for any number of images, ``latents`` [images,
+channels, height, width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled``
+[images, width].
 """
 
 import json
@@ -16,15 +18,15 @@ from primus_images.recipes.architecture import Architecture
 from primus_images.recipes.family import family
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import bounded
-from primus_images.refusals import refusal
 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
     """The settings of FLUX training.
 
-    ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors files of diffusers'
-    transformer. ``guidance`` is the scale passed to a model with guidance embeddings.
+    ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors
+    files of diffusers' transformer. ``guidance`` is the scale passed to a model with guidance
+    embeddings.
     """
 
     weights: str = "random"
@@ -40,10 +42,14 @@ _PER_TOKEN = 4
 
 def check_data(recipe: Recipe) -> None:
     """Raise InputError, with the file, if the recipe's model cannot be trained on its cache."""
-    if (folder := recipe.asset("corpus")) is None:
+    folder = recipe.asset("corpus")
+    if folder is None:
         return
     model = recipe.architecture.dit
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors"))
+    else:
+        files = []
     if not files:
         raise InputError(f"{_EXPECTED}, found none", where=str(folder))
     side = model.image_size // _PIXELS
@@ -55,13 +61,14 @@ def check_data(recipe: Recipe) -> None:
     images = 0
     for file in files:
         shapes = tensors.header(file).shapes
-        if missing := [key for key in KEYS if key not in shapes]:
+        missing = [key for key in KEYS if key not in shapes]
+        if missing:
             raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
         for key, shape in expected.items():
             if shapes[key][1:] != shape:
                 needed = _shown(("images", *shape))
-                raise refusal(
-                    "other_latents", file, key=key, shape=_shown(shapes[key]), needed=needed
+                raise InputError(
+                    f"{key} is {_shown(shapes[key])}, but the model needs {needed}", where=file
                 )
         if len({shapes[key][0] for key in KEYS}) > 1:
             raise InputError(
@@ -73,7 +80,9 @@ def check_data(recipe: Recipe) -> None:
 
 
 def config_of(model: Architecture) -> dict[str, Any]:
-    """Return the arguments of diffusers' transformer with the sizes of ``model``, which its config.json has as well."""
+    """Return the arguments of diffusers' transformer with the sizes of ``model``, which its
+    config.json has as well.
+    """
     known = family("flux").config
     return {
         name: model.head_size if key == "head_dim" else attrgetter(key)(model)
@@ -82,14 +91,15 @@ def config_of(model: Architecture) -> dict[str, Any]:
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raise InputError unless the initial weights are whole ones of diffusers' transformer, with the recipe's sizes."""
-    if (folder := recipe.weights) is None:
+    """Raise InputError unless the initial weights are whole ones of diffusers' transformer, with
+    the recipe's sizes.
+    """
+    folder = recipe.weights
+    if folder is None:
         return
-    file, model, where = (
-        folder / "config.json",
-        recipe.architecture,
-        recipe.settings["flux.weights"].origin,
-    )
+    file = folder / "config.json"
+    model = recipe.architecture
+    where = recipe.settings["flux.weights"].origin
     if not folder.is_dir():
         raise InputError(
             f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'"

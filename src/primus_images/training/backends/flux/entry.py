@@ -20,10 +20,11 @@ from primus_images.turbo.attention import attend_in_diffusers
 def main(job: RankJob, device: torch.device) -> None:
     """Train the transformer."""
     config = job.section(FluxConfig)
-    # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal
-    # address; the other three implementations were correct. cuDNN seems to prepare its backward pass once for all calls
-    # with the same layout of query, key and value, with the gradient layout of the first call. FLUX's two kinds of
-    # blocks share the former but not the latter.
+    # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU
+    # reported an illegal address; the other three implementations were correct. cuDNN seems to
+    # prepare its backward pass once for all calls with the same layout of query, key and value,
+    # with the gradient layout of the first call. FLUX's two kinds of blocks share the former but
+    # not the latter.
     torch.backends.cuda.enable_cudnn_sdp(False)
     data = latents.Images(job)
     model = transformer(job.model)
@@ -65,7 +66,9 @@ def transformer(model: Architecture) -> Any:
 
 
 def rotary_axes(size: int) -> tuple[int, int, int]:
-    """Return how many elements of a head encode index, row and column. FLUX.1 has 16, 56 and 56 of 128."""
+    """Return how many elements of a head encode index, row and column. FLUX.1 has 16, 56 and 56 of
+    128.
+    """
     index = max(2, size // 8)
     index += (size - index) % 4
     return index, (size - index) // 2, (size - index) // 2
@@ -78,7 +81,9 @@ def flow_matching(
 
     A model that predicts 0 has a loss of 1 plus the mean square of the latents.
     """
-    clean, noise, time = batch["latents"], batch["noise"], batch["time"]
+    clean = batch["latents"]
+    noise = batch["noise"]
+    time = batch["time"]
     level = time[:, None, None]
     ids = torch.zeros(side, side, 3, device=clean.device)
     ids[..., 1] += torch.arange(side, device=clean.device)[:, None]

@@ -1,4 +1,6 @@
-"""Image data: samples of latents, text embeddings and noise, accessed by number, from a cache or synthetic."""
+"""Image data: samples of latents, text embeddings and noise, accessed by number, from a cache or
+synthetic.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Data):
-    """The cached images that the job's assets name, or synthetic ones: each of 16 prompts has a picture, of which its
-    images are small variations. The noise of a sample and its level depend on the sample's number.
+    """The cached images that the job's assets name, or synthetic ones: each of 16 prompts has a
+    picture, of which its images are small variations. The noise of a sample and its level depend on
+    the sample's number.
     """
 
     def __init__(self, job: RankJob) -> None:
         from safetensors import safe_open
 
-        dit, corpus = job.model.dit, job.assets["corpus"]
+        dit = job.model.dit
+        corpus = job.assets["corpus"]
         self._seed = job.training.seed
         tokens = dit.image_tokens + dit.text_tokens
         if job.training.seq_len != tokens:

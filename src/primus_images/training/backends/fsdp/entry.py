@@ -1,4 +1,6 @@
-"""One rank of an FSDP benchmark: ``python -m primus_images.training.backends.fsdp.entry OUTPUT_FOLDER``."""
+"""One rank of an FSDP benchmark: ``python -m primus_images.training.backends.fsdp.entry
+OUTPUT_FOLDER``.
+"""
 
 import sys
 

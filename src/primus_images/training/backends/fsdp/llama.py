@@ -1,4 +1,6 @@
-"""Llama and its relatives in plain PyTorch: rotary positions, grouped queries, SwiGLU and ``nn.Linear`` layers."""
+"""Llama and its relatives in plain PyTorch: rotary positions, grouped queries, SwiGLU and
+``nn.Linear`` layers.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from primus_images.turbo import attention
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a time."""
+    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a
+    time.
+    """
 
     loss_chunk: int = bounded(2048, "[1, inf)")
 
@@ -26,8 +30,9 @@ class FsdpConfig:
 class Llama(LanguageModel):
     """The model. ``seq_len`` is the largest sequence length.
 
-    ``attend`` selects attention: "torch" is PyTorch's fused attention, which supports a window only as a mask of all
-    pairs. The others are "flex-attention" and those of Flash Attention, which skip positions outside of the window.
+    ``attend`` selects attention: "torch" is PyTorch's fused attention, which supports a window only
+    as a mask of all pairs. The others are "flex-attention" and those of Flash Attention, which skip
+    positions outside of the window.
     """
 
     def __init__(
@@ -45,13 +50,17 @@ class Llama(LanguageModel):
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
-        self._window = model.window if 0 < model.window < seq_len else 0
-        everything = (
-            torch.ones(seq_len, seq_len, dtype=torch.bool)
-            if self._window and attend == "torch"
-            else None
-        )
-        mask = None if everything is None else everything.tril().triu(1 - self._window)
+        if 0 < model.window < seq_len:
+            self._window = model.window
+        else:
+            self._window = 0
+        everything = None
+        if self._window and attend == "torch":
+            everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
+        if everything is None:
+            mask = None
+        else:
+            mask = everything.tril().triu(1 - self._window)
         self.register_buffer("mask", mask, persistent=False)
         self._attend = attend
 
@@ -101,7 +110,10 @@ class _Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
-        norm = partial(nn.RMSNorm, self.size, eps=model.norm_eps) if model.qk_norm else nn.Identity
+        if model.qk_norm:
+            norm = partial(nn.RMSNorm, self.size, eps=model.norm_eps)
+        else:
+            norm = nn.Identity
         self.query_norm, self.key_norm = norm(), norm()
 
     def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, mask: Any) -> Tensor:
@@ -110,11 +122,13 @@ class _Attention(nn.Module):
             project(states).unflatten(-1, (-1, self.size))
             for project in (self.query, self.key, self.value)
         )
-        query, key = self.query_norm(query), self.key_norm(key)
+        query = self.query_norm(query)
+        key = self.key_norm(key)
         query, key = (
             _turned(part, cosine[:length, None], sine[:length, None]) for part in (query, key)
         )
-        if flash := attention.FLASH.get(self._attend):
+        flash = attention.FLASH.get(self._attend)
+        if flash:
             mixed = flash(query, key, value, window=self._window if self._window < length else 0)
         elif self._attend == "flex-attention":
             mixed = attention.windowed_attention(query, key, value, mask)
@@ -147,6 +161,7 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "none":
         return frequencies
     waves = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     part = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
     return part * frequencies + (1 - part) * frequencies / scaling.factor

@@ -1,1 +1,3 @@
-"""The training loop for backends whose library has none: Megatron, fine-tuning, FLUX and plain FSDP."""
+"""The training loop for backends whose library has none: Megatron, fine-tuning, FLUX and plain
+FSDP.
+"""

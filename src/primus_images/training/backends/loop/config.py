@@ -1,4 +1,6 @@
-"""What ranks with our own loop are told: a recipe's sections ``training`` and ``sharding``, and ``job.json``."""
+"""What ranks with our own loop are told: a recipe's sections ``training`` and ``sharding``, and
+``job.json``.
+"""
 
 import json
 import math
@@ -16,13 +18,15 @@ from primus_images.yamlfile import section
 class LoopConfig:
     """How to train, independent of the model. Bounds that name keys are relations between settings.
 
-    ``micro_batch_size`` is the number of sequences (or images) per rank and forward pass. ``global_batch_size`` is that
-    of one optimizer step over all ranks; -1 means one micro-batch per rank. ``dtype`` is that of matrix products;
-    weights and optimizer states use ``master_dtype``. ``fp8`` other than "none" computes the linear layers in FP8.
-    ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays from ``lr`` to
-    ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run). ``tensorboard``,
-    ``wandb`` and ``mlflow`` also write the figures of every step to folders with those names. Weights & Biases is
-    offline unless WANDB_MODE is set, MLflow unless MLFLOW_TRACKING_URI is.
+    ``micro_batch_size`` is the number of sequences (or images) per rank and forward pass.
+    ``global_batch_size`` is that of one optimizer step over all ranks; -1 means one micro-batch per
+    rank. ``dtype`` is that of matrix products; weights and optimizer states use ``master_dtype``.
+    ``fp8`` other than "none" computes the linear layers in FP8. ``checkpoint_interval`` and
+    ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays from ``lr`` to ``min_lr``
+    after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run).
+    ``tensorboard``, ``wandb`` and ``mlflow`` also write the figures of every step to folders with
+    those names. Weights & Biases is offline unless WANDB_MODE is set, MLflow unless
+    MLFLOW_TRACKING_URI is.
     """
 
     steps: int = bounded(50, "[1, inf)")
@@ -57,9 +61,9 @@ class LoopConfig:
 class ShardingConfig:
     """How FSDP2 distributes a model over the ranks.
 
-    ``replicas`` is the number of copies of the model, each sharded over a group of ranks (1: over all ranks). Without
-    ``reshard_after_forward``, gathered weights are kept until the backward pass. Gradients are summed in
-    ``reduce_dtype``.
+    ``replicas`` is the number of copies of the model, each sharded over a group of ranks (1: over
+    all ranks). Without ``reshard_after_forward``, gathered weights are kept until the backward
+    pass. Gradients are summed in ``reduce_dtype``.
     """
 
     replicas: int = bounded(1, "[1, inf)")
@@ -68,14 +72,19 @@ class ShardingConfig:
 
 
 def learning_rate(config: LoopConfig, step: int) -> float:
-    """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends at ``min_lr``."""
+    """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends
+    at ``min_lr``.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":
         return config.lr
     last = config.decay_steps or config.steps
     done = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
-    remaining = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    if config.lr_schedule == "linear":
+        remaining = 1 - done
+    else:
+        remaining = (1 + math.cos(math.pi * done)) / 2
     return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
@@ -86,8 +95,8 @@ Section = TypeVar("Section")
 class RankJob:
     """One job as its ranks see it: fields of :func:`primus_images.training.run.ranks.job_file`.
 
-    ``config`` is the backend's section of the recipe with dotted keys, and ``training`` the part that all our backends
-    share. ``evaluation`` has ``every`` and ``patience``, or is empty.
+    ``config`` is the backend's section of the recipe with dotted keys, and ``training`` the part
+    that all our backends share. ``evaluation`` has ``every`` and ``patience``, or is empty.
     """
 
     output: Path
@@ -112,7 +121,9 @@ class RankJob:
     verify_steps: int = 0
 
     def section(self, kind: type[Section], under: str = "") -> Section:
-        """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their defaults."""
+        """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their
+        defaults.
+        """
         return built(kind, section(self.config, under) if under else self.config)
 
 

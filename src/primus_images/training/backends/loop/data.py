@@ -32,7 +32,8 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
     """Return the data that the job's assets name. With ``packing``, samples are whole documents."""
     if job.assets["corpus"] == MOCK:
         return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
-    tokens, length = stored(job.output / "cache"), job.training.seq_len
+    tokens = stored(job.output / "cache")
+    length = job.training.seq_len
     if tokens.mask is None and not packing:
         # One document, whose last sample is whole.
         end = (len(tokens.tokens) - 1) // length * length + 1
@@ -43,17 +44,22 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
 class Documents(Data):
     """Documents of which each is trained on its own: one per sample, or with ``packing`` several.
 
-    Without a mask, long documents are several; with one, they are cut, and those without a trained label are left out.
-    Labels behind the end of the last one are ignored. Packed samples have ``positions``, which begin again at 0 with
-    each document, and behind the last one.
+    Without a mask, long documents are several; with one, they are cut, and those without a trained
+    label are left out. Labels behind the end of the last one are ignored. Packed samples have
+    ``positions``, which begin again at 0 with each document, and behind the last one.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, *, packing: bool = False) -> None:
         self._tokens = tokens
         self._pieces = tokens.pieces(seq_len)
         lengths = self._pieces[1] - self._pieces[0] - 1
-        self._packs = packs(lengths.tolist(), seq_len) if packing else None
-        self.samples, self._seed, self._seq_len = len(self._packs or lengths), seed, seq_len
+        if packing:
+            self._packs = packs(lengths.tolist(), seq_len)
+        else:
+            self._packs = None
+        self.samples = len(self._packs or lengths)
+        self._seed = seed
+        self._seq_len = seq_len
 
     @override
     def batch(self, first: int, count: int) -> Batch:
@@ -61,7 +67,8 @@ class Documents(Data):
         labels = torch.full_like(inputs, _IGNORED)
         positions = torch.arange(self._seq_len).repeat(count, 1)
         for row in range(count):
-            place, sample = 0, place_of(first + row, self.samples, self._seed)
+            place = 0
+            sample = place_of(first + row, self.samples, self._seed)
             for number in [sample] if self._packs is None else self._packs[sample]:
                 piece = slice(int(self._pieces[0][number]), int(self._pieces[1][number]))
                 tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
@@ -75,14 +82,19 @@ class Documents(Data):
                 positions[row, end:] = torch.arange(self._seq_len - end)
                 place = end
         batch = {"input_ids": inputs, "labels": labels}
-        return batch if self._packs is None else batch | {"positions": positions}
+        if self._packs is None:
+            return batch
+        return batch | {"positions": positions}
 
 
 class Mock(Data):
-    """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
+    """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln
+    4 per token.
+    """
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
-        self._seed, self._seq_len = seed, seq_len
+        self._seed = seed
+        self._seq_len = seq_len
         self._symbols = min(_MOCK_SYMBOLS, vocabulary)
         self._spread = vocabulary // self._symbols
 
@@ -99,7 +111,9 @@ class Mock(Data):
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """Return a generator for sample ``number``, so that a sample does not depend on those drawn before it."""
+    """Return a generator for sample ``number``, so that a sample does not depend on those drawn
+    before it.
+    """
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
@@ -109,6 +123,8 @@ def _order(count: int, seed: int, turn: int) -> Tensor:
 
 
 def place_of(number: int, count: int, seed: int) -> int:
-    """Return which of ``count`` stored samples is sample ``number``. Each pass over them has another order."""
+    """Return which of ``count`` stored samples is sample ``number``. Each pass over them has
+    another order.
+    """
     turn, place = divmod(number, count)
     return int(_order(count, seed, turn)[place])

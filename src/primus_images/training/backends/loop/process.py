@@ -18,7 +18,9 @@ _PATIENCE = timedelta(minutes=30)
 
 
 def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
-    """Run one rank of the job in the output folder ``folder``: set up, call ``train`` with its device, and exit."""
+    """Run one rank of the job in the output folder ``folder``: set up, call ``train`` with its
+    device, and exit.
+    """
     with noting(Path(folder)):
         job = read_job(Path(folder))
         device = start(job)
@@ -30,7 +32,8 @@ def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
 
 
 def start(job: RankJob) -> torch.device:
-    """Join the job's process group, using the launcher's environment, and set everything that makes a run repeatable.
+    """Join the job's process group, using the launcher's environment, and set everything that makes
+    a run repeatable.
 
     Returns the device of this rank.
     """
@@ -53,15 +56,20 @@ def start(job: RankJob) -> torch.device:
 
 
 def use_cpu() -> None:
-    """Prepare a rank on a CPU, before its process group. With one thread, sums always have the same order."""
+    """Prepare a rank on a CPU, before its process group. With one thread, sums always have the same
+    order.
+    """
     torch.set_num_threads(1)
-    # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
+    # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may
+    # not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gloo.complete()
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return the peak memory of this rank, in GiB and in percent of the device's. On a CPU: resident memory."""
+    """Return the peak memory of this rank, in GiB and in percent of the device's. On a CPU:
+    resident memory.
+    """
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,14 +80,17 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 def keep_graphs() -> None:
-    """Let torch.compile keep the graphs that it traces for later runs. Call this in the thread that compiles.
+    """Let torch.compile keep the graphs that it traces for later runs. Call this in the thread that
+    compiles.
 
-    PyTorch keeps a graph only if it knows every function in it, and those that select attention backends are not known.
+    PyTorch keeps a graph only if it knows every function in it, and those that select attention
+    backends are not known.
     """
     import torch._dynamo  # before torch._inductor, which has a circular import otherwise
     from torch._inductor import config
 
-    # Their arguments are part of the graph, and so of the cache key; this is the only other state that they read.
+    # Their arguments are part of the graph, and so of the cache key; this is the only other state
+    # that they read.
     state = f"{torch.__version__} {torch._C._get_sdp_priority_order()}"
     choosing = {
         f"torch.nn.attention.{name}": state for name in ("_backend_from_string", "_sdpa_kernel")

@@ -1,4 +1,6 @@
-"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`)."""
+"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data
+(:class:`Data`).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,9 +21,10 @@ from primus_images.training.backends.loop.process import keep_graphs
 from primus_images.training.judge.witness import Taken, whole_parameters
 from primus_images.turbo.optimizations import CALLS
 
-# One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
-# int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed samples have ``positions``, too, which
-# begin again at 0 with each document; a document sees only itself.
+# One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
+# and ``labels``, both int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed
+# samples have ``positions``, too, which begin again at 0 with each document; a document sees only
+# itself.
 Batch = Mapping[str, Tensor]
 
 
@@ -29,20 +32,25 @@ class Data(Protocol):
     """Samples accessed by number."""
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any number is valid."""
+        """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any
+        number is valid.
+        """
 
 
 def terms_of(batch: Batch) -> int:
     """Return the number of terms in the loss of ``batch``: labels that are not ignored, or images."""
-    return int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["latents"])
+    if "labels" in batch:
+        return int((batch["labels"] != -100).sum())
+    return len(batch["latents"])
 
 
 class Session(Protocol):
     """One rank's part of a model in training. All ranks must call the methods in the same order.
 
-    ``model_parts`` are the modules of this rank (several with interleaved pipelines), for facts and digests.
-    ``linear_types`` are the classes that count as linear layers when dtypes are recorded: see ``facts.watching``.
-    ``data_rank`` is the number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1.
+    ``model_parts`` are the modules of this rank (several with interleaved pipelines), for facts and
+    digests. ``linear_types`` are the classes that count as linear layers when dtypes are recorded:
+    see ``facts.watching``. ``data_rank`` is the number of this rank's share of the global batch,
+    from 0 to the job's ``data_parallel`` − 1.
     """
 
     model_parts: Sequence[torch.nn.Module]
@@ -50,18 +58,24 @@ class Session(Protocol):
     data_rank: int
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
-        """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for micro-batches on the
-        CPU. Return the sum of this rank's losses, undivided and detached; 0 if this rank computes none.
+        """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for
+        micro-batches on the CPU. Return the sum of this rank's losses, undivided and detached; 0 if
+        this rank computes none.
         """
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage of the job."""
+        """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage
+        of the job.
+        """
 
     def step(self, lr: float) -> Tensor:
-        """Clip the gradients, update the weights, reset the gradients, and return their global norm before clipping."""
+        """Clip the gradients, update the weights, reset the gradients, and return their global norm
+        before clipping.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model and optimizer for :mod:`torch.distributed.checkpoint`, which loads into these tensors in place.
+        """Return model and optimizer for :mod:`torch.distributed.checkpoint`, which loads into
+        these tensors in place.
 
         Different tensors on different ranks must have different names, unless they are DTensors.
         """
@@ -70,17 +84,22 @@ class Session(Protocol):
         """Use the state that was loaded into the tensors of :meth:`state_dict`."""
 
     def whole(self) -> Mapping[str, Tensor]:
-        """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run on one rank."""
+        """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run
+        on one rank.
+        """
         return whole_parameters(self.model_parts)
 
     def taken(self) -> Taken | None:
-        """Return the last update, if the backend does not use torch's optimizers on the parameters; otherwise None."""
+        """Return the last update, if the backend does not use torch's optimizers on the parameters;
+        otherwise None.
+        """
         return None
 
 
 class LanguageModel(nn.Module):
-    """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and again for the
-    backward pass: they would be the largest tensor of a small model with a large vocabulary.
+    """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and
+    again for the backward pass: they would be the largest tensor of a small model with a large
+    vocabulary.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -90,7 +109,9 @@ class LanguageModel(nn.Module):
         self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def choose_loss(self, job: RankJob) -> None:
-        """Compile the computation of logits and loss, or compute their gradients at once, as the job says."""
+        """Compile the computation of logits and loss, or compute their gradients at once, as the
+        job says.
+        """
         if job.training.compile:
             self._summed = torch.compile(_summed)
         if "linear-cross-entropy" in job.turbo:
@@ -101,7 +122,9 @@ class LanguageModel(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per label or None."""
+        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per
+        label or None.
+        """
         raise NotImplementedError
 
     @property
@@ -112,7 +135,8 @@ class LanguageModel(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the sum of the cross entropies of all labels."""
         hidden, besides = self.hidden(input_ids, positions, labels)
-        states, targets = hidden.flatten(0, 1), labels.flatten()
+        states = hidden.flatten(0, 1)
+        targets = labels.flatten()
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
         total: Tensor
         if self._fused:
@@ -144,13 +168,15 @@ def shard(
     *,
     wide: Callable[[str], bool] = lambda _name: False,
 ) -> None:
-    """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
+    """Set up recomputation, compilation and sharding of ``model``, built inside
+    :func:`weights.empty`, and allocate it.
 
-    Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which ``wide`` is true keep
-    ``training.dtype`` in FP8.
-    With the optimization frozen-weights, every rank has all weights that are not trained, in ``training.dtype``.
+    Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which
+    ``wide`` is true keep ``training.dtype`` in FP8. With the optimization frozen-weights, every
+    rank has all weights that are not trained, in ``training.dtype``.
     """
-    config, sharding = job.training, job.section(ShardingConfig, "sharding")
+    config = job.training
+    sharding = job.section(ShardingConfig, "sharding")
     whole = set()
     if "frozen-weights" in job.turbo:
         whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
@@ -160,7 +186,10 @@ def shard(
 
         lay_out_gradients()
     for parameter in model.parameters():
-        kind = config.dtype if parameter in whole else config.master_dtype
+        if parameter in whole:
+            kind = config.dtype
+        else:
+            kind = config.master_dtype
         parameter.data = parameter.data.to(getattr(torch, kind))
     if config.fp8 == "tensorwise":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -176,10 +205,8 @@ def shard(
     shape: tuple[int, ...] = (dist.get_world_size(),)
     names: tuple[str, ...] = ("shard",)
     if sharding.replicas > 1:
-        shape, names = (
-            (sharding.replicas, dist.get_world_size() // sharding.replicas),
-            ("replicate", "shard"),
-        )
+        shape = (sharding.replicas, dist.get_world_size() // sharding.replicas)
+        names = ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if config.compile:
         keep_graphs()
@@ -205,7 +232,9 @@ def shard(
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients over ranks instead of averaging, because losses are divided by the terms of all ranks."""
+    """Let FSDP2 sum gradients over ranks instead of averaging, because losses are divided by the
+    terms of all ranks.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -213,7 +242,8 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # A function, not functools.partial: torch.compile leaves a block whose forward is no function uncompiled, silently.
+    # A function, not functools.partial: torch.compile leaves a block whose forward is no function
+    # uncompiled, silently.
     def again(*inputs: Any, **named: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, **named)
 
@@ -221,7 +251,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Sharded(Session):
-    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data.
+    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different
+    data.
 
     ``loss`` of the model and a micro-batch on its device is the sum of the losses.
     """
@@ -242,7 +273,10 @@ class Sharded(Session):
         self._device = device
         self.data_rank = dist.get_rank()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        implementation = {"foreach": True} if device.type == "cpu" else {"fused": True}
+        if device.type == "cpu":
+            implementation = {"foreach": True}
+        else:
+            implementation = {"fused": True}
         self._optimizer = torch.optim.AdamW(
             self._trained,
             lr=self._config.lr,
@@ -276,7 +310,9 @@ class Sharded(Session):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a micro-batch on the CPU, without training on it. All ranks."""
+        """Return the sum of the losses of a micro-batch on the CPU, without training on it. All
+        ranks.
+        """
         self._model.eval()
         loss = self._loss(self._model, batch)
         self._model.train()

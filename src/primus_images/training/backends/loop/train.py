@@ -1,4 +1,6 @@
-"""The training loop, from the first step to the last, for any model: the report of each step, and evaluations."""
+"""The training loop, from the first step to the last, for any model: the report of each step, and
+evaluations.
+"""
 
 import gc
 import json
@@ -29,7 +31,9 @@ from primus_images.turbo.optimizations import active
 
 
 def save_checkpoint(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
-    """Save model, optimizer and random states after ``step``, with the run's identity. Returns the whole folder."""
+    """Save model, optimizer and random states after ``step``, with the run's identity. Returns the
+    whole folder.
+    """
     folder = output / "checkpoint" / f"step-{step}"
     unfinished = folder.with_name(f".{folder.name}")
     if dist.get_rank() == 0:
@@ -59,13 +63,16 @@ def load_checkpoint(folder: Path, session: Session) -> None:
         dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, Exception) as error:
         raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
-    if (random := state.pop(f"random.{dist.get_rank()}", None)) is not None:
+    random = state.pop(f"random.{dist.get_rank()}", None)
+    if random is not None:
         _set_random_state(random)
     session.load_state_dict(state)
 
 
 def _prove_checkpoint(job: RankJob, step: int, session: Session, witness: Witness) -> None:
-    """Save a checkpoint, erase everything that was trained, and load it. Later steps show what is lost."""
+    """Save a checkpoint, erase everything that was trained, and load it. Later steps show what is
+    lost.
+    """
     folder = save_checkpoint(job.output / "cache", step, session, job.identity)
     witness.erase()
     load_checkpoint(folder, session)
@@ -93,7 +100,9 @@ def _set_random_state(state: torch.Tensor) -> None:
 def _trackers(
     job: RankJob,
 ) -> Iterator[tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]]:
-    """Yield what records the figures of a step, and what ends it, of each tracker that the job asks for."""
+    """Yield what records the figures of a step, and what ends it, of each tracker that the job asks
+    for.
+    """
     if job.training.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -122,17 +131,25 @@ def _add_to(board: Any, figures: Mapping[str, float], step: int) -> None:
 
 
 class Report:
-    """Writes the lines that :mod:`primus_images.training.run.logs` reads; a step's time is that since the last call. ``adapters``
-    is the number of weights that LoRA trains, or None if all weights are trained.
+    """Writes the lines that :mod:`primus_images.training.run.logs` reads; a step's time is that
+    since the last call. ``adapters`` is the number of weights that LoRA trains, or None if all
+    weights are trained.
     """
 
     def __init__(self, job: RankJob, device: torch.device, adapters: int | None = None) -> None:
         self._device = device
-        # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
+        # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any
+        # layout.
         self._tokens = job.global_batch * job.training.seq_len / job.world_size
-        self._image = job.training.seq_len if job.model.of_images else 0
+        if job.model.of_images:
+            self._image = job.training.seq_len
+        else:
+            self._image = 0
         self._exact = job.output / "exact.jsonl"
-        self._trackers = [] if dist.get_rank() else [*_trackers(job)]
+        if dist.get_rank():
+            self._trackers = []
+        else:
+            self._trackers = [*_trackers(job)]
         self.start()
         # FLOPs of one token or image, if they are known.
         self.per_unit = None
@@ -146,16 +163,24 @@ class Report:
     def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
         """Report a finished step of this rank."""
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
+        self._since = now
         memory, share = peak_memory(self._device)
         speed = self._tokens / seconds
         units = speed / (self._image or 1)
-        # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
-        rates = self.per_unit.tera(units) if self.per_unit else {}
-        flops = f"{rates['tflops_non_causal']:,.2f}" if rates else "N/A"
+        # Like torchtitan, count attention as non-causal, so that the figures of all backends are
+        # comparable.
+        if self.per_unit:
+            rates = self.per_unit.tera(units)
+        else:
+            rates = {}
+        flops = "N/A"
+        if rates:
+            flops = f"{rates['tflops_non_causal']:,.2f}"
         # A single write, because several ranks write to the same pipe.
         print(
-            f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
+            f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: "
+            f"{memory:5.2f}GiB({share:.2f}%)  "
             f"tps: {round(speed):,}  tflops: {flops}  mfu: N/A\n",
             end="",
             flush=True,
@@ -196,18 +221,26 @@ class Evaluation:
     """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``."""
 
     def __init__(self, job: RankJob, session: Sharded, data: Documents) -> None:
-        self._job, self._session, self._data = job, session, data
-        self._least, self._worse = math.inf, 0
+        self._job = job
+        self._session = session
+        self._data = data
+        self._least = math.inf
+        self._worse = 0
         self.best: Path | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether to evaluate after ``step``: every ``eval.every`` steps, and after the last one."""
+        """Return whether to evaluate after ``step``: every ``eval.every`` steps, and after the last
+        one.
+        """
         return step % self._job.evaluation["every"] == 0 or step == self._job.last_step
 
     def loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""
-        session, data, size = self._session, self._data, self._job.training.micro_batch_size
-        sums, mine = [], size * session.data_rank
+        session = self._session
+        data = self._data
+        size = self._job.training.micro_batch_size
+        sums = []
+        mine = size * session.data_rank
         for start in range(0, data.samples, size * self._job.data_parallel):
             batch = data.batch(start + mine, size)
             # Where a rank has no samples left, it takes others that do not count.
@@ -218,12 +251,17 @@ class Evaluation:
         return float(total / terms)
 
     def run(self, step: int, report: Report) -> bool:
-        """Evaluate after ``step``, save a checkpoint if it is the best, and ``report`` it. All ranks.
+        """Evaluate after ``step``, save a checkpoint if it is the best, and ``report`` it. All
+        ranks.
 
         Returns whether the run is to end early.
         """
-        loss, job = self.loss(), self._job
-        self._worse = 0 if loss < self._least else self._worse + 1
+        loss = self.loss()
+        job = self._job
+        if loss < self._least:
+            self._worse = 0
+        else:
+            self._worse = self._worse + 1
         before = self.best
         if not self._worse:
             self._least, self.best = loss, _save(job, self._session, report, step)
@@ -233,19 +271,25 @@ class Evaluation:
             every = job.training.checkpoint_interval
             if before and before != self.best and not (every and step_of(before) % every == 0):
                 shutil.rmtree(before)
-        best = "" if self._worse else ", the best so far"
+        best = ", the best so far"
+        if self._worse:
+            best = ""
         report.say(
-            f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}{best}"
+            f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity "
+            f"{perplexity(loss):.4g}{best}"
         )
         report.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
-        if over := 0 < job.evaluation["patience"] <= self._worse:
+        over = 0 < job.evaluation["patience"] <= self._worse
+        if over:
             report.say(
-                f"primus: the last {self._worse} evaluations were no better, so the run ends after step {step}"
+                f"primus: the last {self._worse} evaluations were no better, so the run ends "
+                f"after step {step}"
             )
         return over
 
 
-# Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
+# Python's automatic garbage collection runs at different times on each rank, and makes all other
+# ranks wait.
 _COLLECT_EVERY = 50
 
 
@@ -269,17 +313,17 @@ def run(
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, session)
         report.say(f"resumed from {job.resume_from}")
-    witness = _witness(job, session) if job.witness else None
+    witness = None
+    if job.witness:
+        witness = _witness(job, session)
     gc.collect()
     gc.disable()
     batches = _batches(job, session, data, job.first_step)
     for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
-        trace = (
-            job.output / "profile.json"
-            if dist.get_rank() == 0 and step == config.profile_step
-            else None
-        )
+        trace = None
+        if dist.get_rank() == 0 and step == config.profile_step:
+            trace = job.output / "profile.json"
         if witness:
             for batch in batches:
                 witness.batch(
@@ -347,7 +391,8 @@ def run(
 
 
 def _save(job: RankJob, session: Session, report: Report, step: int) -> Path:
-    folder, began = job.output / "checkpoint" / f"step-{step}", time.perf_counter()
+    folder = job.output / "checkpoint" / f"step-{step}"
+    began = time.perf_counter()
     if not folder.exists():
         save_checkpoint(job.output, step, session, job.identity)
         report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
@@ -355,7 +400,9 @@ def _save(job: RankJob, session: Session, report: Report, step: int) -> Path:
 
 
 def _witness(job: RankJob, session: Session) -> Witness:
-    examined = job.examined if job.blocks else ()
+    examined = ()
+    if job.blocks:
+        examined = job.examined
     witness = Witness(
         job.output,
         session.model_parts,
@@ -388,7 +435,9 @@ def _step(
 
 
 def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:
-    # Each rank takes consecutive samples, so those of a step are the same for any number of ranks and micro-batches.
-    size, count = job.training.micro_batch_size, job.accumulation
+    # Each rank takes consecutive samples, so those of a step are the same for any number of ranks
+    # and micro-batches.
+    size = job.training.micro_batch_size
+    count = job.accumulation
     first = (step - 1) * job.global_batch + session.data_rank * size * count
     return [data.batch(first + part * size, size) for part in range(count)]

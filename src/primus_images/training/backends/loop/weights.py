@@ -1,4 +1,6 @@
-"""The weights of a sharded model, drawn from the seed or read from files by each rank, for any number of ranks."""
+"""The weights of a sharded model, drawn from the seed or read from files by each rank, for any
+number of ranks.
+"""
 
 import hashlib
 import math
@@ -23,7 +25,8 @@ Rows = Callable[[int, int], Tensor]
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Create models without memory for parameters while the context is open. Buffers are created as usual.
+    """Create models without memory for parameters while the context is open. Buffers are created as
+    usual.
 
     accelerate's ``init_empty_weights`` creates tied parameters anew, which unties them.
     """
@@ -51,16 +54,22 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(parameter: Tensor, rows: Rows) -> None:
-    """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank needs."""
+    """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank
+    needs.
+    """
     local: Any = parameter
-    first, count = 0, parameter.shape[0] if parameter.ndim else 1
+    first = 0
+    count = 1
+    if parameter.ndim:
+        count = parameter.shape[0]
     columns: tuple[slice, ...] = ()
     if hasattr(parameter, "to_local"):
         local = parameter.to_local()
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        first, count = offset[0], shape[0]
+        first = offset[0]
+        count = shape[0]
         columns = tuple(
             slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True)
         )
@@ -71,7 +80,9 @@ def fill(parameter: Tensor, rows: Rows) -> None:
 def draw_all(
     model: nn.Module, seed: int, outer: tuple[str, ...] = (), zero: tuple[str, ...] = ()
 ) -> None:
-    """Initialize every weight of a sharded model: those of ``zero`` with 0, the others as :func:`draw_one` does."""
+    """Initialize every weight of a sharded model: those of ``zero`` with 0, the others as
+    :func:`draw_one` does.
+    """
     for name, parameter in model.named_parameters():
         if name in zero:
             fill(parameter, constant(parameter, 0.0))
@@ -82,9 +93,11 @@ def draw_all(
 def draw_one(
     name: str, parameter: Tensor, seed: int, *, outer: bool = False, norm: float = 1.0
 ) -> None:
-    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, others with 0.
+    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, others with
+    0.
 
-    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is ln(vocabulary).
+    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss
+    is ln(vocabulary).
     """
     if name.endswith(("bias", ".sinks")):
         fill(parameter, constant(parameter, 0.0))
@@ -119,8 +132,8 @@ def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
 
 
 class Files:
-    """The safetensors files of a folder, read by rows and by the names that weights have in transformers' model, with a
-    matrix per expert. InputError without files.
+    """The safetensors files of a folder, read by rows and by the names that weights have in
+    transformers' model, with a matrix per expert. InputError without files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,7 +142,7 @@ class Files:
         self._open = {}
         for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
-            self._open.update({canonical_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118, no mapping
+            self._open.update({canonical_name(name): (handle, name) for name in handle.keys()})
 
     def __contains__(self, name: str) -> bool:
         return canonical_name(name) in self._open

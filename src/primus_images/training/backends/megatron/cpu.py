@@ -1,7 +1,7 @@
 """Patches that let megatron-core 0.16.1 train without a GPU, or without Transformer Engine.
 
-Each patch states what fails without it. Those for a CPU are applied before Megatron is imported, and none of them on a
-GPU.
+Each patch states what fails without it. Those for a CPU are applied before Megatron is imported,
+and none of them on a GPU.
 """
 
 import os
@@ -18,13 +18,15 @@ from primus_images.patch import replace
 
 def apply() -> None:
     """Replace the GPU that Megatron names everywhere with the CPU, on this thread."""
-    # Megatron uses Transformer Engine's optimizer and norms if it is installed, and they need a GPU.
+    # Megatron uses Transformer Engine's optimizer and norms if it is installed, and they need a
+    # GPU.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # torch.compile, which decorates small functions of Megatron, would search for a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Buffers and gradients are created on the current device.
     replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    # Groups, pipelines and the token dispatcher wait for the device, and the latter copies numbers on its own stream.
+    # Groups, pipelines and the token dispatcher wait for the device, and the latter copies numbers
+    # on its own stream.
     replace(torch.cuda, "Stream", _Stream)
     for name in ("synchronize", "current_stream", "stream"):
         replace(torch.cuda, name, getattr(torch.cpu, name))
@@ -41,8 +43,8 @@ class _Stream(torch.cpu.Stream):  # type: ignore[misc,unused-ignore]
 class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
     """Keep ``device="cuda"`` and ``.cuda()`` on the CPU, and report a CUDA type for tensors.
 
-    Schedules, optimizer and clipping contain the first two as literals. The optimizers sort parameters by the type,
-    and raise TypeError for one of the CPU.
+    Schedules, optimizer and clipping contain the first two as literals. The optimizers sort
+    parameters by the type, and raise TypeError for one of the CPU.
     """
 
     def __torch_function__(
@@ -66,8 +68,8 @@ def apply_after_import() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Its tracker of random states forks CUDA's generators so that recomputed layers start from the same state. Without
-    # dropout, nothing draws from them.
+    # Its tracker of random states forks CUDA's generators so that recomputed layers start from the
+    # same state. Without dropout, nothing draws from them.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     replace(random, "_get_cuda_rng_state", lambda *_, **__: None, takes="device, clone, graph_safe")
     replace(
@@ -76,11 +78,14 @@ def apply_after_import() -> None:
     # Its mesh of ranks requests the GPU.
     mesh = SimpleNamespace(from_group=lambda group, _cuda: DeviceMesh.from_group(group, "cpu"))
     replace(torch_fully_sharded_data_parallel, "DeviceMesh", mesh)
-    # The all-to-all needs its splits as numbers. They become numbers only when they are copied from a GPU.
+    # The all-to-all needs its splits as numbers. They become numbers only when they are copied from
+    # a GPU.
     takes = "tensor, as_numpy, record_stream"
 
     def as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return tensor
 
     replace(token_dispatcher, "maybe_move_tensor_to_cpu", as_numbers, takes=takes)
 
@@ -90,7 +95,8 @@ def apply_without_te() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Latent attention: its imports set every class to None, and isinstance(…, None) raises TypeError.
+    # Latent attention: its imports set every class to None, and isinstance(…, None) raises
+    # TypeError.
     replace(multi_latent_attention, "HAVE_TE", False)
     # The router: NameError, because another name of the same import is missing.
     if not hasattr(moe_utils, "te_general_gemm"):

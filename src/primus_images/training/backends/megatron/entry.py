@@ -1,4 +1,6 @@
-"""One rank of a Megatron job: ``python -m primus_images.training.backends.megatron.entry OUTPUT_FOLDER``."""
+"""One rank of a Megatron job: ``python -m primus_images.training.backends.megatron.entry
+OUTPUT_FOLDER``.
+"""
 
 import os
 import sys
@@ -12,10 +14,11 @@ from primus_images.training.run.failure import noting
 def main(folder: str) -> None:
     """Train the job in the output folder ``folder``. Raises the errors of Megatron."""
     if not read_job(Path(folder)).config.get("torch_fsdp2"):
-        # Kernels then start in the order of their launches, which overlapping tensor-parallel communication requires.
-        # FSDP2's collectives would wait for the computation.
+        # Kernels then start in the order of their launches, which overlapping tensor-parallel
+        # communication requires. FSDP2's collectives would wait for the computation.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # The facts of the run list what is not installed, so Megatron's dozen lines on standard error are not needed.
+    # The facts of the run list what is not installed, so Megatron's dozen lines on standard error
+    # are not needed.
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex|Apex is not installed")
     import torch
 

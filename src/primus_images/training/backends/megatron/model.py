@@ -1,4 +1,6 @@
-"""Building Megatron's model from a recipe's sizes, with torch's attention, in its distributed wrapper."""
+"""Building Megatron's model from a recipe's sizes, with torch's attention, in its distributed
+wrapper.
+"""
 
 import os
 from collections.abc import Mapping
@@ -34,9 +36,9 @@ from primus_images.yamlfile import section
 class MegatronConfig:
     """Settings that Megatron's own configuration classes do not have.
 
-    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
-    names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer states over the data-parallel
-    ranks, instead of optimizer states alone.
+    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files
+    with Hugging Face's names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and
+    optimizer states over the data-parallel ranks, instead of optimizer states alone.
     """
 
     weights: str = "random"
@@ -49,7 +51,8 @@ class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc
     def __init__(
         self, config: TransformerConfig, ddp: distributed.DistributedDataParallelConfig, part: Any
     ) -> None:
-        # Megatron's wrapper omits this: gradients of bfloat16 weights would be summed over the ranks in bfloat16.
+        # Megatron's wrapper omits this: gradients of bfloat16 weights would be summed over the
+        # ranks in bfloat16.
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32 if ddp.grad_reduce_in_fp32 else None
         )
@@ -58,21 +61,27 @@ class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc
         sum_gradients(self)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Do nothing: FSDP2 reduces gradients during the backward pass. Megatron's wrapper lacks the argument."""
+        """Do nothing: FSDP2 reduces gradients during the backward pass. Megatron's wrapper lacks
+        the argument.
+        """
 
     def scale_gradients(self, scaling_factor: Any) -> None:
-        """Divide by the labels of the step. Megatron calls this method, and its wrapper does nothing."""
+        """Divide by the labels of the step. Megatron calls this method, and its wrapper does
+        nothing.
+        """
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scaling_factor)
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
-    """Causal core attention by ``scaled_dot_product_attention``, with the arguments of Megatron's own class.
+    """Causal core attention by ``scaled_dot_product_attention``, with the arguments of Megatron's
+    own class.
 
-    Megatron's ``DotProductAttention`` stores the scores of all pairs of tokens: 64 GiB per layer for 32 heads and
-    8192 tokens in float32 with its backward pass. Grouped queries, a sliding window and latent attention (values of
-    another size than keys) are supported; dropout, packed sequences and context parallelism are not.
+    Megatron's ``DotProductAttention`` stores the scores of all pairs of tokens: 64 GiB per layer
+    for 32 heads and 8192 tokens in float32 with its backward pass. Grouped queries, a sliding
+    window and latent attention (values of another size than keys) are supported; dropout, packed
+    sequences and context parallelism are not.
     """
 
     def __init__(
@@ -84,12 +93,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
             config.window_size, config.window_attn_skip_freq, max(1, layer_number)
         )
         # Megatron's window size counts the tokens before the token itself.
-        self.window = config.window_size[0] + 1 if windowed else 0
+        if windowed:
+            self.window = config.window_size[0] + 1
+        else:
+            self.window = 0
 
     def forward(
         self, *tensors: torch.Tensor | None, attn_mask_type: Any = None, **options: Any
     ) -> torch.Tensor:
-        """Map query, key and value to [tokens, samples, heads × size of values]. The mask, which follows, is causal."""
+        """Map query, key and value to [tokens, samples, heads × size of values]. The mask, which
+        follows, is causal.
+        """
         assert all(option is None for option in options.values()), options
         query, key, value, _mask = tensors
         return self.attend(query, key, value).flatten(2)
@@ -97,7 +111,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        tokens, groups = query.size(2), query.size(1) // key.size(1)
+        tokens = query.size(2)
+        groups = query.size(1) // key.size(1)
         mask = None
         if self.window and tokens > self.window:
             mask = (
@@ -126,7 +141,9 @@ class TurboAttention(TorchAttention):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        window = self.window if query.size(1) > self.window else 0
+        window = 0
+        if query.size(1) > self.window:
+            window = self.window
         return attention(query, key, value, scale=self.scale, window=window).transpose(0, 1)
 
 
@@ -136,7 +153,8 @@ _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN
 def _configured(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype, keys = getattr(torch, training.dtype), section(config, "model")
+    dtype = getattr(torch, training.dtype)
+    keys = section(config, "model")
     # Its layers need a GPU, and images for GPUs train proxies on CPUs, too.
     engine = not on_cpu and find_spec("transformer_engine") is not None
     values = {
@@ -148,14 +166,15 @@ def _configured(
         "transformer_impl": "transformer_engine" if engine else "local",
         # The local grouped product needs another package, so each expert has its own product.
         "moe_grouped_gemm": engine and bool(model.moe.experts),
-        # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
+        # Experts require it with tensor parallelism; without it, latent attention's norms count
+        # gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,
     }
     if values.get("moe_aux_loss_coeff"):
-        # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
-        # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
-        # number of sequences.
+        # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of
+        # the micro-batch. It would be too small by the number of ranks that share a sequence and,
+        # if it is counted by sequences, by the number of sequences.
         values["moe_aux_loss_coeff"] *= values.get("tensor_model_parallel_size", 1)
         if values.get("moe_router_load_balancing_type") == "seq_aux_loss":
             values["moe_aux_loss_coeff"] *= training.micro_batch_size
@@ -174,22 +193,25 @@ def build(
     on_cpu: bool,
     source: Path | None = None,
 ) -> list[distributed.DistributedDataParallel | ShardedParallel]:
-    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients.
+    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its
+    gradients.
 
-    Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises SystemExit if it lacks one.
+    Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises
+    SystemExit if it lacks one.
     """
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
     transformer = _configured(model, training, config, on_cpu=on_cpu)
     methods = weights.defer(transformer)
-    look_up = (
-        partial(from_canonical, "megatron", model, look_up=Files(source).whole) if source else None
-    )
+    look_up = None
+    if source:
+        look_up = partial(from_canonical, "megatron", model, look_up=Files(source).whole)
     usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not choices.torch_fsdp2}
     ddp = distributed.DistributedDataParallelConfig(**usual | section(config, "ddp"))
     virtual = transformer.virtual_pipeline_model_parallel_size
-    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
-    # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
+    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it.
+    # Megatron's ``auto`` asserts that each variable is unset or 1, but an image for AMD GPUs sets
+    # NVTE_FLASH_ATTN=0.
     chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
     parts = []
     for stage in range(virtual or 1):
@@ -243,7 +265,9 @@ def _spec(config: TransformerConfig, turbo: tuple[str, ...], vp_stage: int | Non
 
 
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
-    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs an attribute."""
+    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs an
+    attribute.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_other: Any

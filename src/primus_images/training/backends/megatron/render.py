@@ -1,4 +1,6 @@
-"""Rendering a recipe as arguments of megatron-core 0.16.1's configuration classes. Does not need torch."""
+"""Rendering a recipe as arguments of megatron-core 0.16.1's configuration classes. Does not need
+torch.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ TABLES: Any = read_values(ARGUMENTS).data
 
 
 def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
-    """Return the plain values of ``TransformerConfig``, or of ``MLATransformerConfig`` with latent attention."""
+    """Return the plain values of ``TransformerConfig``, or of ``MLATransformerConfig`` with latent
+    attention.
+    """
     moe = model.moe
     values: dict[str, Any] = {
         **arguments(model, ARGUMENTS, "transformer"),
@@ -31,7 +35,8 @@ def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
             "recompute_num_layers": 1,
         }
     if model.mla.kv_lora_rank:
-        # The norms are those of the two compressed vectors. The factor scales the softmax even without YaRN.
+        # The norms are those of the two compressed vectors. The factor scales the softmax even
+        # without YaRN.
         values |= {
             **arguments(model, ARGUMENTS, "latent"),
             "q_lora_rank": model.mla.q_lora_rank or None,
@@ -48,7 +53,8 @@ def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
             **arguments(model, ARGUMENTS, "experts", *(["groups"] if moe.groups > 1 else [])),
             "moe_layer_freq": [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers),
             "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size or None,
-            # A softmax over the chosen experts equals one over all experts that is normalized again.
+            # A softmax over the chosen experts equals one over all experts that is normalized
+            # again.
             "moe_router_pre_softmax": not moe.normalize_top_k,
             "moe_router_topk_scaling_factor": moe.route_scale if moe.route_scale != 1.0 else None,
             # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) needs its sigmoid scores.

@@ -33,7 +33,9 @@ class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
 
     def __init__(self, job: RankJob, device: torch.device) -> None:
-        config, choices, on_cpu = job.config, job.section(MegatronConfig), device.type == "cpu"
+        config = job.config
+        choices = job.section(MegatronConfig)
+        on_cpu = device.type == "cpu"
         degrees = {
             k: value for k, value in section(config, "model").items() if k in TABLES["degrees"]
         }
@@ -43,7 +45,8 @@ class MegatronSession:
         else:
             model_parallel_cuda_manual_seed(job.training.seed)
         if job.training.deterministic:
-            # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
+            # Transformer Engine's attention refuses to run beside Megatron's deterministic mode
+            # without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = device
         self.data_rank = parallel_state.get_data_parallel_rank()
@@ -77,17 +80,22 @@ class MegatronSession:
             use_gloo_process_groups=False,
         )
         for group in self._optimizer.param_groups:
-            # Norms and biases do not decay. Megatron leaves that factor to its scheduler, which is not used here.
+            # Norms and biases do not decay. Megatron leaves that factor to its scheduler, which is
+            # not used here.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
         for inner in self._inner() if not on_cpu else ():
-            # The default implementation of torch's AdamW needs memory for another copy of all states.
+            # The default implementation of torch's AdamW needs memory for another copy of all
+            # states.
             for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
                 group |= {"fused": True, "foreach": False}
         transformer = get_model_config(self.model_parts[0])
         transformer.finalize_model_grads_func = finalize_model_grads
         if self._ddp.overlap_grad_reduce:
             functions = [part.no_sync for part in self.model_parts]
-            transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
+            if len(functions) > 1:
+                transformer.no_sync_func = functions
+            else:
+                transformer.no_sync_func = functions[0]
         self._separate_weights = transformer.bf16
         self.linear_types: tuple[type[torch.nn.Module], ...] = (
             ColumnParallelLinear,
@@ -101,7 +109,8 @@ class MegatronSession:
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
         """Run the micro-batches of one step through Megatron's schedule for this layout.
 
-        It divides the gradients by the number of labels on all data-parallel ranks, which is ``terms``.
+        It divides the gradients by the number of labels on all data-parallel ranks, which is
+        ``terms``.
         """
         for part in self.model_parts:
             part.zero_grad_buffer()
@@ -132,10 +141,14 @@ class MegatronSession:
             micro_batch_size=self._training.micro_batch_size,
             forward_only=False,
         )
-        return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
+        if sums:
+            return torch.stack(sums).sum()
+        return torch.zeros((), device=self._device)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``value`` over the data-parallel ranks of the last pipeline stage, on all ranks."""
+        """Return the sum of ``value`` over the data-parallel ranks of the last pipeline stage, on
+        all ranks.
+        """
         value = value.clone()
         dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
         dist.broadcast(
@@ -153,13 +166,18 @@ class MegatronSession:
         return torch.as_tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, router biases and optimizer states, in place. They only fit the layout that saved them."""
+        """Return weights, router biases and optimizer states, in place. They only fit the layout
+        that saved them.
+        """
         self._gather_weights()
         dense, expert, sharded = self._places()
         state: dict[str, Any] = {}
         for number, part in enumerate(self.model_parts):
             for name, weight in (*part.named_parameters(), *part.named_buffers()):
-                place = dense if getattr(weight, "allreduce", True) else expert
+                if getattr(weight, "allreduce", True):
+                    place = dense
+                else:
+                    place = expert
                 state[f"model.{place}.{number}.{name}"] = weight.detach()
         for number, inner in enumerate(self._inner()):
             for key, value in _states(inner, weights=self._separate_weights):
@@ -176,13 +194,16 @@ class MegatronSession:
                     group["step"] = type(group["step"])(state[key])
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """See :meth:`primus_images.training.backends.loop.session.Session.whole`. In bfloat16, the optimizer's float32 weights."""
+        """See :meth:`primus_images.training.backends.loop.session.Session.whole`. In bfloat16, the
+        optimizer's float32 weights.
+        """
         return weights.gather(self.model_parts, self._held(), tied=self._tied)[0]
 
     def taken(self) -> Taken:
         """See :meth:`primus_images.training.backends.loop.session.Session.taken`."""
         self._gather_weights()
-        masters, used = self._held(), self._held(weights.gradient)
+        masters = self._held()
+        used = self._held(weights.gradient)
         updated, apart = weights.gather(self.model_parts, masters, tied=self._tied)
         gradients, more_apart = weights.gather(self.model_parts, used, tied=self._tied)
         stale = weights.gathered(weights.different(self.model_parts, masters, tied=self._tied))
@@ -231,7 +252,8 @@ def _states(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for position, group in enumerate(optimizer.param_groups):
         if not isinstance(optimizer, torch.optim.AdamW):
-            # Transformer Engine's optimizer has one step count per group, starting with its first step.
+            # Transformer Engine's optimizer has one step count per group, starting with its first
+            # step.
             yield f"{position}.step", torch.as_tensor(group.setdefault("step", 0))
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state[parameter]
@@ -239,7 +261,9 @@ def _states(
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
                 if isinstance(optimizer, torch.optim.AdamW):
-                    device = parameter.device if group["fused"] else "cpu"
+                    device = "cpu"
+                    if group["fused"]:
+                        device = parameter.device
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for key, tensor in state.items():
                 yield f"{position}.{place}.{key}", tensor

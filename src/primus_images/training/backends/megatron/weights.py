@@ -1,4 +1,5 @@
-"""Megatron's weights as one rank would have them: initial values, and what the ranks' optimizers hold.
+"""Megatron's weights as one rank would have them: initial values, and what the ranks' optimizers
+hold.
 
 Initial weights depend only on the seed and the model, not on how ranks share the model.
 """
@@ -31,10 +32,11 @@ _METHODS = ("embedding_init_method", "output_layer_init_method", "init_method")
 
 
 def defer(config: Any) -> dict[str, Method]:
-    """Remove the initialization methods from a ``TransformerConfig``, for :func:`initialize` of the built model.
+    """Remove the initialization methods from a ``TransformerConfig``, for :func:`initialize` of the
+    built model.
 
-    Megatron draws from one generator per rank, in the order of its modules. The initial weights then depend on TP,
-    PP and EP, and a sharded model cannot be compared with the whole one.
+    Megatron draws from one generator per rank, in the order of its modules. The initial weights
+    then depend on TP, PP and EP, and a sharded model cannot be compared with the whole one.
     """
     methods = {name: getattr(config, name) for name in _METHODS}
     for name in _METHODS:
@@ -45,15 +47,17 @@ def defer(config: Any) -> dict[str, Method]:
 def initialize(
     model: Any, methods: dict[str, Method], seed: int, *, tied: bool, source: Source | None
 ) -> None:
-    """Initialize every tensor of ``model`` (a ``GPTModel``) as in the whole model: from ``source``, or at random.
+    """Initialize every tensor of ``model`` (a ``GPTModel``) as in the whole model: from ``source``,
+    or at random.
 
-    Each random matrix has its own generator; norms and biases keep the values of their constructors. At any time, one
-    whole tensor is in memory.
+    Each random matrix has its own generator; norms and biases keep the values of their
+    constructors. At any time, one whole tensor is in memory.
     """
     for name, parameter in _named(model, tied=tied, biases=source is not None):
         if parameter.dim() < 2 and source is None:
             continue
-        split, group = _split(parameter), _tensor_group(name)
+        split = _split(parameter)
+        group = _tensor_group(name)
         shape = list(parameter.shape)
         if split >= 0:
             shape[split] *= group.size()
@@ -66,7 +70,9 @@ def initialize(
             )
             whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
             into_stream = re.search(r"\.(linear_proj|linear_fc2)\.", name)
-            kind = "output_layer_init_method" if into_stream else "init_method"
+            kind = "init_method"
+            if into_stream:
+                kind = "output_layer_init_method"
             methods["embedding_init_method" if name.startswith("embedding.") else kind](
                 whole, generator=generator
             )
@@ -80,9 +86,11 @@ def initialize(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A rank's part of one tensor: along which dimension it is split (-1: none), and the rank's place in that split.
+    """A rank's part of one tensor: along which dimension it is split (-1: none), and the rank's
+    place in that split.
 
-    ``tensor`` is None if another rank sends the same values. ``digest`` shows whether they really are the same.
+    ``tensor`` is None if another rank sends the same values. ``digest`` shows whether they really
+    are the same.
     """
 
     name: str
@@ -95,10 +103,12 @@ class _Part:
 def gather(
     parts: Sequence[Any], values: Values, *, tied: bool
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """On rank 0, return every parameter and router bias of ``parts`` by its name in the whole model, and the names of
-    those of which ranks that must hold the same hold different values. All ranks; the others get nothing.
+    """On rank 0, return every parameter and router bias of ``parts`` by its name in the whole
+    model, and the names of those of which ranks that must hold the same hold different values. All
+    ranks; the others get nothing.
 
-    ``values`` maps each parameter to what is gathered for it: itself, or a tensor of its shape, such as its gradient.
+    ``values`` maps each parameter to what is gathered for it: itself, or a tensor of its shape,
+    such as its gradient.
     """
     mine = list(_parts(parts, values, tied=tied))
     # Rank 0 keeps its own tensors, because copying them takes longer than all else.
@@ -153,7 +163,8 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
             {n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()}
         )
         for name, tensor in named.items():
-            split, place = _split(tensor), _tensor_group(name).rank()
+            split = _split(tensor)
+            place = _tensor_group(name).rank()
             copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             if ".experts." in name:
                 copy = parallel_state.get_expert_data_parallel_rank()
@@ -169,19 +180,20 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
 
 
 def _split(tensor: torch.Tensor) -> int:
-    return (
-        getattr(tensor, "partition_dim", -1)
-        if getattr(tensor, "tensor_model_parallel", False)
-        else -1
-    )
+    if getattr(tensor, "tensor_model_parallel", False):
+        return getattr(tensor, "partition_dim", -1)
+    return -1
 
 
 def _halves(name: str) -> int:
-    return 2 if "linear_fc1" in name else 1
+    if "linear_fc1" in name:
+        return 2
+    return 1
 
 
 def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
-    split, halves = pieces[0].split, range(_halves(pieces[0].name))
+    split = pieces[0].split
+    halves = range(_halves(pieces[0].name))
     tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     if split < 0:
         return tensors[0]
@@ -190,10 +202,11 @@ def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
 
 
 def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the whole ``model`` from those that its ranks saved, by the names that they have there:
-    ``tp0.pp0.PART.NAME``, or ``tp0.pp0.ep0.PART.NAME`` for experts.
+    """Return the tensors of the whole ``model`` from those that its ranks saved, by the names that
+    they have there: ``tp0.pp0.PART.NAME``, or ``tp0.pp0.ep0.PART.NAME`` for experts.
 
-    Ranks number their layers and experts from 0. The parts of a pipeline stage alternate with those of other stages.
+    Ranks number their layers and experts from 0. The parts of a pipeline stage alternate with those
+    of other stages.
     """
     rows: dict[tuple[int, int, int, str], dict[int, torch.Tensor]] = {}
     for match, tensor in ((_SAVED.fullmatch(name), tensor) for name, tensor in saved.items()):
@@ -205,10 +218,8 @@ def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, 
     layers: dict[tuple[int, int], set[str]] = {}
     for part, stage, _, name in rows:
         layers.setdefault((part, stage), set()).update(_LAYER.findall(name))
-    experts, expected = (
-        len({number for *_, name in rows for number in _EXPERT.findall(name)}),
-        shapes(model),
-    )
+    experts = len({number for *_, name in rows for number in _EXPERT.findall(name)})
+    expected = shapes(model)
 
     def fits(name: str, tensor: torch.Tensor) -> bool:
         with suppress(RuntimeError):  # of a part that cannot be cut into heads
@@ -221,7 +232,8 @@ def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, 
         first = sum(len(there) for place, there in layers.items() if place < (part, stage))
         numbered = _LAYER.sub(partial(_raised, by=first), name)
         numbered = _EXPERT.sub(partial(_raised, by=expert_rank * experts), numbered)
-        # Whether ranks have parts of a tensor, and along which dimension, depends on the layers' library, too.
+        # Whether ranks have parts of a tensor, and along which dimension, depends on the layers'
+        # library, too.
         wholes = (
             _joined(
                 [
@@ -281,7 +293,8 @@ def held(
     parameters: Sequence[torch.nn.Parameter],
     of: Callable[[torch.Tensor], torch.Tensor] = lambda updated: updated,
 ) -> Values:
-    """Return ``of`` the tensor that Megatron's ``optimizers`` update for each parameter: its weight, say. All ranks.
+    """Return ``of`` the tensor that Megatron's ``optimizers`` update for each parameter: its
+    weight, say. All ranks.
 
     If ranks share the optimizer states, each tensor is summed up from their ranges of it.
     """
@@ -327,4 +340,6 @@ def held(
 
 def gradient(updated: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the last update of ``updated``, after clipping; NaN if it has none."""
-    return torch.full_like(updated, torch.nan) if updated.grad is None else updated.grad
+    if updated.grad is None:
+        return torch.full_like(updated, torch.nan)
+    return updated.grad

@@ -1,4 +1,5 @@
-"""Patches that let torchtitan 0.2.2 train on a machine without a GPU. Apply them before importing its trainer.
+"""Patches that let torchtitan 0.2.2 train on a machine without a GPU. Apply them before importing
+its trainer.
 
 Each patch states what fails without it. None is applied on a GPU.
 """
@@ -64,14 +65,18 @@ def apply() -> None:
     # Only now, because torchtitan looks for the device when it is imported.
     from torchtitan.models.moe import kernels
 
-    parameters = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"
+    parameters = (
+        "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, "
+        "num_ranks, max_len"
+    )
     replace(
         kernels,
         "fill_indices_wrapper",
         kernels.fill_indices_cpu,
         takes=f"{parameters}, block_size, max_blocks",
     )
-    # On GPUs, DTensor gives each share of a sharded weight its own random numbers. On CPUs, all shares would be equal.
+    # On GPUs, DTensor gives each share of a sharded weight its own random numbers. On CPUs, all
+    # shares would be equal.
     for name, more in (("normal_", ""), ("trunc_normal_", ", a, b")):
         replace(
             nn.init,
@@ -95,9 +100,10 @@ def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``draw`` for sharded weights: it draws each as a whole, and keeps this rank's share."""
 
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        whole = (
-            torch.empty(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, DTensor) else tensor
-        )
+        if isinstance(tensor, DTensor):
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            whole = tensor
         draw(whole, *args, **kwargs)
         if whole is not tensor:
             fill(tensor, lambda first, last: whole[first:last])

@@ -1,7 +1,8 @@
-"""One rank of a torchtitan job: ``python -m primus_images.training.backends.torchtitan.entry OUTPUT_FOLDER``.
+"""One rank of a torchtitan job: ``python -m primus_images.training.backends.torchtitan.entry
+OUTPUT_FOLDER``.
 
-torchtitan's own trainer trains. This module registers the model dimensions and the corpus of the recipe (``job.json``
-there) with it, and records what ran.
+torchtitan's own trainer trains. This module registers the model dimensions and the corpus of the
+recipe (``job.json`` there) with it, and records what ran.
 """
 
 import json
@@ -31,10 +32,11 @@ from primus_images.turbo.optimizations import active
 
 
 def observed_trainer(job: Mapping[str, Any]) -> type:
-    """Return a subclass of torchtitan's Trainer that writes the facts of the run, and its identity into checkpoints.
+    """Return a subclass of torchtitan's Trainer that writes the facts of the run, and its identity
+    into checkpoints.
 
-    Only the job's optimizations change the training. A judged run also records what the reference compares with:
-    :mod:`primus_images.training.judge.witness`.
+    Only the job's optimizations change the training. A judged run also records what the reference
+    compares with: :mod:`primus_images.training.judge.witness`.
     """
     from torchtitan.train import Trainer
 
@@ -50,7 +52,8 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             super().__init__(config)
             for part in self.model_parts:
                 # torchtitan 0.2.2 builds DeepSeek's last norm without the model's epsilon.
-                if (norm := getattr(part, "norm", None)) is not None and norm.eps is None:
+                norm = getattr(part, "norm", None)
+                if norm is not None and norm.eps is None:
                     norm.eps = self.model_args.norm_eps
             stages = self.parallel_dims.get_optional_mesh("pp")
             self.metrics_processor.stages = stages and stages.get_group()
@@ -76,7 +79,9 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 identity.seal_newest(output / "checkpoint", job["identity"], keep)
 
         def _load_checked(self, *args: Any, **kwargs: Any) -> bool:
-            """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
+            """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of
+            the old run.
+            """
             folder = Path(self.job_config.checkpoint.initial_load_path or "")
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             ours = [
@@ -109,22 +114,27 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             return loaded
 
         def _forget_place(self, folder: Path) -> None:
-            """Restart the data if the number of data-parallel ranks has changed, which the user has accepted."""
+            """Restart the data if the number of data-parallel ranks has changed, which the user has
+            accepted.
+            """
             now = job["identity"]["data_parallel"]
-            if (before := identity.saved(folder).get("data_parallel")) not in (None, now):
+            before = identity.saved(folder).get("data_parallel")
+            if before not in (None, now):
                 self.checkpointer.exclude_from_loading = [
                     *self.checkpointer.exclude_from_loading,
                     "dataloader",
                 ]
                 if dist.get_rank() == 0:
                     print(
-                        f"primus: the data start over: data_parallel was {before}, and is {now} now",
+                        f"primus: the data start over: data_parallel was {before}, and is {now} "
+                        "now",
                         flush=True,
                     )
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
-                # Read from the tokens themselves, because the configuration only states the request.
+                # Read from the tokens themselves, because the configuration only states the
+                # request.
                 self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
                 if self.witness:
                     self.witness.batch(inputs=batch[0]["input"], labels=batch[1])
@@ -164,15 +174,16 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
 
         def train(self) -> None:
             mesh = self.parallel_dims.get_optional_mesh("batch")
-            rank, examined = (
-                mesh.get_local_rank() if mesh else 0,
-                job["examined"] if job["blocks"] else (),
-            )
-            self.witness = (
-                Witness(output, self.model_parts, rank, examined=examined)
-                if job["witness"]
-                else None
-            )
+            rank = 0
+            if mesh:
+                rank = mesh.get_local_rank()
+            examined = ()
+            if job["blocks"]:
+                examined = job["examined"]
+            if job["witness"]:
+                self.witness = Witness(output, self.model_parts, rank, examined=examined)
+            else:
+                self.witness = None
             super().train()
             self._seal()
             self._write_facts(facts.final(self.model_parts, self.step))
@@ -181,7 +192,9 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
 
 
 def main(folder: Path) -> None:
-    """Train the job in ``folder``. torchtitan reads ``sys.argv`` itself. Raises torchtitan's errors."""
+    """Train the job in ``folder``. torchtitan reads ``sys.argv`` itself. Raises torchtitan's
+    errors.
+    """
     job = json.loads((folder / "job.json").read_text())
     choose_store(folder)
     on_cpu = not torch.cuda.is_available()
@@ -204,7 +217,9 @@ def main(folder: Path) -> None:
 
 
 def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
-    """Register the recipe's model, and the documents of its corpus by number, which the "tokenizer" turns to tokens."""
+    """Register the recipe's model, and the documents of its corpus by number, which the "tokenizer"
+    turns to tokens.
+    """
     from datasets import Dataset
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
@@ -224,7 +239,8 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
             extra_metrics: dict[str, Any] | None = None,
         ) -> None:
             if self.stages is not None:
-                # Only the last pipeline stage has a loss. torchtitan logs negative numbers of the others.
+                # Only the last pipeline stage has a loss. torchtitan logs negative numbers of the
+                # others.
                 device = self.device_memory_monitor.device
                 both = torch.tensor([float(global_avg_loss), float(global_max_loss)], device=device)
                 dist.all_reduce(both, dist.ReduceOp.MAX, self.stages)
@@ -276,7 +292,9 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
 
 
 def adapter_of(adapter: Any, model: Architecture) -> Any:
-    """Return torchtitan's reader of Hugging Face's files, which for DeepSeek demands biases that only V3 has."""
+    """Return torchtitan's reader of Hugging Face's files, which for DeepSeek demands biases that
+    only V3 has.
+    """
     if render.model_name(model) != "deepseek_v3" or model.moe.score == "sigmoid":
         return adapter
 

@@ -1,4 +1,6 @@
-"""Rendering a job for torchtitan 0.2.2: its TOML file, and its model's arguments from the recipe's sizes."""
+"""Rendering a job for torchtitan 0.2.2: its TOML file, and its model's arguments from the recipe's
+sizes.
+"""
 
 import json
 from pathlib import Path
@@ -15,11 +17,14 @@ _ARGUMENTS = Path(__file__).with_name("arguments.yaml")
 # Start from the weights in the folder of the tokenizer.
 INITIAL = "torchtitan.checkpoint.initial_load_in_hf"
 # The names under which torchtitan finds the recipe's model and corpus.
-FLAVOR, DATASET = "recipe", "recipe_corpus"
+FLAVOR = "recipe"
+DATASET = "recipe_corpus"
 
 
 def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
-    """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as mappings."""
+    """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as
+    mappings.
+    """
     values = arguments_of(model, _ARGUMENTS, "model")
     if model.max_seq_len:
         values["max_seq_len"] = model.max_seq_len
@@ -27,10 +32,12 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
     if name == "llama3":
         scaled = model.rope_scaling.kind == "llama3"
         # Its model always scales; a factor of 1 changes nothing.
-        turned = (
-            arguments_of(model, _ARGUMENTS, "llama_rope") if scaled else {"scaling_factor": 1.0}
-        )
-        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it is the multiple.
+        if scaled:
+            turned = arguments_of(model, _ARGUMENTS, "llama_rope")
+        else:
+            turned = {"scaling_factor": 1.0}
+        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it
+        # is the multiple.
         return (
             values
             | arguments_of(model, _ARGUMENTS, name)
@@ -38,7 +45,8 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
         )
     values |= arguments_of(model, _ARGUMENTS, name)
     if name == "deepseek_v3":
-        scaling, rope = model.rope_scaling, {"rope_factor": 1.0}
+        scaling = model.rope_scaling
+        rope = {"rope_factor": 1.0}
         if scaling.kind == "yarn":
             betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
             rope = arguments_of(model, _ARGUMENTS, "yarn") | betas
@@ -62,7 +70,8 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
         **arguments_of(model, _ARGUMENTS, "experts", *(["groups"] if model.moe.groups > 1 else [])),
         "score_before_experts": False,
         "load_balance_coeff": model.moe.auxiliary_loss or None,
-        # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
+        # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision
+        # of the run.
         "use_grouped_mm": precision != "fp32",
     }
 

@@ -47,8 +47,8 @@ def _turbo_grouped_gemm() -> None:
     def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
         return primus_turbo.grouped_experts(*args)
 
-    # torchtitan compiles the function unless its name shows that it is compiled already. Primus Turbo's kernels must
-    # not be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
+    # torchtitan compiles the function unless its name shows that it is compiled already. Primus
+    # Turbo's kernels must not be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
     _run_experts_grouped_mm_dynamic.__qualname__ = "_run_experts_grouped_mm_dynamic"
     # torchtitan uses the loop over experts if PyTorch has no grouped product.
     for name in ("_run_experts_grouped_mm", "_run_experts_for_loop"):
@@ -69,7 +69,9 @@ def _expert_products() -> None:
 
 
 def _expert_routing() -> None:
-    """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of rows."""
+    """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of
+    rows.
+    """
     from torchtitan.models.moe import moe
 
     def experts_forward(
@@ -77,7 +79,10 @@ def _expert_routing() -> None:
     ) -> torch.Tensor:
         weights = (getattr(layer, "_local_tensor", layer) for layer in (self.w1, self.w2, self.w3))
         # Looked up now, because torchtitan compiles the function after this change.
-        run = moe._run_experts_grouped_mm if self.use_grouped_mm else moe._run_experts_for_loop
+        if self.use_grouped_mm:
+            run = moe._run_experts_grouped_mm
+        else:
+            run = moe._run_experts_for_loop
         return run(*weights, x, num_tokens_per_expert)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +96,10 @@ def _expert_routing() -> None:
             self.tokens_per_expert.add_(counts)
         ways = routes(selected, counts)
         rows = self.experts(dispatch(tokens, ways), ways.counts)
-        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        if self.shared_experts is None:
+            shared = None
+        else:
+            shared = self.shared_experts(tokens)
         return combine(rows, scores.float(), ways, shared).view(x.shape)
 
     replace(moe.GroupedExperts, "forward", experts_forward, takes="self, x, num_tokens_per_expert")
@@ -140,9 +148,11 @@ def _fp8_weight_cast() -> None:
 def _fp8_linear() -> None:
     from torchao.float8.float8_linear import Float8Linear
 
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         out = fp8.linear(input, self.weight, self.config)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        if self.bias is None:
+            return out
+        return out + self.bias.to(out.dtype)
 
     replace(Float8Linear, "forward", forward, takes="self, input")
 
@@ -198,7 +208,9 @@ _PATCHES: Mapping[str, Callable[[], object]] = {
 
 
 def _fuse_steps(optimizers: Iterable[Any]) -> None:
-    """Compute the gradient norm as before, but let the steps scale by it, because they read the gradients anyway."""
+    """Compute the gradient norm as before, but let the steps scale by it, because they read the
+    gradients anyway.
+    """
     from torchtitan.distributed import utils
 
     steps = []
@@ -249,7 +261,10 @@ def changed_spec(spec: Any, names: Sequence[str]) -> Any:
         # The head has already computed the sum; validation still passes logits.
         return lambda pred, labels: pred if pred.dim() == 0 else whole(pred, labels)
 
-    loss = {"build_loss_fn": build_loss} if fused else {}
+    if fused:
+        loss = {"build_loss_fn": build_loss}
+    else:
+        loss = {}
     return dataclasses.replace(spec, parallelize_fn=parallelize, **loss)
 
 

@@ -1,6 +1,8 @@
-"""Repeating the blocks of a model one by one, each from what entered it in the run: what remains is its own rounding.
+"""Repeating the blocks of a model one by one, each from what entered it in the run: what remains is
+its own rounding.
 
-Each token is compared on its own, forward and backward; each block gets the run's gradient of what it returned.
+Each token is compared on its own, forward and backward; each block gets the run's gradient of what
+it returned.
 """
 
 import math
@@ -20,7 +22,8 @@ from primus_images.training.judge.reference.models import Part, Trial, products_
 from primus_images.training.judge.reference.names import Job, Tensors
 from primus_images.training.judge.reference.rounding import LIMITS
 
-# One call of a module: its inputs, outputs and their gradients, by the names of primus_images.training.judge.witness.
+# One call of a module: its inputs, outputs and their gradients, by the names of
+# primus_images.training.judge.witness.
 Call = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 Shape = tuple[int, ...]
@@ -37,10 +40,12 @@ class Unlike(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a module returned for each token [samples, length, size]: in the run, exactly, and in the run's precision.
+    """What a module returned for each token [samples, length, size]: in the run, exactly, and in
+    the run's precision.
 
-    ``entered`` is what the module only adds to; None if it replaces its input. ``certain`` [samples, length] are the
-    tokens that rounding cannot send to other experts. ``balanced``: they are gradients, also of a balancing loss.
+    ``entered`` is what the module only adds to; None if it replaces its input. ``certain``
+    [samples, length] are the tokens that rounding cannot send to other experts. ``balanced``: they
+    are gradients, also of a balancing loss.
     """
 
     name: str
@@ -55,7 +60,9 @@ class Result:
 
     @cached_property
     def errors(self) -> Tensor:
-        """The length of each token's error in the run: [samples, length]; infinite where it is not a number."""
+        """The length of each token's error in the run: [samples, length]; infinite where it is not
+        a number.
+        """
         return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
 
     @cached_property
@@ -66,9 +73,11 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The model without rounding and with that of the run, each with the weights that it computes with.
+    """The model without rounding and with that of the run, each with the weights that it computes
+    with.
 
-    ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.models.trials` returns.
+    ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.models.trials`
+    returns.
     """
 
     exact: Transformer
@@ -85,10 +94,15 @@ class Pair:
     def moved(
         self, where: str, exact: Tensor, compute: Callable[[Any], Tensor]
     ) -> dict[str, Tensor]:
-        """Return how far each change that shows in ``where`` moves what ``compute`` makes with a model."""
+        """Return how far each change that shows in ``where`` moves what ``compute`` makes with a
+        model.
+        """
         shown = {name: trial for name, trial in self.trials.items() if where in trial.shows}
         with torch.no_grad():
-            plain = compute(self.plain) if shown and self.plain is not self.exact else exact
+            if shown and self.plain is not self.exact:
+                plain = compute(self.plain)
+            else:
+                plain = exact
             return {
                 name: compute(trial.model) - (exact if trial.rounds else plain)
                 for name, trial in shown.items()
@@ -98,14 +112,18 @@ class Pair:
 def compare(
     folder: Path, job: Job, step: int, samples: Samples, pair: Pair
 ) -> tuple[Rows, list[Part]]:
-    """Return for each module how its errors at ``step`` compare with the noise, see :func:`_figures`; and with the
-    effects of changed constants. Raises Unlike if the run's modules were not called as they should be.
+    """Return for each module how its errors at ``step`` compare with the noise, see
+    :func:`_figures`; and with the effects of changed constants. Raises Unlike if the run's modules
+    were not called as they should be.
     """
-    ranks, count = job["data_parallel"], job["accumulation"]
+    ranks = job["data_parallel"]
+    count = job["accumulation"]
     batches = [samples.batch(step, rank) for rank in range(ranks)]
     terms = sum(samples.terms(batch) for batch in batches)
     # Megatron divides gradients by the number of labels after the backward pass.
-    scale = float(terms) if job["backend"] == "megatron" else 1.0
+    scale = 1.0
+    if job["backend"] == "megatron":
+        scale = float(terms)
     seen = _calls(folder, step)
     if sorted(seen) != list(range(ranks)):
         raise Unlike(f"the ranks {sorted(seen)} of {ranks} left what their blocks computed")
@@ -145,8 +163,8 @@ def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
 
 @dataclass(kw_only=True)
 class _MicroBatch:
-    """The ``number``-th of ``count`` micro-batches of a rank, which left ``calls``. Gradients are those of the losses ×
-    ``per_term`` + the balancing losses × ``per_call``.
+    """The ``number``-th of ``count`` micro-batches of a rank, which left ``calls``. Gradients are
+    those of the losses × ``per_term`` + the balancing losses × ``per_call``.
     """
 
     calls: Mapping[str, Sequence[Sequence[Call]]]
@@ -158,7 +176,8 @@ class _MicroBatch:
     per_call: float
 
     def results(self) -> Iterator[Result]:
-        model, batch = self.pair.exact, self.batch
+        model = self.pair.exact
+        batch = self.batch
         names, (inside, outside, predicted) = model.blocks(), _shapes(model, batch)
         states = self._needed(names[0], inside)
         (exact, context), (rounded, near) = self.pair.both(
@@ -167,9 +186,13 @@ class _MicroBatch:
         yield Result(
             name="embeddings", run=states, exact=exact, rounded=rounded, certain=_every(states)
         )
-        time = self._time(names[0]) if model.sizes.of_images else None
+        time = None
+        if model.sizes.of_images:
+            time = self._time(names[0])
         if time is not None:
-            seen, exact, rounded = time[:, None], context[:, None], near[:, None]
+            seen = time[:, None]
+            exact = context[:, None]
+            rounded = near[:, None]
             yield Result(
                 name="time",
                 run=seen,
@@ -184,31 +207,39 @@ class _MicroBatch:
                 raise Unlike(f"{name} did not get what the block before it returned")
             if time is not None and not torch.equal(self._time(name), time):
                 raise Unlike(f"{name} did not get the time that the first block got")
-            returned, back = self._needed(name, outside), self._read(name, inside, "grad.")
-            back_out = None if back is None else self._read(name, outside, "grad.")
+            returned = self._needed(name, outside)
+            back = self._read(name, inside, "grad.")
+            if back is None:
+                back_out = None
+            else:
+                back_out = self._read(name, outside, "grad.")
             yield from self._of_block(name, states, returned, back, back_out, context)
             states = returned
         # A fused loss has no logits.
         called = time is not None or any(chain.from_iterable(self.calls.get("output", ())))
-        logits = self._needed("output", {"out.0": predicted}) if called else None
+        logits = None
+        if called:
+            logits = self._needed("output", {"out.0": predicted})
         back = self._read(names[-1], outside, "grad.")
         yield from self._of_output(
             "logits" if time is None else "velocity", states, logits, back, context
         )
 
     def _needed(self, name: str, keys: Shapes) -> Tensor:
-        if (tensor := self._read(name, keys)) is None:
+        tensor = self._read(name, keys)
+        if tensor is None:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
         return tensor
 
     def _time(self, name: str) -> Tensor:
-        if (time := self.calls[name][0][self.number].get("in.temb")) is None:
+        time = self.calls[name][0][self.number].get("in.temb")
+        if time is None:
             raise Unlike(f"{name} left no time")
         return time
 
     def _read(self, name: str, keys: Shapes, before: str = "") -> Tensor | None:
-        """Return the tensors ``keys`` of the module ``name`` joined along their length; or with ``before`` "grad.",
-        their gradients, if the run has any.
+        """Return the tensors ``keys`` of the module ``name`` joined along their length; or with
+        ``before`` "grad.", their gradients, if the run has any.
         """
         parts = self.calls.get(name, [])
         if not parts or any(len(each) % self.count or not each for each in parts):
@@ -237,7 +268,9 @@ class _MicroBatch:
         every = [
             joined[key] if key in joined else torch.zeros(*shape) for key, shape in keys.items()
         ]
-        return torch.cat(every, 1) if joined else None
+        if joined:
+            return torch.cat(every, 1)
+        return None
 
     def _of_block(
         self,
@@ -248,14 +281,17 @@ class _MicroBatch:
         back_out: Tensor | None,
         context: Tensor | None,
     ) -> Iterator[Result]:
-        pair, sure, balanced = self.pair, _every(entered), False
+        pair = self.pair
+        sure = _every(entered)
+        balanced = False
 
         def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
             states = entered.detach().to(next(iter(weights.values())).dtype).requires_grad_()
             out, balance = model.block(weights, name, states, context)
             if back_out is None:
                 return out.detach(), None
-            outs, gradients = [out], [back_out.to(out.dtype)]
+            outs = [out]
+            gradients = [back_out.to(out.dtype)]
             if balance.requires_grad:
                 outs.append(balance)
                 gradients.append(torch.full_like(balance, self.per_call))
@@ -284,7 +320,8 @@ class _MicroBatch:
         yield result
         if gradient is not None and near is not None and back is not None:
             if not sure.all():
-                # Attention spreads the gradient of a token that went to another expert over its sample.
+                # Attention spreads the gradient of a token that went to another expert over its
+                # sample.
                 usual = _LIMITS["flipped"] * _mean_square(result.noises[sure])
                 sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
             trials = [
@@ -311,7 +348,8 @@ class _MicroBatch:
         back: Tensor | None,
         context: Tensor | None,
     ) -> Iterator[Result]:
-        pair, batch = self.pair, self.batch
+        pair = self.pair
+        batch = self.batch
         moved: dict[str, Tensor] = {}
 
         def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor]:
@@ -354,7 +392,9 @@ def _every(states: Tensor) -> Tensor:
 
 
 def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
-    """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with the length."""
+    """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with
+    the length.
+    """
     samples, length, size = shape
     for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
         if whole.shape == (samples, length, size):
@@ -370,7 +410,8 @@ def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
     width = model.sizes.hidden_size
     if model.sizes.of_images:
         images, tokens, _ = batch["latents"].shape
-        text, image = (images, batch["text"].shape[1], width), (images, tokens, width)
+        text = (images, batch["text"].shape[1], width)
+        image = (images, tokens, width)
         inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
         return inside, {"out.0": text, "out.1": image}, tuple(batch["latents"].shape)
     shape = (*batch["inputs"].shape, width)
@@ -388,16 +429,19 @@ def _sure(exact: Model, rounded: Transformer) -> Tensor:
 
 
 def _mean_square(values: Tensor) -> float:
-    return float(values.double().square().mean().sqrt()) if len(values) else math.inf
+    if len(values):
+        return float(values.double().square().mean().sqrt())
+    return math.inf
 
 
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the errors as multiples of the noise: of the ``typical`` (median) token, in the sample where it is largest
-    if samples are long, of each ``token``, and of all tokens but the worst at one ``position``.
+    """Return the errors as multiples of the noise: of the ``typical`` (median) token, in the sample
+    where it is largest if samples are long, of each ``token``, and of all tokens but the worst at
+    one ``position``.
 
-    ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the errors along the
-    module's change of its input beyond that of the noise, and ``noise`` the size of the noise, both relative to the
-    change.
+    ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the
+    errors along the module's change of its input beyond that of the noise, and ``noise`` the size
+    of the noise, both relative to the change.
     """
     sure = torch.cat([result.certain for result in results])
     errors, noise = (
@@ -405,11 +449,10 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
         for key in ("errors", "noises")
     )
     exact = torch.cat([result.exact for result in results]).double()
-    change = (
-        exact - torch.cat([result.entered for result in results])
-        if results[0].entered is not None
-        else exact
-    )
+    if results[0].entered is not None:
+        change = exact - torch.cat([result.entered for result in results])
+    else:
+        change = exact
     row: dict[str, Any] = {"certain": float(sure.double().mean()), "balanced": results[0].balanced}
     if not sure.any():
         return row

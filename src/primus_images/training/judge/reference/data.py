@@ -23,8 +23,8 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples:
-    """What the ranks train on: ``inputs`` and ``labels`` [samples, length], or what an image is trained with
-    [images, …].
+    """What the ranks train on: ``inputs`` and ``labels`` [samples, length], or what an image is
+    trained with [images, …].
     """
 
     def batch(self, step: int, rank: int) -> Batch:
@@ -32,19 +32,27 @@ class Samples:
         raise NotImplementedError
 
     def terms(self, batch: Batch) -> int:
-        """Return the number of losses of ``batch``. Their sum is divided by the number on all ranks."""
-        return int((batch["labels"] >= 0).sum()) if "labels" in batch else len(batch["latents"])
+        """Return the number of losses of ``batch``. Their sum is divided by the number on all
+        ranks.
+        """
+        if "labels" in batch:
+            return int((batch["labels"] >= 0).sum())
+        return len(batch["latents"])
 
 
 def samples(job: dict[str, Any]) -> Samples:
     """Return the samples of ``job``, in the order of its backend."""
     if job["backend"] == "torchtitan":
         return _Stream(job)
-    return _Images(job) if job["backend"] == "flux" else _Text(job)
+    if job["backend"] == "flux":
+        return _Images(job)
+    return _Text(job)
 
 
 class _Stream(Samples):
-    """torchtitan's order: a rank's share of the documents is one endless stream, cut after every length + 1 tokens."""
+    """torchtitan's order: a rank's share of the documents is one endless stream, cut after every
+    length + 1 tokens.
+    """
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
@@ -57,7 +65,8 @@ class _Stream(Samples):
         ]
 
     def batch(self, step: int, rank: int) -> Batch:
-        tokens, size = self._tokens[rank], self._per_step * (self._length + 1)
+        tokens = self._tokens[rank]
+        size = self._per_step * (self._length + 1)
         places = torch.arange((step - 1) * size, step * size) % len(tokens)
         whole = tokens[places].view(self._per_step, -1)
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
@@ -66,8 +75,8 @@ class _Stream(Samples):
 class _Ordered(Samples):
     """The order of our own loop: step s takes samples from (s − 1) · global batch on.
 
-    The order of pass p over ``stored`` samples is a permutation by the seed · 2,000,003 + p; without stored ones,
-    samples are drawn.
+    The order of pass p over ``stored`` samples is a permutation by the seed · 2,000,003 + p;
+    without stored ones, samples are drawn.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -94,7 +103,9 @@ class _Ordered(Samples):
 
 
 class _Text(_Ordered):
-    """A corpus cut after every length; if only answers are trained, documents, or with packing several."""
+    """A corpus cut after every length; if only answers are trained, documents, or with packing
+    several.
+    """
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
@@ -103,12 +114,16 @@ class _Text(_Ordered):
         self._vocabulary = int(job["model"]["vocab_size"])
         if job["assets"]["corpus"] == MOCK:
             return
-        pieces, packing = _tokenized(job, self._seed), bool(config.get("packing"))
+        pieces = _tokenized(job, self._seed)
+        packing = bool(config.get("packing"))
         if pieces[0][1] is not None or packing:
             labelled = [
                 piece for tokens, mask in pieces for piece in _labelled(tokens, mask, self._length)
             ]
-            packed = _packed(labelled, self._length) if packing else [[piece] for piece in labelled]
+            if packing:
+                packed = _packed(labelled, self._length)
+            else:
+                packed = [[piece] for piece in labelled]
             self._stored = [self._joined(documents, packing) for documents in packed]
         else:
             stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
@@ -153,11 +168,15 @@ def _labelled(tokens: list[int], mask: list[bool] | None, length: int) -> list[_
     labels = [token if trained else -100 for token, trained in zip(tokens, mask, strict=True)][
         : length + 1
     ]
-    return [(tokens[: length + 1], labels)] if any(label >= 0 for label in labels[1:]) else []
+    if any(label >= 0 for label in labels[1:]):
+        return [(tokens[: length + 1], labels)]
+    return []
 
 
 def _packed(documents: list[_Labelled], length: int) -> list[list[_Labelled]]:
-    """Best fit, longest first: the sample with the least room, of several the one that was filled last."""
+    """Best fit, longest first: the sample with the least room, of several the one that was filled
+    last.
+    """
     samples: list[list[_Labelled]] = []
     rooms: list[tuple[int, int]] = []  # of each sample, and when it was filled
     for turn, document in enumerate(sorted(documents, key=lambda document: -len(document[0]))):
@@ -194,7 +213,8 @@ class _Images(_Ordered):
         self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
 
     def _sample(self, number: int) -> Batch:
-        image, generator = super()._sample(number), _generator(self._seed + 1, number)
+        image = super()._sample(number)
+        generator = _generator(self._seed + 1, number)
         noise = torch.randn(image["latents"].shape, generator=generator)
         return image | {"noise": noise, "time": torch.randn((), generator=generator).sigmoid()}
 
@@ -206,7 +226,9 @@ class _Images(_Ordered):
 
 
 def _cached(folder: Path) -> Iterator[Batch]:
-    """Yield the images of a cache, files by name. A token is 2 × 2 latents: channel by channel, then row by row."""
+    """Yield the images of a cache, files by name. A token is 2 × 2 latents: channel by channel,
+    then row by row.
+    """
     from safetensors.torch import load_file
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -226,22 +248,25 @@ def _generator(seed: int, number: int) -> torch.Generator:
 # A document's tokens, and whether each is trained; None if all are.
 _Piece = tuple[list[int], list[bool] | None]
 _Turns = list[dict[str, Any]]
-# What formats call their files and columns. Who speaks, and what is trained, is not taken from the run's own reader.
+# What formats call their files and columns. Who speaks, and what is trained, is not taken from the
+# run's own reader.
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).parents[2] / "text/corpus.yaml").data
 # Not from that table, so that a mistake there is found.
-_ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately "
+    "completes the request."
+)
 
 
 def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
-    name, folder = job["assets"]["corpus"], Path(job["assets"]["tokenizer"])
+    name = job["assets"]["corpus"]
+    folder = Path(job["assets"]["tokenizer"])
     words = _Words(folder)
     if name == MOCK:
         return [(words.plain(text), None) for text in texts(seed)]
     data = job.get("data", {})
-    column, answers = (
-        data.get("column") or None,
-        data.get("train_on", "completions") == "completions",
-    )
+    column = data.get("column") or None
+    answers = data.get("train_on", "completions") == "completions"
     pieces: list[_Piece] = []
     for file in _files(Path(name), data.get("split")):
         rows = _rows(file)
@@ -321,8 +346,12 @@ def _pieces(row: dict[str, Any], column: str, words: "_Words", answers: bool) ->
     if column == "prompt" and isinstance(value, str):
         return [words.answer(value, row["completion"], answers)]
     if isinstance(value, str):
-        return [(words.plain(value), None)] if value.strip() else []
-    first = len(value) if column == "prompt" else 0
+        if value.strip():
+            return [(words.plain(value), None)]
+        return []
+    first = 0
+    if column == "prompt":
+        first = len(value)
     return [words.chat([*value, *(row["completion"] if first else ())], row, first, answers)]
 
 
@@ -330,11 +359,21 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     suffixes = [
         suffix for suffix in map(str.lower, file.suffixes) if suffix not in _TABLE["packed"]
     ]
-    suffix, content = suffixes[-1] if suffixes else "", file.read_bytes()
-    if kind := "parquet" if content[:4] == b"PAR1" else _TABLE["tables"].get(suffix):
+    suffix = ""
+    if suffixes:
+        suffix = suffixes[-1]
+    content = file.read_bytes()
+    if content[:4] == b"PAR1":
+        kind = "parquet"
+    else:
+        kind = _TABLE["tables"].get(suffix)
+    if kind:
         from datasets import load_dataset
 
-        options = {"sep": "\t"} if suffix == ".tsv" else {}
+        if suffix == ".tsv":
+            options = {"sep": "\t"}
+        else:
+            options = {}
         rows = load_dataset(
             kind, data_files=glob.escape(str(file)), split="train", streaming=True, **options
         )
@@ -351,7 +390,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
         content = CompressedInputStream(BufferReader(content), "zstd").read()
     for magic, module in ((b"\x1f\x8b", gzip), (b"BZh", bz2), (b"\xfd7zXZ", lzma)):
-        content = module.decompress(content) if content.startswith(magic) else content
+        if content.startswith(magic):
+            content = module.decompress(content)
     lines = [line.removeprefix("\ufeff") for line in content.decode().split("\n")]
     if suffix == ".txt":
         grouped = groupby(lines, key=lambda line: bool(line.strip()))
@@ -387,7 +427,8 @@ class _Words:
 
     def answer(self, prompt: str, completion: str, answers: bool) -> _Piece:
         encoded = self._tokenizer(prompt + completion, return_offsets_mapping=True)
-        inner, tokens = encoded["input_ids"], self._between(encoded["input_ids"])
+        inner = encoded["input_ids"]
+        tokens = self._between(encoded["input_ids"])
         before = int(tokens[:1] != inner[:1])
         trained = [False] * before + [
             end > len(prompt) and end > start for start, end in encoded["offset_mapping"]
@@ -412,7 +453,8 @@ class _Words:
         muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, switches)}
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
         marks = re.search(r"{%-?\s*generation\b", self._tokenizer.get_chat_template(None, tools))
-        if by_template := answers and not first and marks is not None:
+        by_template = answers and not first and marks is not None
+        if by_template:
             marked = self._tokenizer.apply_chat_template(
                 turns, **options, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -427,7 +469,8 @@ class _Words:
         ]
         inside = [False] * len(encoded["input_ids"])
         for begin, last in spans:
-            if tokens := {encoded.char_to_token(place) for place in range(begin, last)} - {None}:
+            tokens = {encoded.char_to_token(place) for place in range(begin, last)} - {None}
+            if tokens:
                 inside[min(tokens) : max(tokens) + 1] = [True] * (max(tokens) + 1 - min(tokens))
         if by_template:
             inside = [
@@ -446,13 +489,11 @@ class _Words:
         )
         rest = answered[start:]
         if not text.startswith(rest, start):
-            # An answer may begin with thoughts that are later left out, or end with the end of the whole text.
+            # An answer may begin with thoughts that are later left out, or end with the end of the
+            # whole text.
             rest = re.sub(r"^\s*<think>.*?</think>\s*", "", rest, flags=re.DOTALL)
-            rest = (
-                rest
-                if text.startswith(rest, start)
-                else rest.removesuffix(self._tokenizer.eos_token or "")
-            )
+            if not text.startswith(rest, start):
+                rest = rest.removesuffix(self._tokenizer.eos_token or "")
         return start, start + len(rest)
 
     def _rendered(self, turns: _Turns, options: dict[str, Any], **more: Any) -> str:
@@ -469,12 +510,15 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def marks(folder: Path) -> dict[str, int]:
-    """Return the ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that it has."""
+    """Return the ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that
+    it has.
+    """
     tokenizer = _tokenizer(folder)
     numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):
         end = json_if_readable(folder / name).get("eos_token_id")
-        end = next(iter(end), None) if isinstance(end, list) else end
+        if isinstance(end, list):
+            end = next(iter(end), None)
         if tokenizer.eos_token is None and end is not None and end >= 0:
             numbers["eos_token_id"] = end
     return {key: number for key, number in numbers.items() if number is not None}

@@ -1,6 +1,7 @@
 """FLUX.1's transformer and its loss, from their definitions; weights have diffusers' names.
 
-Blocks have two streams (MM-DiT, arXiv:2403.03206) and then one, all modulated by the time (DiT, arXiv:2212.09748).
+Blocks have two streams (MM-DiT, arXiv:2403.03206) and then one, all modulated by the time (DiT,
+arXiv:2212.09748).
 """
 
 import math
@@ -32,8 +33,9 @@ Turn = tuple[Tensor, Tensor]
 class Diffusion(Transformer):
     """FLUX's transformer. It predicts the velocity, noise − latents, [images, tokens, channels].
 
-    ``guidance`` is the scale passed to a model with guidance embeddings. ``entering`` rounds the model's inputs as the
-    run does, and ``keeping`` the means and deviations that a norm keeps for its gradient.
+    ``guidance`` is the scale passed to a model with guidance embeddings. ``entering`` rounds the
+    model's inputs as the run does, and ``keeping`` the means and deviations that a norm keeps for
+    its gradient.
     """
 
     guidance: float = 1.0
@@ -67,7 +69,8 @@ class Diffusion(Transformer):
         self, weights: Weights, name: str, states: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         assert context is not None
-        condition, none = context.to(states.dtype), states.new_zeros(())
+        condition = context.to(states.dtype)
+        none = states.new_zeros(())
         text, image = states.split(
             [self.sizes.dit.text_tokens, states.shape[1] - self.sizes.dit.text_tokens], 1
         )
@@ -123,10 +126,13 @@ class Diffusion(Transformer):
             ("", "to_", "norm_", "to_out.0", image),
             ("_context", "add_", "norm_added_", "to_add_out", text),
         )
-        modulations, heads = [], []
+        modulations = []
+        heads = []
         for which, to, norm, _, states in streams:
             six = self._modulation(weights, f"{block}norm1{which}.linear", condition, 6)
-            suffix = "_proj" if which else ""
+            suffix = ""
+            if which:
+                suffix = "_proj"
             names = [f"{block}attn.{to}{kind}{suffix}" for kind in "qkv"]
             heads.append(
                 self._heads(
@@ -204,10 +210,13 @@ class Diffusion(Transformer):
         )
 
     def _angles(self, before: int, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [tokens, size / 2] by index (always 0), row and column; the text comes first, at 0."""
+        """Return cosine and sine [tokens, size / 2] by index (always 0), row and column; the text
+        comes first, at 0.
+        """
         side = math.isqrt(image.shape[1])
         place = torch.arange(side, dtype=torch.float64)
-        rows, columns = place.repeat_interleave(side), place.repeat(side)
+        rows = place.repeat_interleave(side)
+        columns = place.repeat(side)
         size = self.sizes.head_size
         index = max(2, size // 8)
         index += (size - index) % 4
@@ -227,7 +236,9 @@ class Diffusion(Transformer):
 
 
 class _Even(torch.autograd.Function):
-    """States less their mean, over their standard deviation. The gradient uses both as ``keeping`` rounds them."""
+    """States less their mean, over their standard deviation. The gradient uses both as ``keeping``
+    rounds them.
+    """
 
     @staticmethod
     def forward(context: Any, states: Tensor, eps: float, keeping: Rounding) -> Tensor:
@@ -246,7 +257,8 @@ class _Even(torch.autograd.Function):
 
 
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = states[..., 0::2], states[..., 1::2]
+    first = states[..., 0::2]
+    second = states[..., 1::2]
     return torch.stack(
         (first * cosine - second * sine, second * cosine + first * sine), -1
     ).flatten(-2)

@@ -1,4 +1,5 @@
-"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek, Gemma and gpt-oss.
+"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek,
+Gemma and gpt-oss.
 
 A model is a function of its weights, by Hugging Face's names, and computes in their precision.
 """
@@ -23,11 +24,13 @@ Weights = Mapping[str, Tensor]
 class Dialect:
     """How backends define a model differently although its sizes are the same.
 
-    ``softmax_mscale``: YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)² instead of scaling the
-    rotation. ``balance``: the loss that balances experts, by "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21), by
-    "batch" (Switch Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts
-    represent it. ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
-    (arXiv:2408.15664); ``centered``: less the mean of all these moves. ``scale`` rounds the factor of the embedding.
+    ``softmax_mscale``: YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)²
+    instead of scaling the rotation. ``balance``: the loss that balances experts, by "sequence"
+    (DeepSeek-V2, arXiv:2405.04434, eq. 18-21), by "batch" (Switch Transformer, arXiv:2101.03961,
+    eq. 4), or "none". ``group_best``: how many of a group's best experts represent it.
+    ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
+    (arXiv:2408.15664); ``centered``: less the mean of all these moves. ``scale`` rounds the factor
+    of the embedding.
     """
 
     softmax_mscale: bool = False
@@ -40,13 +43,16 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.models` tries others.
+    """What a model computes with besides weights and sizes. The defaults are correct;
+    :mod:`.models` tries others.
 
-    ``phases`` is applied to position × frequency, ``angles`` to their cosines and sines. ``norm_eps`` is added to every
-    epsilon. ``attention`` multiplies the attention logits, ``shares`` is applied to their softmax. ``z_loss`` is the
-    coefficient of the squared log-sum-exp, ``smoothing`` the spread share of a label. ``one_format``: gradients of FP8
-    products have the format of the factors. ``wide`` is which of these products is not rounded: "outputs", "gradients
-    of states" or "gradients of weights". ``reversed_shares``: a token's experts have each other's weights.
+    ``phases`` is applied to position × frequency, ``angles`` to their cosines and sines.
+    ``norm_eps`` is added to every epsilon. ``attention`` multiplies the attention logits,
+    ``shares`` is applied to their softmax. ``z_loss`` is the coefficient of the squared
+    log-sum-exp, ``smoothing`` the spread share of a label. ``one_format``: gradients of FP8
+    products have the format of the factors. ``wide`` is which of these products is not rounded:
+    "outputs", "gradients of states" or "gradients of weights". ``reversed_shares``: a token's
+    experts have each other's weights.
     """
 
     angles: Rounding = exact
@@ -65,8 +71,9 @@ class Constants:
 class Transformer:
     """A model as a function of its weights, which enter block after block.
 
-    ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
-    model shows how far that precision moves its results. ``adding`` is as in :func:`.rounding.attended`.
+    ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a
+    narrow type, the model shows how far that precision moves its results. ``adding`` is as in
+    :func:`.rounding.attended`.
     """
 
     sizes: Architecture
@@ -85,7 +92,9 @@ class Transformer:
         raise NotImplementedError
 
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
-        """Return the states [samples, length, hidden] that enter the first block, and what all blocks see besides."""
+        """Return the states [samples, length, hidden] that enter the first block, and what all
+        blocks see besides.
+        """
         raise NotImplementedError
 
     def block(
@@ -120,8 +129,9 @@ class Transformer:
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do not attend. ``sinks``
-        [heads] are logits of nothing; no fused kernel has them, so every operation rounds.
+        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do
+        not attend. ``sinks`` [heads] are logits of nothing; no fused kernel has them, so every
+        operation rounds.
         """
         between = self.between
         if between is not exact and sinks is None:
@@ -149,12 +159,12 @@ class Transformer:
 
 @dataclass
 class Model(Transformer):
-    """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs`` [samples, length] of a
-    batch; with ``positions``, each 0 begins a document of its own.
+    """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs``
+    [samples, length] of a batch; with ``positions``, each 0 begins a document of its own.
 
-    ``inner``: operations of ``limits.yaml`` inside of which ``between`` is applied as well. ``eight``: the FP8
-    format in which linear layers multiply. ``doubt``: a token goes to the next best expert instead of the last chosen
-    one if their scores differ by less than this share.
+    ``inner``: operations of ``limits.yaml`` inside of which ``between`` is applied as well.
+    ``eight``: the FP8 format in which linear layers multiply. ``doubt``: a token goes to the next
+    best expert instead of the last chosen one if their scores differ by less than this share.
     """
 
     dialect: Dialect = field(default_factory=Dialect)
@@ -179,27 +189,32 @@ class Model(Transformer):
     def block(
         self, weights: Weights, name: str, states: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        sizes, layer, number = self.sizes, f"model.{name}.", int(name.removeprefix("layers."))
+        sizes = self.sizes
+        layer = f"model.{name}."
+        number = int(name.removeprefix("layers."))
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
-        attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
+        if sizes.mla.kv_lora_rank:
+            attend = self._latent_attention
+        else:
+            attend = self._attention
         parts = [normed]
         if context is not None:
             starts = (context.flatten() == 0).nonzero().flatten().tolist()
             lengths = [end - start for start, end in pairwise([*starts, context.numel()])]
             parts = list(normed.reshape(1, -1, normed.shape[-1]).split(lengths, 1))
         attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
-        attended, before = attended.view_as(states), "post_attention_layernorm.weight"
+        attended = attended.view_as(states)
+        before = "post_attention_layernorm.weight"
         if sizes.sandwich_norms:
-            attended, before = (
-                self._norm(weights[layer + before], attended),
-                "pre_feedforward_layernorm.weight",
-            )
+            attended = self._norm(weights[layer + before], attended)
+            before = "pre_feedforward_layernorm.weight"
         states = self.between(states + attended)
         normed = self._norm(weights[layer + before], states)
         if sizes.moe.experts and number >= sizes.moe.dense_layers:
             fed, extra = self._experts(weights, layer + "mlp.", normed)
         else:
-            fed, extra = self._swiglu(weights, layer + "mlp.", normed), states.new_zeros(())
+            fed = self._swiglu(weights, layer + "mlp.", normed)
+            extra = states.new_zeros(())
         if sizes.sandwich_norms:
             fed = self._norm(weights[layer + "post_feedforward_layernorm.weight"], fed)
         return self.between(states + fed), extra
@@ -207,7 +222,9 @@ class Model(Transformer):
     @override
     def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
         states = self._norm(weights["model.norm.weight"], states)
-        name = "model.embed_tokens.weight" if self.sizes.tied_embeddings else "lm_head.weight"
+        name = "lm_head.weight"
+        if self.sizes.tied_embeddings:
+            name = "model.embed_tokens.weight"
         return self.between(states @ weights[name].T)
 
     @override
@@ -215,13 +232,17 @@ class Model(Transformer):
         labels = batch["labels"]
         trained = labels >= 0
         chosen = predicted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total, constants = predicted.logsumexp(-1), self.constants
+        total = predicted.logsumexp(-1)
+        constants = self.constants
         if constants.smoothing:
             chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
         return (total - chosen + constants.z_loss * total.square()) * trained
 
     def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
-        eight, constants = self.eight if is_narrow(name + ".weight") else None, self.constants
+        eight = None
+        if is_narrow(name + ".weight"):
+            eight = self.eight
+        constants = self.constants
 
         def multiply(states: Tensor, weight: Tensor) -> Tensor:
             if eight is None:
@@ -233,10 +254,12 @@ class Model(Transformer):
         if "inputs" in self.inner:
             states = self.between(states)
         out = multiply(states, weights[name + ".weight"])
-        if (bias := weights.get(name + ".bias")) is not None:
+        bias = weights.get(name + ".bias")
+        if bias is not None:
             out = (self.between(out) if "biases" in self.inner else out) + bias
         out = self.between(out)
-        if (down := weights.get(name + ".lora_A.weight")) is not None:
+        down = weights.get(name + ".lora_A.weight")
+        if down is not None:
             low = self.between(multiply(states, down))
             scaled = weights[".adapter_scale"] * self.between(
                 multiply(low, weights[name + ".lora_B.weight"])
@@ -245,22 +268,28 @@ class Model(Transformer):
         return out
 
     def _norm(self, weight: Tensor, states: Tensor) -> Tensor:
-        # The states are rounded already, and their gradient from here is as well before others are added.
+        # The states are rounded already, and their gradient from here is as well before others are
+        # added.
         states = self.between(states)
         mean = states.square().mean(-1, keepdim=True)
         even = states * (mean + (self.sizes.norm_eps + self.constants.norm_eps)).rsqrt()
-        weight = 1 + weight if self.sizes.norm_offset else weight
+        if self.sizes.norm_offset:
+            weight = 1 + weight
         return self.between((self.between(even) if "norms" in self.inner else even) * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
         if self.sizes.activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=7.0), self.between(up.clamp(-7.0, 7.0) + 1)
+            gate = gate.clamp(max=7.0)
+            up = self.between(up.clamp(-7.0, 7.0) + 1)
             gate = gate * self.between(self.between(1.702 * gate).sigmoid())
         else:
             gelu = self.sizes.activation == "gelu_tanh"
-            gate = functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+            if gelu:
+                gate = functional.gelu(gate, approximate="tanh")
+            else:
+                gate = gate * gate.sigmoid()
         return self._linear(weights, name + "down_proj", self.between(self.between(gate) * up))
 
     def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
@@ -280,7 +309,8 @@ class Model(Transformer):
             angles = self._angles(sizes.head_size, states, local=windowed)
             cosine, sine = (magnitude * self.constants.angles(part) for part in angles)
             if sizes.interleaved_rope:
-                query, key = _paired(query), _paired(key)
+                query = _paired(query)
+                key = _paired(key)
             query, key = (self._turned(part, cosine, sine) for part in (query, key))
             if sizes.interleaved_rope:
                 query, key = (self._norm(part.new_ones(()), part) for part in (query, key))
@@ -295,7 +325,8 @@ class Model(Transformer):
 
     def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
-        sizes, mla = self.sizes, self.sizes.mla
+        sizes = self.sizes
+        mla = self.sizes.mla
         if mla.q_lora_rank:
             low = self._linear(weights, name + "q_a_proj", states)
             query = self._linear(
@@ -316,7 +347,8 @@ class Model(Transformer):
         )
         cosine, sine = map(self.constants.angles, self._angles(mla.qk_rope_head_dim, states))
         magnitude, scale = self._yarn_magnitudes()
-        cosine, sine = cosine * magnitude, sine * magnitude
+        cosine = cosine * magnitude
+        sine = sine * magnitude
         plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         query = torch.cat((plain, self._turned(_paired(turned), cosine, sine)), -1)
         shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(
@@ -328,13 +360,17 @@ class Model(Transformer):
         return self._linear(weights, name + "o_proj", mixed)
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
-        """Return YaRN's factors (arXiv:2309.00071, section 3.4) of the rotation and of the attention logits."""
+        """Return YaRN's factors (arXiv:2309.00071, section 3.4) of the rotation and of the
+        attention logits.
+        """
         scaling = self.sizes.rope_scaling
         if scaling.kind != "yarn":
             return 1.0, 1.0
 
         def magnitude(scale: float) -> float:
-            return 0.1 * scale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+            if scaling.factor > 1:
+                return 0.1 * scale * math.log(scaling.factor) + 1.0
+            return 1.0
 
         if self.dialect.softmax_mscale:
             return 1.0, magnitude(scaling.mscale) ** 2
@@ -363,9 +399,11 @@ class Model(Transformer):
         return self.attended(query, key, value, hidden, scale, sinks)
 
     def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
-        theta, scaling = float(self.sizes.rope_theta), self.sizes.rope_scaling
+        theta = float(self.sizes.rope_theta)
+        scaling = self.sizes.rope_scaling
         if local and self.sizes.local_rope_theta:
-            theta, scaling = float(self.sizes.local_rope_theta), RopeScaling()
+            theta = float(self.sizes.local_rope_theta)
+            scaling = RopeScaling()
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
         frequencies = _stretched(theta ** (-place / size), size, theta, scaling)
         positions = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)
@@ -373,9 +411,15 @@ class Model(Transformer):
         return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
     def _turned(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
-        inner = self.between if "rotations" in self.inner else exact
-        cosine, sine = inner(cosine), inner(sine)
+        """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer,
+        arXiv:2104.09864, eq. 34).
+        """
+        if "rotations" in self.inner:
+            inner = self.between
+        else:
+            inner = exact
+        cosine = inner(cosine)
+        sine = inner(sine)
         first, second = states.chunk(2, -1)
         turned = (
             inner(first * cosine) - inner(second * sine),
@@ -389,9 +433,15 @@ class Model(Transformer):
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
         raw = flat @ weights[name + "gate.weight"].T + weights.get(name + "gate.bias", 0.0)
-        scores = raw.softmax(-1) if moe.score == "softmax" else raw.sigmoid()
+        if moe.score == "softmax":
+            scores = raw.softmax(-1)
+        else:
+            scores = raw.sigmoid()
         bias = weights.get(name + "gate.e_score_correction_bias")
-        choice = scores.detach() if bias is None else scores.detach() + bias
+        if bias is None:
+            choice = scores.detach()
+        else:
+            choice = scores.detach() + bias
         self.choices[name] = choice
         chosen = self._best(self._limited(choice))
         self.sent[name] = self.sent.get(name, 0) + chosen.flatten().bincount(minlength=moe.experts)
@@ -405,8 +455,10 @@ class Model(Transformer):
         for number in range(moe.experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):
-                entering, weight = flat[token], share[token, place].unsqueeze(-1)
-                entering = self.between(entering * weight) if moe.weighted_inputs else entering
+                entering = flat[token]
+                weight = share[token, place].unsqueeze(-1)
+                if moe.weighted_inputs:
+                    entering = self.between(entering * weight)
                 fed = self._swiglu(weights, f"{name}experts.{number}.", entering)
                 out = out.index_add(
                     0, token, fed if moe.weighted_inputs else self.between(fed * weight)
@@ -420,7 +472,8 @@ class Model(Transformer):
         count = self.sizes.moe.top_k
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
         if scores.shape[-1] > count:
-            last, other = best.values[:, count - 1], best.values[:, count]
+            last = best.values[:, count - 1]
+            other = best.values[:, count]
             apart = (last - other) / last.abs().clamp(min=1e-9)
             self.closest = min(self.closest, float(apart.min()))
             if self.doubt:
@@ -447,8 +500,11 @@ class Model(Transformer):
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def doubtful(self, choice: Tensor, shift: Tensor) -> Tensor:
-        """Return which tokens [tokens] may go to other experts if each of their scores moves by up to ``shift``."""
-        moe, count = self.sizes.moe, self.sizes.moe.top_k
+        """Return which tokens [tokens] may go to other experts if each of their scores moves by up
+        to ``shift``.
+        """
+        moe = self.sizes.moe
+        count = self.sizes.moe.top_k
         limited = self._limited(choice).sort(-1, descending=True).values
         near = torch.zeros_like(shift, dtype=torch.bool)
         if count < moe.experts:
@@ -468,13 +524,15 @@ class Model(Transformer):
 
     def _balance(self, raw: Tensor, scores: Tensor, samples: int, length: int) -> Tensor:
         """Return the balancing loss of a sequence or batch (DeepSeek-V3, arXiv:2412.19437, eq. 18)."""
-        moe, kind = self.sizes.moe, self.dialect.balance
+        moe = self.sizes.moe
+        kind = self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
             return raw.new_zeros(())
         scores = scores / scores.sum(-1, keepdim=True)
         sent = torch.zeros_like(scores).scatter_(1, self._best(scores.detach()), 1.0)
         if kind == "batch":
-            sent, mean = sent.mean(0), scores.mean(0)
+            sent = sent.mean(0)
+            mean = scores.mean(0)
         else:
             sent = sent.unflatten(0, (samples, length)).mean(1)
             mean = scores.unflatten(0, (samples, length)).mean(1)
@@ -483,17 +541,23 @@ class Model(Transformer):
 
 
 def is_narrow(name: str) -> bool:
-    """Return whether linear layers in FP8 multiply the weight so. Routed experts' grouped products stay wide."""
+    """Return whether linear layers in FP8 multiply the weight so. Routed experts' grouped products
+    stay wide.
+    """
     return "_proj" in name and ".experts." not in name
 
 
 def _paired(states: Tensor) -> Tensor:
-    """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with i + size / 2."""
+    """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with
+    i + size / 2.
+    """
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
 
 
 def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
+    """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq.
+    18-23).
+    """
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * math.pi)
         share = (turns - scaling.low_freq_factor) / (
@@ -508,7 +572,8 @@ def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScalin
                 / (2 * math.log(theta))
             )
 
-        first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+        first = dimension(scaling.beta_fast)
+        last = dimension(scaling.beta_slow)
         low = max(math.floor(first) if scaling.truncate else first, 0)
         high = min(math.ceil(last) if scaling.truncate else last, size - 1)
         place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)

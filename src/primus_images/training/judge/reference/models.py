@@ -1,7 +1,9 @@
-"""The reference's models of one run, as its job describes them: exact, rounded, or with one constant changed.
+"""The reference's models of one run, as its job describes them: exact, rounded, or with one
+constant changed.
 
-A wrong constant moves what a block computes in a direction that the reference knows. How far the run's errors go in it
-shows how far the constant is changed: 0 is not at all, 1 as far as in the trial. All constants are fitted together.
+A wrong constant moves what a block computes in a direction that the reference knows. How far the
+run's errors go in it shows how far the constant is changed: 0 is not at all, 1 as far as in the
+trial. All constants are fitted together.
 """
 
 import math
@@ -46,7 +48,9 @@ class Models:
         self.exact = job["precision"] == "fp32"
 
     def model(self) -> Transformer:
-        """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
+        """Return the model that repeats the run. FP8's rounding is large and known, so it is
+        repeated as well.
+        """
         if self.sizes.of_images:
             guidance = float(self._job["config"].get("guidance", 1.0))
             return Diffusion(
@@ -54,9 +58,10 @@ class Models:
             )
         eight = None
         if self._job["precision"] == "fp8":
-            name = (
-                "e4m3fn" if self._job["gpu"] == CPU else arch_of(generation(self._job["gpu"])).fp8
-            )
+            if self._job["gpu"] == CPU:
+                name = "e4m3fn"
+            else:
+                name = arch_of(generation(self._job["gpu"])).fp8
             eight = getattr(torch, f"float8_{name}")
         return Model(self.sizes, dialect=self.dialect, eight=eight)
 
@@ -73,11 +78,14 @@ class Models:
                 model.adding = on_cpu and not self.sizes.mla.kv_lora_rank
             elif isinstance(model, Diffusion) and on_cpu:
                 # PyTorch keeps them as bfloat16 numbers on CPUs, and as float32 numbers on GPUs.
-                model.keeping, model.adding = model.between, True
+                model.keeping = model.between
+                model.adding = True
         return model
 
     def weights(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
+        """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of
+        adapters.
+        """
         computed = {
             name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype)
             for name, t in weights.items()
@@ -120,7 +128,9 @@ def _dialect(job: Mapping[str, Any]) -> Dialect:
 
 
 def as_trained(sizes: Architecture, backend: str, length: int) -> Architecture:
-    """Return the sizes as trained: torchtitan scales DeepSeek's positions only beyond the original length."""
+    """Return the sizes as trained: torchtitan scales DeepSeek's positions only beyond the original
+    length.
+    """
     short = length <= sizes.rope_scaling.original_max_position
     if backend == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
         return replace(sizes, rope_scaling=RopeScaling())
@@ -142,9 +152,9 @@ _AS_BACKEND = "rotary angles rounded to BF16 by the backend"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model with one constant changed. ``shows`` is where the change is looked for: in the "outputs" of blocks or of
-    the "head", in the "gradients" of blocks or of "weights", or in those of the "loss". ``rounds``: the model rounds to
-    FP8 as the run does.
+    """A model with one constant changed. ``shows`` is where the change is looked for: in the
+    "outputs" of blocks or of the "head", in the "gradients" of blocks or of "weights", or in those
+    of the "loss". ``rounds``: the model rounds to FP8 as the run does.
     """
 
     model: Transformer
@@ -154,8 +164,12 @@ class Trial:
 
 def trials(model: Transformer, backend: str) -> dict[str, Trial]:
     """Return ``model`` with one constant changed, by the name of the change."""
-    sizes, moe = model.sizes, model.sizes.moe
-    plain = replace(model, eight=None) if isinstance(model, Model) else model
+    sizes = model.sizes
+    moe = model.sizes.moe
+    if isinstance(model, Model):
+        plain = replace(model, eight=None)
+    else:
+        plain = model
     variants: dict[str, Trial] = {}
 
     def change(name: str, *shows: str, rounds: bool = False, **changes: Any) -> None:
@@ -172,7 +186,8 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
             change(name, *row["shows"], rounds=of == "eight", constants=Constants(**constants))
 
     change_constants("all")
-    # torchtitan's Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other models do not.
+    # torchtitan's Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other
+    # models do not.
     if backend != "torchtitan" or family(sizes.family).backends[backend].model == "qwen3":
         variants[_AS_BACKEND] = variants.pop(_ROUNDED)
     if not isinstance(model, Model):
@@ -207,13 +222,15 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
     return variants
 
 
-# Of a part of the evidence: the products of the directions of all changes with each other, with the run's errors, and
-# with the noise.
+# Of a part of the evidence: the products of the directions of all changes with each other, with the
+# run's errors, and with the noise.
 Part = tuple[Tensor, Tensor, Tensor]
 
 
 def products_of_blocks(names: Sequence[str], results: "Iterable[Result]") -> list[Part]:
-    """Multiply the results of one step's blocks. A part of the evidence is one sample in one result."""
+    """Multiply the results of one step's blocks. A part of the evidence is one sample in one
+    result.
+    """
     parts: list[Part] = []
     for result in results:
         noise = result.noises
@@ -241,7 +258,9 @@ def products_of_blocks(names: Sequence[str], results: "Iterable[Result]") -> lis
 def products(
     run: Gradients, exact: Gradients, noisy: Gradients, changed: Sequence[Gradients]
 ) -> list[Part]:
-    """Multiply gradients of one step, each tensor a part of the evidence. ``changed`` are those of the trials."""
+    """Multiply gradients of one step, each tensor a part of the evidence. ``changed`` are those of
+    the trials.
+    """
     names = [name for name in exact if name in run and bool(run[name].isfinite().all())]
     noise: dict[str, float] = {}
     for name in names:
@@ -250,7 +269,8 @@ def products(
     parts = []
     for name in names:
         # Weight each kind of tensor by how exactly the precision determines its gradient.
-        if (least := noise[kind_of(name)]) > 0:
+        least = noise[kind_of(name)]
+        if least > 0:
             moved = torch.stack(
                 [(other[name].double() - exact[name]).flatten() for other in changed]
             )
@@ -266,10 +286,10 @@ def products(
 def fit(names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     """Fit all ``parts`` of the evidence by least squares. ``names`` are those of the changes.
 
-    Returns name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
-    ``deviation``: how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive share
-    is a fault. ``biased``: other roundings look like a small change. ``eight``: the change concerns the rounding to
-    FP8.
+    Returns name of a change → the ``share`` by which the run moved, how much of it is ``rounding``,
+    and a ``deviation``: how much the parts of the evidence disagree in this reference.
+    ``one_sided``: only a positive share is a fault. ``biased``: other roundings look like a small
+    change. ``eight``: the change concerns the rounding to FP8.
     """
     if not parts:
         return {}
@@ -277,11 +297,15 @@ def fit(names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]
     # Directions differ in length by orders of magnitude.
     lengths = squares.sum(0).diagonal().sqrt()
     seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
-    squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
+    squares = squares[:, seen][:, :, seen]
+    errors = errors[:, seen]
+    noise = noise[:, seen]
     scale = torch.outer(lengths[seen], lengths[seen])
     inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
-    shares, rounding = inverse @ errors.sum(0), inverse @ noise.sum(0)
-    # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen its limit.
+    shares = inverse @ errors.sum(0)
+    rounding = inverse @ noise.sum(0)
+    # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen
+    # its limit.
     deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
     rule: Mapping[str, Any] = ChainMap(*_TRIALS.values())
     rows = zip(

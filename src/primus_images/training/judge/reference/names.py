@@ -1,4 +1,6 @@
-"""Each backend's names and layouts of weights → Hugging Face's, by slicing and permuting only, as gradients need it."""
+"""Each backend's names and layouts of weights → Hugging Face's, by slicing and permuting only, as
+gradients need it.
+"""
 
 import math
 import re
@@ -29,7 +31,9 @@ def kind_of(name: str) -> str:
 
 
 def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an unexpected name."""
+    """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an
+    unexpected name.
+    """
     converted: Tensors = {}
     for name, tensor in tensors.items():
         converted.update(_CONVERT[backend](model, name, tensor))
@@ -45,12 +49,14 @@ def from_canonical(
     shape: Sequence[int],
     look_up: Callable[[str], Tensor],
 ) -> Tensor:
-    """Return a backend's tensor ``name`` of ``shape``, made of Hugging Face's tensors. ``look_up`` returns one by name.
+    """Return a backend's tensor ``name`` of ``shape``, made of Hugging Face's tensors. ``look_up``
+    returns one by name.
 
-    This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as those that pad a
-    vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
+    This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as
+    those that pad a vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
     """
-    # Backends move whole rows, but transformers transposes some experts. Where each goes is seen from its number.
+    # Backends move whole rows, but transformers transposes some experts. Where each goes is seen
+    # from its number.
     outer = shape[:-1] or shape
     numbers = torch.arange(math.prod(outer)).view(*outer, 1)
     if _transposes(model) and ".experts." in name:
@@ -89,7 +95,9 @@ def _blocks(
 
 def _placed(name: str, layers: str) -> tuple[str, str]:
     match = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(.+)", name)
-    return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+    if match:
+        return (f"model.layers.{match[1]}.", match[2])
+    return ("", name)
 
 
 def _transposes(model: Architecture) -> bool:
@@ -104,14 +112,21 @@ def _finetune(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[
         ".mlp.shared_expert.", ".mlp.shared_experts."
     )
     name = name.replace(".mlp.router.", ".mlp.gate.")
-    if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
-        parts, kind = {"down_proj": tensor}, "bias" if match[3] else "weight"
+    match = re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
+    if match:
+        parts = {"down_proj": tensor}
+        kind = "weight"
+        if match[3]:
+            kind = "bias"
         if _transposes(model) and kind == "weight":
             parts = {"down_proj": tensor.transpose(1, 2)}
         if match[2] == "gate_up_proj":
             whole = parts["down_proj"]
             # gpt-oss alternates the rows of both parts of SwiGLU.
-            halves = (whole[:, ::2], whole[:, 1::2]) if model.moe.bias else whole.chunk(2, 1)
+            if model.moe.bias:
+                halves = (whole[:, ::2], whole[:, 1::2])
+            else:
+                halves = whole.chunk(2, 1)
             parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
         return [
             (f"{match[1]}.{number}.{part}.{kind}", each)
@@ -127,11 +142,13 @@ def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[
     inner = re.sub(
         r"(?<=mlp\.experts\.)(linear_fc[12]\.weight)(\d+)", r"local_experts.\2.\1", inner
     )
-    if (ours := renamed(model, "megatron").get(inner)) is not None:
+    ours = renamed(model, "megatron").get(inner)
+    if ours is not None:
         # The vocabulary is padded to a multiple that the ranks share.
         whole = layer or "norm" in inner
         return [(layer + ours, tensor if whole else tensor[: model.vocab_size])]
-    if match := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", inner):
+    match = re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", inner)
+    if match:
         # One group: its heads of queries, then its head of keys, then its head of values.
         each = model.heads // model.kv_heads
         grouped = tensor.unflatten(0, (model.kv_heads, each + 2, model.head_size))
@@ -140,9 +157,10 @@ def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[
             (f"{layer}self_attn.{kind}_proj.{match[1]}", part.flatten(0, 2))
             for kind, part in zip("qkv", parts, strict=True)
         ]
-    if match := re.fullmatch(
+    match = re.fullmatch(
         r"mlp\.(experts\.local_experts\.\d+\.|shared_experts\.|)linear_fc([12])\.weight", inner
-    ):
+    )
+    if match:
         head = layer + "mlp." + match[1].replace("local_experts.", "")
         if match[2] == "2":
             return [(head + "down_proj.weight", tensor)]

@@ -1,4 +1,6 @@
-"""Which weights a model has and how they begin, which of them a run trains, and which of them moved."""
+"""Which weights a model has and how they begin, which of them a run trains, and which of them
+moved.
+"""
 
 import hashlib
 import math
@@ -16,29 +18,34 @@ from primus_images.training.judge.reference.rounding import LIMITS
 
 
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
-    """Return the floating-point operations per token of a sequence of ``length``, or per image, attention in full.
+    """Return the floating-point operations per token of a sequence of ``length``, or per image,
+    attention in full.
 
-    Each weight that a token meets takes 2 operations forward and 4 backward; frozen ones beside ``adapters`` (the
-    number of weights that LoRA trains) take 2 less.
+    Each weight that a token meets takes 2 operations forward and 4 backward; frozen ones beside
+    ``adapters`` (the number of weights that LoRA trains) take 2 less.
     """
     if model.of_images:
-        width, blocks = model.hidden_size, model.dit.double_layers + model.dit.single_layers
+        width = model.hidden_size
+        blocks = model.dit.double_layers + model.dit.single_layers
         tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
         return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
     count = 0.0
     for name, shape in shapes(model).items():
-        share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
+        share = 1.0
+        if ".experts." in name:
+            share = model.moe.top_k / model.moe.experts
         count += (
             0.0
             if name == "model.embed_tokens.weight" and not model.tied_embeddings
             else share * math.prod(shape)
         )
-    weights = 6 * count if adapters is None else 4 * count + 6 * adapters
+    if adapters is None:
+        weights = 6 * count
+    else:
+        weights = 4 * count + 6 * adapters
     # Queries with keys, and the shares with values, in layers with and without a window.
-    sizes, full = (
-        model.query_size + model.value_size,
-        sum(not model.has_window(n) for n in range(model.layers)),
-    )
+    sizes = model.query_size + model.value_size
+    full = sum(not model.has_window(n) for n in range(model.layers))
     seen = full * length + (model.layers - full) * min(model.window, length)
     return weights + 6 * model.heads * sizes * seen
 
@@ -46,7 +53,9 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
 def adapter_shapes(
     model: Architecture, rank: int, targets: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
+    """Return the adapters of the linear layers named by ``targets``, by default of all but the
+    output layer.
+    """
     adapters: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")
@@ -68,8 +77,9 @@ _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
 def strange(job: Job, sizes: Architecture, folder: Path, weights: Tensors) -> list[str]:
-    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule, and which of those
-    in ``folder/weights-0.pt``, and which ranks, use random numbers of another seed.
+    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule,
+    and which of those in ``folder/weights-0.pt``, and which ranks, use random numbers of another
+    seed.
     """
     config = job["config"]
     if config.get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
@@ -77,12 +87,15 @@ def strange(job: Job, sizes: Architecture, folder: Path, weights: Tensors) -> li
     findings = [*_other_seeds(job, sizes, folder)]
     for name, tensor in weights.items():
         wide = tensor.double()
-        if (value := constant(job, name, tensor)) is not None:
+        value = constant(job, name, tensor)
+        if value is not None:
             if bool((wide != value).any()):
                 findings.append(f"{name} does not begin as {value:g}")
             continue
-        std, count = _deviation(job, sizes, name, tensor), tensor.numel()
-        seen, mean = float(wide.std()), float(wide.mean())
+        std = _deviation(job, sizes, name, tensor)
+        count = tensor.numel()
+        seen = float(wide.std())
+        mean = float(wide.mean())
         if abs(seen / std - 1) > _LIMITS["errors"] / math.sqrt(2 * count):
             findings.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
         elif abs(mean) > _LIMITS["errors"] * std / math.sqrt(count):
@@ -103,10 +116,12 @@ def _repeats(tensor: Tensor, ranks: int) -> bool:
 
 def _other_seeds(job: Job, sizes: Architecture, folder: Path) -> Iterator[str]:
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
-    if (seed := job["config"].get(key, usual)) is None:
+    seed = job["config"].get(key, usual)
+    if seed is None:
         # Without a seed, torchtitan uses a random one.
         return
-    # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
+    # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed
+    # all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
     ranks = [
         torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
@@ -114,12 +129,18 @@ def _other_seeds(job: Job, sizes: Architecture, folder: Path) -> Iterator[str]:
     ]
     for rank, seen in enumerate(ranks):
         if seen["seed"] != seed + rank * apart:
-            yield f"rank {rank} draws random numbers from seed {seen['seed']}, not {seed + rank * apart}"
+            yield (
+                f"rank {rank} draws random numbers from seed {seen['seed']}, not "
+                f"{seed + rank * apart}"
+            )
     if any(seen["device"] != "cpu" for seen in ranks):
         # A GPU draws other numbers from a seed than a CPU.
         return
     stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
-    drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
+    if job["backend"] == "torchtitan":
+        drawn = _of_torchtitan
+    else:
+        drawn = _by_name
     for name, expected in drawn(job, sizes, stored, seed):
         tensor = stored[name].float()
         if float((tensor - expected).abs().max()) > _LIMITS["same"] * float(expected.abs().max()):
@@ -130,20 +151,20 @@ def _by_name(
     job: Job, sizes: Architecture, stored: Tensors, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored.items():
-        plain, mark = name, "/"
+        plain = name
+        mark = "/"
         if job["backend"] != "megatron":
-            plain, mark = (
-                _ADAPTED.sub(
-                    "", name.removeprefix("model.") if job["backend"] == "finetune" else name
-                ),
-                " ",
+            plain = _ADAPTED.sub(
+                "", name.removeprefix("model.") if job["backend"] == "finetune" else name
             )
+            mark = " "
         canonical = to_canonical(job["backend"], sizes, {name: tensor})
         ours, part = next(iter(canonical.items()), ("", tensor))
         if not ours or constant(job, ours, part) is not None:
             continue
         number = int.from_bytes(hashlib.sha256(f"{seed}{mark}{plain}".encode()).digest()[:7], "big")
-        std, generator = _deviation(job, sizes, ours, part), torch.Generator().manual_seed(number)
+        std = _deviation(job, sizes, ours, part)
+        generator = torch.Generator().manual_seed(number)
         drawn = torch.empty(tensor.shape).normal_(0, std, generator=generator)
         # Megatron's float32 weights are converted from those of the model.
         narrow = tensor.dtype == torch.bfloat16 or (
@@ -186,11 +207,14 @@ def constant(job: Job, name: str, tensor: Tensor) -> float | None:
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):
         return 0.0
-    return 1.0 - job["model"]["norm_offset"] if tensor.ndim == 1 else None
+    if tensor.ndim == 1:
+        return 1.0 - job["model"]["norm_offset"]
+    return None
 
 
 def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> float:
-    backend, config = job["backend"], job["config"]
+    backend = job["backend"]
+    config = job["config"]
     outer = name in ("model.embed_tokens.weight", "lm_head.weight")
     if ".lora_A." in name:
         return 1 / math.sqrt(3 * tensor.shape[-1])
@@ -198,19 +222,28 @@ def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> floa
         usual = float(config.get("model.init_method_std", 0.02))
         if name == "model.embed_tokens.weight":
             return float(config.get("model.embedding_init_method_std", usual))
-        return usual / math.sqrt(2 * sizes.layers) if _INTO_STREAM.search(name) else usual
+        if _INTO_STREAM.search(name):
+            return usual / math.sqrt(2 * sizes.layers)
+        return usual
     if backend == "torchtitan":
         if outer:
-            return 1.0 if name.startswith("model.") else _CUT_AT_3 / math.sqrt(tensor.shape[-1])
+            if name.startswith("model."):
+                return 1.0
+            return _CUT_AT_3 / math.sqrt(tensor.shape[-1])
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         deep = _INTO_STREAM.search(name) or name.endswith((".up_proj.weight", ".mlp.gate.weight"))
-        return 0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if layer and deep else 0.02
-    return 0.5 / math.sqrt(tensor.shape[-1]) if outer else 0.02
+        if layer and deep:
+            return 0.02 / math.sqrt(2 * (int(layer[1]) + 1))
+        return 0.02
+    if outer:
+        return 0.5 / math.sqrt(tensor.shape[-1])
+    return 0.02
 
 
 def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
-    """Return FLOPs and numbers of parameters; which are ``missing`` or of another shape, so that nothing can be
-    repeated; and ``odd`` ones: unexpected, or with values that no first weights have.
+    """Return FLOPs and numbers of parameters; which are ``missing`` or of another shape, so that
+    nothing can be repeated; and ``odd`` ones: unexpected, or with values that no first weights
+    have.
     """
     expected = shapes(sizes)
     if job["mode"] == "lora":
@@ -250,12 +283,15 @@ def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
 
 
 def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> list[str]:
-    """Return which trained weights no step changed, and which frozen ones changed. If rounding to bfloat16 loses every
-    update of a weight, it may stay the same; ``moving`` are those that must change.
+    """Return which trained weights no step changed, and which frozen ones changed. If rounding to
+    bfloat16 loses every update of a weight, it may stay the same; ``moving`` are those that must
+    change.
     """
-    narrow, wrong = kept_dtype(job) == "bfloat16", []
+    narrow = kept_dtype(job) == "bfloat16"
+    wrong = []
     for name, tensor in without_bias(first).items():
-        same, trained = torch.equal(tensor, last[name]), is_trained(job, name)
+        same = torch.equal(tensor, last[name])
+        trained = is_trained(job, name)
         if trained and same and (name in moving or not narrow):
             wrong.append(f"{name} was never updated")
         if not trained and not same:
@@ -265,7 +301,9 @@ def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> l
 
 def kept_dtype(job: Job) -> str:
     """Return the dtype of the stored weights, which may differ from that of the computation."""
-    key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
+    key = "training.master_dtype"
+    if job["backend"] == "torchtitan":
+        key = "training.dtype"
     return str(job["config"].get(key, "float32"))
 
 

@@ -1,4 +1,6 @@
-"""Repeating a run step by step, each from the run's own weights, so that rounding does not accumulate."""
+"""Repeating a run step by step, each from the run's own weights, so that rounding does not
+accumulate.
+"""
 
 import json
 import math
@@ -29,7 +31,9 @@ _MOST_THREADS = 4
 
 
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
-    """Compare every step of the run in ``output``, ``threads`` at the same time, for :mod:`primus_images.training.judge.proof`."""
+    """Compare every step of the run in ``output``, ``threads`` at the same time, for
+    :mod:`primus_images.training.judge.proof`.
+    """
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
@@ -48,11 +52,13 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         if findings["parameters"]["missing"]:
             # The run trained another model, so there is nothing to repeat.
             return findings
-        replayed, config = _Replay(job, sizes, folder), job["config"]
+        replayed = _Replay(job, sizes, folder)
+        config = job["config"]
         findings |= {
             "max_norm": update.settings(job).max_norm,
             "summands": job["data_parallel"] * job["accumulation"],
-            # Whether the recipe asks for sums over ranks in bfloat16, or Megatron divides those of FSDP2 by labels.
+            # Whether the recipe asks for sums over ranks in bfloat16, or Megatron divides those of
+            # FSDP2 by labels.
             "narrow_sums": config.get("sharding.reduce_dtype") == "bfloat16"
             or config.get("ddp.grad_reduce_in_fp32") is False
             or bool(config.get("torch_fsdp2") and job["precision"] == "bf16"),
@@ -75,7 +81,8 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
 
 
 def _use_one_core() -> None:
-    # On a busy machine, threads that wait for each other cost more than a second thread gains on so small a model.
+    # On a busy machine, threads that wait for each other cost more than a second thread gains on so
+    # small a model.
     torch.set_num_threads(1)
     # A mask's exponentials underflow, and denormal numbers are a hundred times as slow.
     torch.set_flush_denormal(True)
@@ -92,8 +99,9 @@ class _Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """``row`` is what the step adds to ``proof.json``. ``gradients`` are those that the run's optimizer used; the
-    reference's clipped ones if it did not run. ``sent``: layer → the number of tokens of each expert.
+    """``row`` is what the step adds to ``proof.json``. ``gradients`` are those that the run's
+    optimizer used; the reference's clipped ones if it did not run. ``sent``: layer → the number of
+    tokens of each expert.
     """
 
     row: dict[str, Any]
@@ -187,10 +195,13 @@ class _Replay:
         if step not in self._examined:
             return self._compute(step, noisy=False)
         computed = self._compute(step, noisy=True, trials=True)
-        return self._with_blocks(computed) if self._job["blocks"] else computed
+        if self._job["blocks"]:
+            return self._with_blocks(computed)
+        return computed
 
     def _with_blocks(self, computed: _Step) -> _Step:
-        step, model = computed.row["step"], self._models.model()
+        step = computed.row["step"]
+        model = self._models.model()
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         wide, narrow = (
             self._models.weights(before, dtype) for dtype in (torch.float64, torch.float32)
@@ -217,13 +228,19 @@ class _Replay:
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         file = self._folder / f"update-{step}.pt"
         seen: dict[str, Any] | None = torch.load(file, weights_only=True) if file.exists() else None
-        raw = seen["gradients"] if seen else {}
-        used = without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
+        if seen:
+            raw = seen["gradients"]
+        else:
+            raw = {}
+        used = None
+        if seen:
+            used = without_bias(to_canonical(self._job["backend"], self._sizes, raw))
         # In float32, the reference's own rounding is judged where it also computes in float64.
-        model, dtype = (
-            self._models.model(),
-            torch.float64 if noisy and self._exact else torch.float32,
-        )
+        model = self._models.model()
+        if noisy and self._exact:
+            dtype = torch.float64
+        else:
+            dtype = torch.float32
         weights = self._models.weights(before, dtype)
         exact = self._pass(step, weights, model)
         row: dict[str, Any] = {
@@ -239,7 +256,8 @@ class _Replay:
             "stale": [],
             "apart": [],
         }
-        limited, products = exact.clipped, []
+        limited = exact.clipped
+        products = []
         scales = scales_of(limited)
         if seen is not None and used is not None:
             self.narrow |= any(gradient.dtype == torch.bfloat16 for gradient in raw.values())
@@ -256,8 +274,8 @@ class _Replay:
         if noisy:
             row["noise"], rounded = noise, _ = self._noise(step, before, exact, scales)
             if not self._exact and self._doubtful(row):
-                # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
-                # chance.
+                # A few tokens may determine the error of a tensor or of the loss, and one rounding
+                # may spare them by chance.
                 others = [
                     self._noise(step, before, exact, scales, grid)[0] for grid in _LIMITS["grids"]
                 ]
@@ -271,7 +289,10 @@ class _Replay:
                         math.sqrt(sum(other[key] ** 2 for other in others) / len(others)),
                     )
                 noise["doubt"] = self._in_doubt(step, weights, limited, scales)
-            changes = self._of_weights_alone() if used is not None and trials else {}
+            if used is not None and trials:
+                changes = self._of_weights_alone()
+            else:
+                changes = {}
             changed = [self._pass(step, weights, trial.model).clipped for trial in changes.values()]
             if used is not None and changed:
                 products = models.products(used, limited, rounded, changed)
@@ -286,7 +307,9 @@ class _Replay:
     def _in_doubt(
         self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the other expert."""
+        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the
+        other expert.
+        """
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
@@ -304,24 +327,30 @@ class _Replay:
     def _biases(
         self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, Tensor]
     ) -> list[str]:
-        wrong, dialect = [], self._models.dialect
+        wrong = []
+        dialect = self._models.dialect
         for layer, count in sent.items() if dialect.bias_rate else ():
-            name, mean = f"{layer}gate{BIAS}", count.double().mean()
+            name = f"{layer}gate{BIAS}"
+            mean = count.double().mean()
             if name not in after:
                 wrong.append(f"{name} is missing")
                 continue
-            # If rounding decides the routing of a token, experts near the mean may be on either side of it.
-            slack = 0.0 if self._exact and closest > 1e-5 else 2 + 0.1 * float(mean)
-            decided = (
-                (count - mean).abs() > slack if slack else torch.ones_like(count, dtype=torch.bool)
-            )
-            moved, expected = (
-                (after[name] - before[name]).double()[decided],
-                (mean - count).sign()[decided],
-            )
+            # If rounding decides the routing of a token, experts near the mean may be on either
+            # side of it.
+            if self._exact and closest > 1e-5:
+                slack = 0.0
+            else:
+                slack = 2 + 0.1 * float(mean)
+            if slack:
+                decided = (count - mean).abs() > slack
+            else:
+                decided = torch.ones_like(count, dtype=torch.bool)
+            moved = (after[name] - before[name]).double()[decided]
+            expected = (mean - count).sign()[decided]
             expected = expected * dialect.bias_rate
             if dialect.centered:
-                moved, expected = moved - moved.mean(), expected - expected.mean()
+                moved = moved - moved.mean()
+                expected = expected - expected.mean()
             if len(expected) and float((moved - expected).abs().max()) > 0.01 * dialect.bias_rate:
                 wrong.append(f"{name} did not move towards balance")
         return wrong
@@ -333,7 +362,10 @@ class _Replay:
             seen = torch.load(file, weights_only=True)
             rank = int(seen["data_rank"])
             for name, mine in self._samples.batch(step, rank).items():
-                whole = torch.cat(seen[name]) if seen.get(name) else torch.empty(0)
+                if seen.get(name):
+                    whole = torch.cat(seen[name])
+                else:
+                    whole = torch.empty(0)
                 if whole.shape != mine.shape:
                     shapes = f"{list(whole.shape)}, not {list(mine.shape)}"
                     different.append(f"step {step}, rank {rank}: {name} have the shape {shapes}")
@@ -343,7 +375,8 @@ class _Replay:
                         f"step {step}, rank {rank}: {share:.0%} of the {name} are others"
                     )
             shares.append(rank)
-        ranks, parallel = self._job["world_size"], self._job["data_parallel"]
+        ranks = self._job["world_size"]
+        parallel = self._job["data_parallel"]
         if sorted(shares) != [share for share in range(parallel) for _ in range(ranks // parallel)]:
             each = f"each of {parallel} by {ranks // parallel} ranks"
             different.append(
@@ -356,7 +389,9 @@ class _Replay:
         leaves = {
             name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()
         }
-        ranks, pieces, every_loss = self._job["data_parallel"], self._job["accumulation"], []
+        ranks = self._job["data_parallel"]
+        pieces = self._job["accumulation"]
+        every_loss = []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
         for batch in batches:
@@ -371,7 +406,8 @@ class _Replay:
             else leaves[name].grad
             for name in trained
         }
-        every, norm = torch.cat(every_loss), update.norm_of(gradients)
+        every = torch.cat(every_loss)
+        norm = update.norm_of(gradients)
         clipped = update.clipped(gradients, norm, self._settings.max_norm)
         return _Pass(
             loss=float(every.sum()) / terms,
@@ -389,13 +425,17 @@ class _Replay:
         scales: Mapping[str, float],
         grid: float = 1.0,
     ) -> tuple[dict[str, Any], Tensors]:
-        """Return how far the run's precision alone moves the results, and the clipped gradients of that repetition."""
+        """Return how far the run's precision alone moves the results, and the clipped gradients of
+        that repetition.
+        """
         other = self._pass(
             step, self._models.weights(before, torch.float32), self._models.rounding(grid)
         )
-        # The error of the mean can be small by chance. The errors of single labels show how large it can become.
+        # The error of the mean can be small by chance. The errors of single labels show how large
+        # it can become.
         spread = float((other.losses - exact.losses).std()) / math.sqrt(len(exact.losses))
-        moved, clipped = other.gradients, other.clipped
+        moved = other.gradients
+        clipped = other.clipped
         if not self._exact:
             # Each gradient is a number of the run's precision before it is summed over ranks.
             rounded = {name: bfloat(gradient) for name, gradient in moved.items()}

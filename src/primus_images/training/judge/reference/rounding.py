@@ -1,4 +1,6 @@
-"""Rounding as kernels do it: to the numbers of a narrow type, inside of attention, and in FP8 products."""
+"""Rounding as kernels do it: to the numbers of a narrow type, inside of attention, and in FP8
+products.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -42,12 +44,13 @@ def attended(
     between: Rounding,
     adding: bool,
 ) -> Tensor:
-    """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
+    """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused
+    kernels.
 
-    They round the softmax and its gradient before they multiply, and compute the latter from the rounded output
-    (FlashAttention-2, arXiv:2307.08691, algorithm 2). With ``adding``, gradients of keys and values are added as
-    PyTorch's kernel for CPUs does, one block of queries and one head of a group after the other. ``hidden`` pairs do
-    not attend.
+    They round the softmax and its gradient before they multiply, and compute the latter from the
+    rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). With ``adding``, gradients of
+    keys and values are added as PyTorch's kernel for CPUs does, one block of queries and one head
+    of a group after the other. ``hidden`` pairs do not attend.
     """
     out: Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
     return out.transpose(1, 2).flatten(-2)
@@ -91,7 +94,9 @@ class _Attended(torch.autograd.Function):
 
 
 def _added(shares: Tensor, states: Tensor, between: Rounding, adding: bool) -> Tensor:
-    """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a group."""
+    """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a
+    group.
+    """
     length = states.shape[-2]
     size = next(size for size, most in ((32, 192), (64, 768), (256, math.inf)) if length < most)
     if not adding or length % size:
@@ -110,7 +115,10 @@ def multiplied(
 
     ``one_format`` and ``wide`` are those of :class:`.model.Constants`.
     """
-    back = eight if one_format else _OF_GRADIENTS[eight]
+    if one_format:
+        back = eight
+    else:
+        back = _OF_GRADIENTS[eight]
     return _EightBits.apply(states, weight, eight, back, wide)
 
 
@@ -129,15 +137,24 @@ class _EightBits(torch.autograd.Function):
             states if wide == "gradients of weights" else narrow[0],
             weight if wide == "gradients of states" else narrow[1],
         )
-        context.back, context.wide = back, wide
-        return states @ weight.T if wide == "outputs" else narrow[0] @ narrow[1].T
+        context.back = back
+        context.wide = wide
+        if wide == "outputs":
+            return states @ weight.T
+        return narrow[0] @ narrow[1].T
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = context.saved_tensors
         narrow = _scaled(gradient, context.back)
-        for_states = gradient if context.wide == "gradients of states" else narrow
-        for_weight = gradient if context.wide == "gradients of weights" else narrow
+        if context.wide == "gradients of states":
+            for_states = gradient
+        else:
+            for_states = narrow
+        if context.wide == "gradients of weights":
+            for_weight = gradient
+        else:
+            for_weight = narrow
         return (
             for_states @ weight,
             for_weight.flatten(0, -2).T @ states.flatten(0, -2),

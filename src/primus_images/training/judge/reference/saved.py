@@ -1,4 +1,6 @@
-"""The random states of a run's checkpoint, and its exported weights, which transformers loads as a user would."""
+"""The random states of a run's checkpoint, and its exported weights, which transformers loads as a
+user would.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,13 +24,16 @@ _LIMITS = LIMITS["saved"]
 
 
 def differences(output: Path, job: dict[str, Any], sizes: Architecture, last: Tensors) -> list[str]:
-    """Return how the files in ``output`` differ from what was trained; ``last`` are the run's last weights."""
+    """Return how the files in ``output`` differ from what was trained; ``last`` are the run's last
+    weights.
+    """
     findings = [
         f"rank {file.stem.partition('-')[2]} has other random states after loading its checkpoint"
         for file in sorted((output / "witness").glob("random-*.json"))
         if not json.loads(file.read_text(encoding="utf-8"))["kept"]
     ]
-    folder, config = output / "weights", job["config"]
+    folder = output / "weights"
+    config = job["config"]
     merged = config.get("export") == "merged"
     if not (merged or config.get("save_weights")):
         return findings
@@ -85,7 +90,8 @@ def _other_model(
         ours, _ = Model(sizes).prediction(
             {n: t.float() for n, t in saved.items()}, {"inputs": tokens}
         )
-    if not (gap := float((theirs - ours).norm() / ours.norm())) <= _LIMITS["logits"]:
+    gap = float((theirs - ours).norm() / ours.norm())
+    if not gap <= _LIMITS["logits"]:
         findings.append(
             f"{folder.name}, loaded with transformers, gives other logits: {gap:.1%} apart"
         )
@@ -98,10 +104,8 @@ def _other_adapters(
     from peft import LoraConfig
     from safetensors.torch import load_file
 
-    config, adapters = (
-        job["config"],
-        {name: tensor for name, tensor in last.items() if ".lora_" in name},
-    )
+    config = job["config"]
+    adapters = {name: tensor for name, tensor in last.items() if ".lora_" in name}
     saved = load_file(folder / "adapter_model.safetensors")
     findings = _other_weights(folder, to_canonical("finetune", sizes, saved), adapters, 0.0)
     rank = int(config.get("lora.rank", 16))

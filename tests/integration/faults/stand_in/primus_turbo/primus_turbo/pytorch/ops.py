@@ -1,4 +1,6 @@
-"""Operators. Each computes what the real one does, by PyTorch's own operators and without its speed."""
+"""Operators. Each computes what the real one does, by PyTorch's own operators and without its
+speed.
+"""
 
 import torch
 

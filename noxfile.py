@@ -62,7 +62,7 @@ def interpreter(session: nox.Session, extra: str = "images") -> str:
 
 
 def _holds(extra: str) -> bool:
-    """Whether this interpreter has the checkout installed in editable mode, with its dependencies."""
+    """Whether this interpreter has the checkout in editable mode, with its dependencies."""
     spec = importlib.util.find_spec("primus_images")
     if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(HERE):
         return False

@@ -1,4 +1,4 @@
-"""BuildKit as packaged by Debian: a private docker.io daemon that runs only during the benchmark."""
+"""Debian's BuildKit: a private docker.io daemon that runs only during the benchmark."""
 
 import json
 import os

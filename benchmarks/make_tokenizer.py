@@ -23,30 +23,31 @@ def _words(text: str) -> list[str]:
 
 
 PEOPLE = _words("""
-miller baker sailor shepherd weaver smith carpenter gardener teacher fisher hunter painter mason tailor
-potter farmer doctor singer writer clerk porter soldier merchant beekeeper ferryman woodcutter cook
-grandmother uncle daughter brother neighbour stranger traveller captain librarian watchmaker glassblower
+miller baker sailor shepherd weaver smith carpenter gardener teacher fisher hunter painter mason
+tailor potter farmer doctor singer writer clerk porter soldier merchant beekeeper ferryman
+woodcutter cook grandmother uncle daughter brother neighbour stranger traveller captain librarian
+watchmaker glassblower
 """)
 ANIMALS = _words("""
-fox heron goat owl badger mule swan hare otter crow donkey rooster sparrow hedgehog salmon wolf cat dog mare
-calf goose lamb beetle spider swallow toad weasel pigeon
+fox heron goat owl badger mule swan hare otter crow donkey rooster sparrow hedgehog salmon wolf cat
+dog mare calf goose lamb beetle spider swallow toad weasel pigeon
 """)
 THINGS = _words("""
-lantern basket bucket ladder hammer kettle blanket barrel rope candle needle plough wheel bell mirror letter
-ribbon drum flute hat coat boot spoon jug saddle anchor oar net chair table window door key lock loaf cheese
-apple pear plum barley honey salt wool linen copper silver brick
+lantern basket bucket ladder hammer kettle blanket barrel rope candle needle plough wheel bell
+mirror letter ribbon drum flute hat coat boot spoon jug saddle anchor oar net chair table window
+door key lock loaf cheese apple pear plum barley honey salt wool linen copper silver brick
 """)
 PLACES = _words("""
-river hill valley harbour market forest meadow mill bridge village orchard tower cellar garden well lake
-island road field stable church kitchen attic quarry marsh shore mountain crossroads
+river hill valley harbour market forest meadow mill bridge village orchard tower cellar garden well
+lake island road field stable church kitchen attic quarry marsh shore mountain crossroads
 """)
 QUALITIES = _words("""
-old young quiet stubborn clever patient proud tired hungry careful brave lazy generous honest gentle cold
-bright heavy narrow broken golden wooden green grey distant empty crooked warm
+old young quiet stubborn clever patient proud tired hungry careful brave lazy generous honest
+gentle cold bright heavy narrow broken golden wooden green grey distant empty crooked warm
 """)
 ACTS = _words("""
-carried mended borrowed painted counted washed followed watched repaired polished hid found sold bought
-forgot dropped lifted measured traded promised guarded
+carried mended borrowed painted counted washed followed watched repaired polished hid found sold
+bought forgot dropped lifted measured traded promised guarded
 """)
 TIMES = _words("""
 morning evening winter autumn spring summer harvest market-day midnight noon dawn dusk

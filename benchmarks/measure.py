@@ -27,7 +27,10 @@ PRIMUS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that succeeded. ``megabytes`` is the peak of its largest process (``ru_maxrss``)."""
+    """A command that succeeded.
+
+    ``megabytes`` is the peak of its largest process (``ru_maxrss``).
+    """
 
     seconds: float
     megabytes: float

@@ -75,7 +75,8 @@ __attribute__((constructor)) static void start(void) {
 }
 int clock_gettime(clockid_t id, struct timespec *now) {
     int error = syscall(SYS_clock_gettime, id, now);
-    if (!error && offset && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
+    int real = id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE;
+    if (!error && offset && real) now->tv_sec += *offset;
     return error;
 }
 time_t time(time_t *copy) {
@@ -167,7 +168,7 @@ class Command:
         self._server.stdin.flush()
 
     def ended(self, seconds: float) -> dict[str, Any] | None:
-        """Return its exit code and what it printed, or None if it has not ended within ``seconds``."""
+        """Return its exit code and its output, or None if it has not ended within ``seconds``."""
         assert self._server.stdout
         if not select.select([self._server.stdout], [], [], seconds)[0]:
             return None

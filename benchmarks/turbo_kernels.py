@@ -297,7 +297,7 @@ def _tiles(
 
 
 def quantize() -> dict[str, Any]:
-    """Cast activations to FP8 in both layouts, transpose a weight, and compare bits with PyTorch."""
+    """Cast activations to FP8 in both layouts and transpose a weight, bit for bit as PyTorch."""
     x = torch.randn(16384, HIDDEN, device="cuda").bfloat16()
     x[5, 7] = float("nan")
     scale = torch.tensor(448.0 / 3, device="cuda")

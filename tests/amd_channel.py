@@ -64,7 +64,7 @@ LIBRARIES = "_rocm_sdk_libraries"
 def channel_versions(
     indexes: Mapping[str, str], image: str, commits: Mapping[str, tuple[str, str]]
 ) -> str:
-    """The repository's versions.yaml with these index addresses, this base image and these commits."""
+    """The repository's versions.yaml with these indexes, this base image and these commits."""
     text = (REPOSITORY / "versions.yaml").read_text()
     for name, url in indexes.items():
         text = re.sub(rf"(  {name}: {{channel: amd, url: )[^}}]+", rf"\g<1>{url}", text)
@@ -367,7 +367,7 @@ def registry(folder: Path, logins: str = "") -> Iterator[int]:
 
 
 def restore(root: Path) -> None:
-    """Give the registry in ``root`` the data of ``whole`` again, in C: they are hundreds of files."""
+    """Give the registry in ``root`` the data of ``whole`` again, in C: it is hundreds of files."""
     subprocess.run(["rm", "-rf", root / "registry/data"], check=True)
     subprocess.run(["cp", "-a", root / "whole", root / "registry/data"], check=True)
 

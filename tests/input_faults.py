@@ -213,8 +213,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# -- damage to files
-# ---------------------------------------------------------------------------------------------
+# -- damage to files --
 
 
 def _edit(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -337,8 +336,7 @@ def _drop_lists(kit: Kit) -> None:
             path.unlink()
 
 
-# -- the project's own files
-# -------------------------------------------------------------------------------------
+# -- the project's own files --
 
 _BOMB = "a0: &a0 {k: 1, l: 2}\n" + "".join(
     f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)
@@ -426,8 +424,7 @@ def _trees() -> Iterator[Fault]:
     yield Fault("special files: a folder that is a link to elsewhere", away, codes=frozenset((2,)))
 
 
-# -- locks
-# -------------------------------------------------------------------------------------------------------
+# -- locks --
 
 
 def _based(kit: Kit) -> None:
@@ -516,8 +513,7 @@ def _locks() -> Iterator[Fault]:
         )
 
 
-# -- wheels and layers: through the same actions as a build, in a store of their own
-# --------------------------------
+# -- wheels and layers: through the same actions as a build, in a store of their own --
 
 _PATHS = {
     **_PLANTED["paths"],

@@ -21,7 +21,7 @@ FLOPS = 3e6
 
 
 def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
-    """The content of ``proof.json`` for step → (loss, gradient norm) of a healthy run in float32."""
+    """The ``proof.json`` of a healthy run in float32, for step → (loss, gradient norm)."""
     rows = [
         {
             "step": step,
@@ -112,7 +112,7 @@ def finished_run(
     passed: bool = True,
     facts: dict[str, Any] = FACTS,
 ) -> Path:
-    """The folder ``output`` as `primus train` leaves it, made by the functions that make it there."""
+    """The folder ``output`` as `primus train` leaves it, made by its own functions."""
     job = Job(name=output.name, recipe=resolve(recipe, (), choices), output=output)
     output.mkdir(parents=True)
     series = series_of(speed)

@@ -1,4 +1,4 @@
-"""The page of golden curves: loss and gradient norm of every recipe, drawn as in a report of runs."""
+"""The page of golden curves: every recipe's loss and gradient norm, as in a report of runs."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The page of silent faults: each fault that was injected into a run, and the checks that named it."""
+"""The page of silent faults: each fault injected into a run, and the checks that named it."""
 
 import json
 from collections import Counter

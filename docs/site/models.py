@@ -17,21 +17,23 @@ from primus_images.release.diff import section, table
 
 _NONE = "–"
 INTRO = """\
-Each model is one file in the folder `recipes`. `primus list` prints them, and `primus show NAME` prints the resolved
-settings, each with its file and line. To train one, name what the row names; on a machine with the GPU, you can omit
-`--gpu`, and with `--dry-run` you can try the command on any machine:
+Each model is one file in the folder `recipes`. `primus list` prints them, and `primus show NAME`
+prints the resolved settings, each with its file and line. To train one, name what the row names; on
+a machine with the GPU, you can omit `--gpu`, and with `--dry-run` you can try the command on any
+machine:
 
 ```sh
 primus train llama3.1-8b --backend megatron --precision fp8 --gpu mi355x
 ```
 
-Every model also has a proxy: a small model with few layers and short sequences that uses the same code. `--proxy`
-trains it on a CPU in seconds and needs no weights.
+Every model also has a proxy: a small model with few layers and short sequences that uses the same
+code. `--proxy` trains it on a CPU in seconds and needs no weights.
 
-The columns of GPUs contain sequences (or images) per GPU and forward pass, and per step of all GPUs of all nodes. Bold
-figures were published by one of the documents below; others are ours. If documents disagree, the command of the newest
-page takes precedence over the file that it names and over files of other dates. Below the table of a family are the
-reasons for figures that no document publishes or on which documents disagree."""
+The columns of GPUs contain sequences (or images) per GPU and forward pass, and per step of all GPUs
+of all nodes. Bold figures were published by one of the documents below; others are ours. If
+documents disagree, the command of the newest page takes precedence over the file that it names and
+over files of other dates. Below the table of a family are the reasons for figures that no document
+publishes or on which documents disagree."""
 
 
 @cache
@@ -141,7 +143,7 @@ def _rows(
 
 
 def _where(recipes: Sequence[Recipe]) -> str:
-    """Return the runs that a reason applies to, as in ``llama3.1-8b megatron bf16, fp8 on mi325x``."""
+    """Return the runs of a reason, as in ``llama3.1-8b megatron bf16, fp8 on mi325x``."""
     ways: dict[tuple[str, str, int], tuple[dict[str, None], dict[str, None]]] = {}
     for recipe in recipes:
         precisions, able = ways.setdefault(

@@ -74,7 +74,10 @@ def load_published() -> Published:
 
 
 def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
-    """Resolve every published cell for each of its GPUs. Raises InputError if one does not resolve."""
+    """Resolve every published cell for each of its GPUs.
+
+    Raises InputError if one does not resolve.
+    """
     for cell in load_published().cells if cells is None else cells:
         for gpu in cell.gpus:
             choices = Choices(

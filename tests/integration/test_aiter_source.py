@@ -26,7 +26,8 @@ printf '#!/bin/sh\necho 7.2.53211\n' > rocm/bin/hipconfig
 chmod +x rocm/bin/hipconfig
 export ROCM_HOME="$PWD/rocm"
 note='open("aiter/compiled.txt", "a").write'
-sed -i 's#^\( *\)core\.build_module($#\1(lambda **module: '"$note"'(module["md_name"] + "\\n"))(#' setup.py
+named='(lambda **module: '"$note"'(module["md_name"] + "\\n"))'
+sed -i 's#^\( *\)core\.build_module($#\1'"$named"'(#' setup.py
 sed -i 's#^\( *\)pool, futures = start_aot(.*#\1'"$note"'(start_aot.__name__ + "\\n")#' setup.py
 sed -i '/^            wait_aot(pool, futures)/d' setup.py
 grep -q 'start_aot.__name__' setup.py && grep -q 'module\["md_name"\]' setup.py
@@ -116,7 +117,10 @@ def test_the_pin_builds_the_real_source(tmp_path: Path) -> None:
 
 
 def test_without_the_pins_change_metadata_fails(tmp_path: Path) -> None:
-    """What the pin's ``prepare`` is for. When a newer AITER builds without it, this test says so."""
+    """What the pin's ``prepare`` is for.
+
+    When a newer AITER builds without it, this test says so.
+    """
     kit = make_kit(tmp_path / "aiter", pinned(), "true\n" + WITHOUT_COMPILERS)
     result = kit.primus("build", "demo", timeout=1500)
     assert result.code == 1

@@ -129,7 +129,8 @@ def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
         "release",
         "cli.host",
     )
-    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus_images.' + n)])"
+    installed = f"[n for n in {names} if find_spec('primus_images.' + n)]"
+    code = f"from importlib.util import find_spec; print({installed})"
     assert inside(cpu_image, "python3", "-c", code).strip() == "[]"
     assert "  build" not in inside(cpu_image, "primus", "--help")
 

@@ -45,7 +45,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
 
 @pytest.fixture
 def later(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """sid beside bookworm: a tool that needs a newer library, and newer packages nobody asked for."""
+    """sid beside bookworm: a tool needs a newer library; nobody asks for the other new packages."""
     pool = archive.root / "pool"
     make_deb(pool, "tool", "2", needs="libtool (>= 2), only-later, libthing")
     make_deb(pool, "libtool", "2")

@@ -1,4 +1,4 @@
-"""The image in a Docker engine: loaded, run by anybody; and the engine as the sandbox of a build."""
+"""The image in a Docker engine, run by anybody; and the engine as the sandbox of a build."""
 
 import json
 import subprocess

@@ -32,18 +32,23 @@ class Kernels(build_py):
     def run(self):
         super().run()
         folder = os.path.join(self.build_lib, "turbo_norm")
-        subprocess.run(
-            ["hipcc", "-shared", "-fPIC", "-O3", "-std=c++20", f"--offload-arch={os.environ['GPU_ARCHS']}",
-             "-Icsrc/include", "-Istatus", *sorted(glob.glob("csrc/kernels/normalization/*.hip")),
-             "-o", os.path.join(folder, "libturbo_norm.so")],
-            check=True,
-        )
+        arch = f"--offload-arch={os.environ['GPU_ARCHS']}"
+        kernels = sorted(glob.glob("csrc/kernels/normalization/*.hip"))
+        library = os.path.join(folder, "libturbo_norm.so")
+        options = ["-shared", "-fPIC", "-O3", "-std=c++20", arch, "-Icsrc/include", "-Istatus"]
+        subprocess.run(["hipcc", *options, *kernels, "-o", library], check=True)
 
 class Binary(Distribution):
     def has_ext_modules(self):
         return True
 
-setup(name="turbo-norm", version="1.0", packages=["turbo_norm"], cmdclass={"build_py": Kernels}, distclass=Binary)
+setup(
+    name="turbo-norm",
+    version="1.0",
+    packages=["turbo_norm"],
+    cmdclass={"build_py": Kernels},
+    distclass=Binary,
+)
 """
 VERSIONS = text_of("versions/hipcc.yaml")
 TARGET = text_of("images/hipcc.yaml")

@@ -23,7 +23,11 @@ WHERE = {
     "megatron": [
         ("megatron.core.transformer.transformer_config", "TransformerConfig", "model."),
         ("megatron.core.optimizer.optimizer_config", "OptimizerConfig", "optimizer."),
-        ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp."),
+        (
+            "megatron.core.distributed.distributed_data_parallel_config",
+            "DistributedDataParallelConfig",
+            "ddp.",
+        ),
         ("primus_images.training.backends.megatron.model", "MegatronConfig", ""),
         ("primus_images.training.backends.loop.config", "LoopConfig", "training."),
     ],
@@ -41,7 +45,8 @@ def leaves(cls, prefix):
             yield prefix + field.name, value
 wrong = []
 for backend, classes in WHERE.items():
-    data = json.loads((Path(primus_images.recipes.__file__).parent / "keys" / f"{backend}.json").read_text())
+    keys = Path(primus_images.recipes.__file__).parent / "keys"
+    data = json.loads((keys / f"{backend}.json").read_text())
     for name, version in data["versions"].items():
         if importlib.metadata.version(name) != version:
             wrong.append(f"{name} is {importlib.metadata.version(name)}, the data are of {version}")

@@ -47,7 +47,7 @@ def lend_layer(name: str, source: Kit, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def native(cpu_image: Kit) -> Iterator[Kit]:
-    """A project that root has built on the cpu image's base, in a place that other users may enter."""
+    """A project that root has built on the cpu image's base, where other users may enter."""
     place = Path(tempfile.mkdtemp(prefix="primus-u-"))
     place.chmod(0o755)
     kit = Kit(place / "project")

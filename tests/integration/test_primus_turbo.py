@@ -1,4 +1,4 @@
-"""Primus Turbo switched on in real runs: its public API in plain PyTorch stands in for the package."""
+"""Primus Turbo in real runs: its public API in plain PyTorch stands in for the package."""
 
 import json
 import subprocess
@@ -100,7 +100,9 @@ scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleav
 scores.masked_fill_(~((before >= 0) & (before < 5)), float("-inf"))
 wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double().repeat_interleave(2, 2))
 assert torch.allclose(exact, wanted)
-model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False), torch.nn.Linear(256, 128, bias=False))
+up = torch.nn.Linear(128, 256, bias=False)
+down = torch.nn.Linear(256, 128, bias=False)
+model = torch.nn.Sequential(up, down)
 x = torch.randn(8, 128)
 before = model(x)
 primus_turbo.convert_linears(model, ["nothing"])

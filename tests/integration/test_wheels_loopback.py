@@ -1,4 +1,4 @@
-"""pip's resolver and our fetch against a real index on 127.0.0.1, with every fault a network has."""
+"""pip's resolver and our fetch against an index on 127.0.0.1 with every fault of a network."""
 
 import hashlib
 import json

@@ -110,7 +110,8 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
     assert planned.returncode == 0, planned.stderr
     assert "kernels gfx1251" in planned.stdout
     assert primus("list", "--gpu", "mi440x").stdout.count("mi440x") >= len(names(copy / "recipes"))
-    tag = "primus_train/torchtitan_MI440X_llama3_8b-BF16-pretrain"  # as the site's data for ROCm's pages has them
+    # As the site's data for ROCm's pages has them.
+    tag = "primus_train/torchtitan_MI440X_llama3_8b-BF16-pretrain"
     assert (
         "resolved for mi440x"
         in primus("compat", "madengine", "run", "--tags", tag, "--dry-run").stderr

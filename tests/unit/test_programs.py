@@ -12,7 +12,7 @@ DEBIAN = {"PRETTY_NAME": "Debian GNU/Linux 12", "ID": "debian"}
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Debian host as root whose PATH holds only a fake apt-get, which logs and installs `mytool`."""
+    """A Debian host as root whose PATH holds only a fake apt-get that logs, installs `mytool`."""
     log, folder = tmp_path / "log", tmp_path / "bin"
     folder.mkdir()
     apt = folder / "apt-get"

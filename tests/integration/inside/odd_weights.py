@@ -211,7 +211,7 @@ def check_part(case: str, where: Path) -> None:
 
 
 def check_packed(case: str, where: Path) -> None:
-    """gpt-oss as published: the experts are in MXFP4, and are dequantized as transformers does it."""
+    """gpt-oss as published: experts in MXFP4 are dequantized as transformers does it."""
     folder = written(where, TABLE["packed"][case])
     dequantized = Mxfp4Config(dequantize=True)
     wanted = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantized).float()

@@ -1,4 +1,4 @@
-"""The reference's models against transformers and diffusers: the same weights give the same output."""
+"""The same weights give the same output in the reference as in transformers and diffusers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -97,7 +97,7 @@ def norms() -> None:
 
 
 def attention() -> None:
-    """Attention of grouped heads with its gradients, also as PyTorch's kernel for CPUs rounds them."""
+    """Attention of grouped heads with its gradients, also as PyTorch's CPU kernel rounds them."""
     shapes, length = ((3, 8, 128, 16), (3, 2, 128, 16), (3, 2, 128, 16)), 128
     given = torch.randn(shapes[0]).bfloat16()
     # The first tokens get most of the attention, as in trained models: many gradients are added
@@ -269,7 +269,7 @@ def unused() -> None:
 
 
 def _wrong(sizes: object) -> Iterator[object]:
-    """The same sizes with one thing changed: what tells nothing apart would agree with these, too."""
+    """The same sizes with one thing changed: a test that tells nothing apart would agree, too."""
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
     yield replace(sizes, norm_eps=1e-2)  # type: ignore[type-var]
     yield replace(sizes, window=5)  # type: ignore[type-var]

@@ -131,6 +131,6 @@ def together(waiting: list[partial[None]], count: int, seconds: float) -> None:
 
 
 def _alone(work: partial[None]) -> None:
-    """Do ``work`` in a process group of its own, so that all its processes can be ended together."""
+    """Do ``work`` in a new process group, so that all its processes can be ended together."""
     os.setsid()
     work()

@@ -129,7 +129,7 @@ def test_commands_that_train_nothing_are_refused_with_a_sentence(entry: dict[str
 
 
 def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None:
-    """A shell runs it by each of its names, and primus is told that name and the words, unchanged."""
+    """A shell runs it by each of its names, and primus gets that name and the words, unchanged."""
     told = tmp_path / "primus"
     told.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     told.chmod(0o755)

@@ -213,7 +213,9 @@ import os, sys, time
 from pathlib import Path
 words = sys.argv
 out, node = Path(words[words.index("--output") + 1]), os.environ["JOB_COMPLETION_INDEX"]
-start = int(words[words.index("--resume-from") + 1].rpartition("-")[2]) if "--resume-from" in words else 0
+start = 0
+if "--resume-from" in words:
+    start = int(words[words.index("--resume-from") + 1].rpartition("-")[2])
 if os.environ.get("BROKEN"):
     sys.exit(1)
 for step in range(start, 21):

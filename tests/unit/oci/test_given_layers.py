@@ -1,4 +1,4 @@
-"""Layers of a registry's image: the same bytes in the store, and one list of paths for all of them."""
+"""Layers of a registry's image: the same bytes in the store, and one list of paths for all."""
 
 import gzip
 import hashlib

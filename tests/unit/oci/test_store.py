@@ -90,7 +90,7 @@ def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: st
     ],
 )
 def test_broken_index_is_a_sentence(text: str, reason: str, store: Store) -> None:
-    """An image without its name would count as removed, and `primus clean` would remove its layers."""
+    """`primus clean` would remove the layers of an image without its name."""
     (store.root / "index.json").write_text(text)
     with pytest.raises(HostError, match=reason):
         store.images()

@@ -1,4 +1,4 @@
-"""Optional layers: `extras` of a base in versions.yaml, and of a target; and the names of layers."""
+"""Optional layers (`extras` of a base in versions.yaml, and of a target) and names of layers."""
 
 import re
 from pathlib import Path

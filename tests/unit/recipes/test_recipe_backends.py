@@ -16,7 +16,12 @@ from primus_images.training.backends.backend import BACKENDS
 SOURCE = Path(__file__).parents[3] / "src/primus_images"
 # The reference is written apart from what it judges; facts lists packages, one of which has a
 # backend's name.
-APART = ("training/judge/reference/", "training/run/facts.py", "training/backends/export.py", "recipes/rules/")
+APART = (
+    "training/judge/reference/",
+    "training/run/facts.py",
+    "training/backends/export.py",
+    "recipes/rules/",
+)
 
 
 def test_every_backend_has_its_rules_its_start_and_its_entry() -> None:

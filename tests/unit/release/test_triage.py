@@ -19,7 +19,7 @@ from project_kit import Kit, make_project
 def search(
     truth: Hypothesis, changes: int, wrong: float, seed: int, conflicts: int = 0
 ) -> tuple[Verdict, int, int]:
-    """The verdict in a world, the number of answers, and that of points that could not be judged."""
+    """The verdict in a world, the number of answers, and that of points without a judgement."""
     random = Random(seed)
     pairs = [random.sample(range(changes), 2) for _ in range(conflicts)]
     state = Search(changes, wrong=wrong, seed=seed)

@@ -98,9 +98,10 @@ def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> 
     ]
     assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out/perf_llama3.1-8b.csv").read_text()
+    local = read(paths[0]).local_batch
     assert text.splitlines()[:4] == [
         "model,performance,metric,mode,precision,batch_size,seq_len,device,num_gpus",
-        f"llama3.1-8b,9000,tok_per_s_per_gpu,pretrain,BF16,{(local := read(paths[0]).local_batch)},8192,H200,8",
+        f"llama3.1-8b,9000,tok_per_s_per_gpu,pretrain,BF16,{local},8192,H200,8",
         f"llama3.1-8b,521.23,TFLOPS_per_gpu,pretrain,BF16,{local},8192,H200,8",
         f"llama3.1-8b,47.5,GPU_memory_usage,pretrain,BF16,{local},8192,H200,8",
     ]

@@ -17,7 +17,8 @@ from tables import table_of
 
 TABLE = """\
 issues:
-  - {component: some-part, versions: "VERSIONS", gpus: [mi355x], symptom: it fails, source: here, until: null}
+  - {component: some-part, versions: "VERSIONS", gpus: [mi355x], symptom: it fails, source: here,
+     until: null}
 """
 
 

@@ -97,8 +97,7 @@ def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
     assert of_run(whole, {}) == of_recipe_unit(whole.architecture, whole.seq_len)
 
 
-# -- FLOPs
-# --------------------------------------------------------------------------------------------------------
+# -- FLOPs --
 
 MISTRAL = Architecture(
     family="mistral",
@@ -142,8 +141,7 @@ def test_an_image_of_flux() -> None:
     assert size(flux).total == pytest.approx(11.9e9, rel=0.001)
 
 
-# -- energy
-# -------------------------------------------------------------------------------------------------------
+# -- energy --
 
 
 def logged(number: int) -> str:

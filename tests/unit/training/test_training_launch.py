@@ -237,7 +237,9 @@ def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
         import os, sys
         from pathlib import Path
         from primus_images.training.run import failure, processes
-        processes.run([sys.executable, "-c", {launcher!r}], log=Path({str(tmp_path / "log")!r}), environment=os.environ)
+        log = Path({str(tmp_path / "log")!r})
+        command = [sys.executable, "-c", {launcher!r}]
+        processes.run(command, log=log, environment=os.environ)
     """
     command = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(SRC)}

@@ -307,7 +307,7 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(
 def test_without_a_temporary_folder_the_ranks_get_one(
     jobs: tuple[Job, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container with a read-only root and no --tmpfs /tmp; torchrun does not start without one."""
+    """torchrun does not start in a container with a read-only root and no --tmpfs /tmp."""
     assert "TMPDIR" not in ranks.environment(jobs[0], {})
     monkeypatch.setattr(os, "access", lambda path, _mode: str(path) == "/mounted")
     assert ranks.environment(jobs[0], {})["TMPDIR"] == str(jobs[0].output / "cache")

@@ -1,4 +1,4 @@
-"""Tuning GEMMs with PyTorch's TunableOp. A stand-in writes the results here; on GPUs PyTorch does."""
+"""Tuning GEMMs with PyTorch's TunableOp, whose results a stand-in writes here."""
 
 import json
 import os
@@ -20,7 +20,8 @@ SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
 # number.
 STAND_IN = """#!/bin/sh
 out=$(printf %s "$PYTORCH_TUNABLEOP_FILENAME" | sed 's/%d/0/')
-echo "$HIP_VISIBLE_DEVICES $(grep -c . "$3") $PYTORCH_TUNABLEOP_ENABLED$PYTORCH_TUNABLEOP_TUNING" >> {ledger}
+switches=$PYTORCH_TUNABLEOP_ENABLED$PYTORCH_TUNABLEOP_TUNING
+echo "$HIP_VISIBLE_DEVICES $(grep -c . "$3") $switches" >> {ledger}
 grep -q {broken} "$3" && {{ echo "RuntimeError: no device" >&2; exit 1; }}
 {{ echo "Validator,PT_VERSION,{version}"; sed 's/$/,Gemm_Hipblaslt_7,0.5/' "$3"; }} > "$out"
 """

@@ -1,4 +1,4 @@
-"""FSDP2's protocol of gathers and reductions by copies, with ranks that take turns in one process."""
+"""FSDP2's protocol of gathers and reductions by copies; ranks take turns in one process."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, forward and backward, compared with a loop over tokens in 64 bits."""
+"""Routing of tokens to experts, forward and backward, against a loop over tokens in 64 bits."""
 
 import os
 import subprocess

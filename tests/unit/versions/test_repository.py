@@ -17,7 +17,7 @@ MODULES = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part\n'
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a repository with a submodule, whose second-last commit is on no branch's tip."""
+    """A repository with a submodule; its second-last commit is on no branch's tip."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     part = "3rdparty/part", commit(tmp_path / "part", {"inside.txt": "of the submodule\n"})
     # An attribute must not change the bytes.

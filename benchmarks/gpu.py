@@ -95,7 +95,9 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     settings = [f"ranks={options.ranks}", *words[4:]]
     if not options.proxy and not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
-    jobs = suite.plan(recipe, root, settings, choices, level=options.suite)
+    jobs = suite.plan(
+        suite.Request(recipe=recipe, overrides=settings, choices=choices), root, options.suite
+    )
     job = jobs[0]
     unit = of_recipe_unit(job.recipe.architecture, job.recipe.seq_len)
     common = {

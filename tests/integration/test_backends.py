@@ -33,7 +33,7 @@ def test_the_suite_passes(
     python: Python, tmp_path: Path, recipe: str, backend: str, mode: str
 ) -> None:
     """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
-    jobs = suite.plan(recipe, tmp_path, choices=choices(backend, mode))
+    jobs = suite.plan(suite.Request(recipe=recipe, choices=choices(backend, mode)), tmp_path)
     left = suite.run(jobs, lambda job: train(python, job))
     assert failing(suite.judge(jobs, left)) == []
     assert all(outcome.series.exact for outcome in left.values())

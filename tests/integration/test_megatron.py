@@ -67,7 +67,7 @@ def test_the_suite_passes(
     python: Python, tmp_path: Path, name: str, precision: str, words: list[str]
 ) -> None:
     choices = Choices(backend="megatron", gpu="cpu", proxy=True, precision=precision)
-    jobs = suite.plan(name, tmp_path, words, choices)
+    jobs = suite.plan(suite.Request(recipe=name, overrides=words, choices=choices), tmp_path)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
 
 

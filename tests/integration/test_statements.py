@@ -57,7 +57,8 @@ Change = Callable[[Any], object]
 
 def record(content: str, digest: str) -> Document:
     """The record of a validation of the image, whose jobs ran nowhere."""
-    jobs = suite.plan("llama3-proxy", Path("/out"), among=SOURCE.parent / "recipes")
+    request = suite.Request(recipe="llama3-proxy", among=SOURCE.parent / "recipes")
+    jobs = suite.plan(request, Path("/out"))
     image = {"ref": TAG, "manifest": digest, "content": content}
     made: dict[str, Any] = suite.record(
         jobs,

@@ -14,7 +14,7 @@ from training_kit import Python, failing, train
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import checks
-from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.checks import Steps, Verdict
 from primus_images.training.run import outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome
@@ -78,11 +78,13 @@ def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ..
         verdicts.append(checks.loss_falls(run.series, recipe.get("validation.loss_drop", float)))
     if check == "accumulation":
         tolerance = recipe.get("validation.accumulation_tolerance", float)
-        verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, last=1))
+        verdicts.append(
+            checks.same_steps(check, healthy.series, run.series, tolerance, Steps(last=1))
+        )
     elif check == "resume":
         tolerance = recipe.get("validation.resume_tolerance", float)
         verdicts.append(
-            checks.same_steps(check, healthy.series, run.series, tolerance, first=KEPT + 1)
+            checks.same_steps(check, healthy.series, run.series, tolerance, Steps(KEPT + 1))
         )
     elif check == "same result again":
         tolerance = recipe.get("validation.repeat_tolerance", float)

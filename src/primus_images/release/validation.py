@@ -1,4 +1,4 @@
-"""Running the validation suite in an image, with one container per job, and recording the evidence."""
+"""Running the validation suite in an image, one container a job, and recording the evidence."""
 
 import json
 import shlex
@@ -35,6 +35,7 @@ from primus_images.schema import read_json
 from primus_images.terminal import say
 from primus_images.training.judge import proof, suite
 from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.suite import Request
 from primus_images.training.run import outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, read_result
@@ -51,7 +52,7 @@ _TOGETHER = 2
 _INTERRUPTED = (130, 143)
 
 
-def validate(
+def validate(  # noqa: PLR0913
     plan: ImagePlan,
     workspace: Workspace,
     cells: Sequence[tuple[Cell, str]],
@@ -79,6 +80,7 @@ def validate(
     """
     resolved = plan.resolved
     if quiet:
+
         def tell(_):
             return None
     else:
@@ -96,7 +98,11 @@ def validate(
     # training.
     recipes = resolved.root / "recipes"
     planned = [
-        suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes, wrap)
+        suite.plan(
+            Request(recipe=cell.recipe, choices=cell.choices, among=recipes, wrap=wrap),
+            _INSIDE,
+            level,
+        )
         for cell, level in cells
     ]
     for jobs in planned:
@@ -164,7 +170,7 @@ def _each(
             raise
 
 
-def _runner(
+def _runner(  # noqa: PLR0913
     runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, show: bool
 ) -> Callable[[Job], Outcome]:
     """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
@@ -239,7 +245,7 @@ def _passed_before(
     return None
 
 
-def _evidence(
+def _evidence(  # noqa: PLR0913, PLR0917
     resolved: ResolvedTarget,
     jobs: Sequence[Job],
     outcomes: Mapping[str, Outcome],

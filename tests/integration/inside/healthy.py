@@ -40,7 +40,9 @@ def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     recipe, backend, mode, precision = cell
     choices = Choices(backend=backend, mode=mode, gpu=gpu, proxy=True, precision=precision)
     words = [f"seed={seed}", *([f"steps={steps}"] if steps else [])]
-    return suite.plan(recipe, folder, words, choices, level="quick")[0]
+    return suite.plan(
+        suite.Request(recipe=recipe, overrides=words, choices=choices), folder, "quick"
+    )[0]
 
 
 def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:

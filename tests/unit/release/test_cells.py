@@ -56,7 +56,10 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
     cells = [*cells_of(Project.find(ROOT).target("cpu")[0].recipes)]
     plans = {
-        str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells
+        str(cell): suite.plan(
+            suite.Request(recipe=cell.recipe, choices=cell.choices), tmp_path, "full"
+        )
+        for cell in cells
     }
     assert len(plans) == len(cells) > 30
     assert all(
@@ -74,7 +77,7 @@ def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Pat
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> tuple[Job, ...]:
-    return suite.plan("llama3-proxy", tmp_path / "jobs", level="quick")
+    return suite.plan(suite.Request(recipe="llama3-proxy"), tmp_path / "jobs", "quick")
 
 
 def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
@@ -144,7 +147,8 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(
     assert {str(cell) for cell, _ in rest} == {
         f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")
     }
-    (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].choices, "quick")
+    request = suite.Request(recipe="llama3.1-8b", choices=rest[-1][0].choices)
+    (job,) = suite.plan(request, tmp_path, "quick")
     assert job.recipe.precision == "bf16"
     assert len({cell.folder for cell, _ in planned}) == len(planned)
 

@@ -27,6 +27,9 @@ from primus_images.training.run.outcome import Outcome
 from proof_kit import FLOPS, evidence
 from tables import table_of
 
+PROXY = suite.Request(recipe="llama3-proxy")
+LLAMA = suite.Request(recipe="llama3.1-8b", choices=Choices(proxy=True, gpu="cpu"))
+
 LINEARS: dict[str, Any] = {
     "converted": {},
     "plain": [],
@@ -121,7 +124,7 @@ def test_what_the_reference_repeated_is_healthy(
         (job.output / "proof.json").write_text(json.dumps(findings))
         return outcome.read(job, 0)
 
-    assert judged(suite.plan("llama3-proxy", tmp_path / "suite", level="quick"), run)[1] == failed
+    assert judged(suite.plan(PROXY, tmp_path / "suite", "quick"), run)[1] == failed
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +135,7 @@ def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> tuple[Job, ...]:
-    return suite.plan("llama3-proxy", tmp_path / "suite")
+    return suite.plan(PROXY, tmp_path / "suite")
 
 
 def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
@@ -277,7 +280,7 @@ def test_exit_codes_of_launcher_and_command(
 
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
     one, other, quick = (
-        suite.plan("llama3-proxy", tmp_path, words, level=level)
+        suite.plan(replace(PROXY, overrides=words), tmp_path, level)
         for words, level in (
             ((), "standard"),
             (("validation.loss_drop=0.2",), "standard"),
@@ -289,7 +292,7 @@ def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
 
 def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves no step of 10 to resume"):
-        suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
+        suite.plan(replace(PROXY, overrides=["training.steps=10"]), tmp_path)
 
 
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(
@@ -460,7 +463,7 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
     tmp_path: Path,
 ) -> None:
     wrap = ("nsys", "profile", "-o", "a b")
-    jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), wrap=wrap)
+    jobs = suite.plan(replace(LLAMA, wrap=wrap), tmp_path)
     for job in jobs:
         words = ranks.argv(job, "python", {})
         assert words[words.index("nsys") :][:7] == [*wrap, "python", "-u", "-m"]
@@ -482,7 +485,7 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
-    jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), level="full")
+    jobs = suite.plan(LLAMA, tmp_path, "full")
     assert [job.name for job in jobs][4:] == [
         "one-rank",
         "tensor-parallel",
@@ -492,7 +495,7 @@ def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
     assert jobs[5].resume_from == jobs[4].output / "checkpoint" / "step-1"
     assert [
         job.name
-        for job in suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True), level="quick")
+        for job in suite.plan(replace(LLAMA, choices=Choices(proxy=True)), tmp_path, "quick")
     ] == ["base"]
 
     def values(job: Job) -> dict[int, tuple[float, float]]:

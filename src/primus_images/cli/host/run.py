@@ -196,7 +196,14 @@ def _show(
             str(cell),
             level,
             suite.plan(
-                cell.recipe, Path("/out"), (), cell.choices, level, recipes, tuple(args.wrap)
+                suite.Request(
+                    recipe=cell.recipe,
+                    choices=cell.choices,
+                    among=recipes,
+                    wrap=tuple(args.wrap),
+                ),
+                Path("/out"),
+                level,
             ),
         )
         for cell, level in cells

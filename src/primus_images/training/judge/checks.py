@@ -1,5 +1,4 @@
-"""Checks of a run. Each is a pure function that returns a verdict with the measured value and the
-limit.
+"""Checks of a run: pure functions that return a verdict with the measured value and the limit.
 
 No check passes without evidence: a run without steps or facts fails all checks that need them.
 """
@@ -8,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,15 @@ from primus_images.training.run.logs import Series
 from primus_images.yamlfile import read_values
 
 LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
+_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+_PROFILED = {"fp32": "float", "bf16": "BFloat16"}
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of one check. ``measured`` and ``limit`` are short texts with units.
 
-    A ``skipped`` check has not passed: its evidence is missing, because a job failed or did not
-    run.
+    A ``skipped`` check has not passed: its evidence is missing, as a job failed or did not run.
     """
 
     name: str
@@ -35,25 +34,34 @@ class Verdict:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The steps from ``first`` to ``last``."""
+
+    first: int = 1
+    last: float = math.inf
+
+
+EVERY_STEP = Steps()
+
+
 def of_faults(
-    name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0"
+    name: str, faults: Sequence[str], fine: str, *, measured: str = "", limit: str = "0"
 ) -> Verdict:
-    """Return a verdict that passes, with the reason ``fine``, if there are no faults in ``wrong``."""
-    more = ""
-    if len(wrong) > 1:
-        more = f" (and {len(wrong) - 1} more)"
-    if wrong:
-        reason = wrong[0] + more
-    else:
-        reason = fine
-    return Verdict(
-        name, not wrong, reason, measured=measured or f"{len(wrong)} differences", limit=limit
-    )
+    """Return a verdict that passes, with the reason ``fine``, if there are no ``faults``."""
+    reason = fine
+    if faults:
+        reason = faults[0]
+    if len(faults) > 1:
+        reason += f" (and {len(faults) - 1} more)"
+    measured = measured or f"{len(faults)} differences"
+    return Verdict(name, not faults, reason, measured=measured, limit=limit)
 
 
 def relative_gap(value: float, other: float | None) -> float:
-    """Return the difference divided by the larger value; infinite if a value is missing or not
-    finite.
+    """Return the difference divided by the larger value.
+
+    It is infinite if a value is missing or not finite.
     """
     if value == other:
         return 0.0
@@ -70,81 +78,72 @@ def skipped(verdict: Verdict, why: str) -> Verdict:
 
 
 def exit_code(code: int, cause: str = "") -> Verdict:
-    """Check the launcher's exit code; a negative one is a signal. ``cause`` is the reason that the
-    job reported.
+    """Check the launcher's exit code; a negative one is a signal.
+
+    ``cause`` is the reason that the job reported.
     """
-    reason = cause or (
-        f"killed by signal {-code}" if code < 0 else f"the job ended with exit code {code}"
-    )
-    return Verdict(
-        "exit code",
-        code == 0,
-        reason if code else "all ranks ended with 0",
-        measured=str(code),
-        limit="0",
-    )
+    reason = f"the job ended with exit code {code}"
+    if code < 0:
+        reason = f"killed by signal {-code}"
+    if code == 0:
+        reason = "all ranks ended with 0"
+    elif cause:
+        reason = cause
+    return Verdict("exit code", code == 0, reason, measured=str(code), limit="0")
 
 
 def steps_logged(series: Series, first: int, last: int) -> Verdict:
-    """Check that the log contains exactly the steps ``first`` … ``last``, and no step with two
-    different values.
-    """
-    seen = {step.step for step in series.steps}
+    """Check that the log contains exactly the steps ``first`` … ``last``, each with one value."""
+    logged = {step.step for step in series.steps}
     expected = set(range(first, last + 1))
     complaints = list(series.problems)
-    missing = sorted(expected - seen)
+    missing = sorted(expected - logged)
     if missing:
         complaints.append(f"missing: {_ranges(missing)}")
-    extra = sorted(seen - expected)
+    extra = sorted(logged - expected)
     if extra:
         complaints.append(f"not steps of this run: {_ranges(extra)}")
     reason = "; ".join(complaints) or "every step is in the log once"
-    measured = f"{len(seen & expected)} of {len(expected)}"
-    return Verdict(
-        "steps logged", not complaints, reason, measured=measured, limit=f"{first}–{last}"
-    )
+    measured = f"{len(logged & expected)} of {len(expected)}"
+    limit = f"{first}–{last}"
+    return Verdict("steps logged", not complaints, reason, measured=measured, limit=limit)
 
 
 def finite(series: Series) -> Verdict:
-    """Check that loss and gradient norm are finite at every step, and that the gradient norm is
-    positive.
-    """
+    """Check that loss and gradient norm are finite at every step, and the norm positive."""
     bad = [
         f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
         for step in series.steps
-        if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm) and step.grad_norm > 0)
+        if not (0 < step.grad_norm < math.inf and math.isfinite(step.loss))
     ]
     if not series.steps:
         bad = ["no step was logged"]
+    fine = "loss and gradient norm are finite at every step"
     measured = f"{len(bad)} bad of {len(series.steps)} steps"
-    return of_faults(
-        "finite",
-        bad,
-        "loss and gradient norm are finite at every step",
-        measured=measured,
-        limit="0 bad",
-    )
+    return of_faults("finite", bad, fine, measured=measured, limit="0 bad")
 
 
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
-    """Check that the first loss is near ln(vocabulary), that of random weights, or above by σ²/2 of
-    random logits.
+    """Check that the first loss is near ln(vocabulary), as random weights have it.
+
+    It may be above by σ²/2 of random logits.
     """
     expected = math.log(vocabulary)
-    limit = f"{expected:.3f} ± {tolerance:.0%}, + {LIMITS['spread']:g} for random logits"
+    spread = LIMITS["spread"]
+    limit = f"{expected:.3f} ± {tolerance:.0%}, + {spread:g} for random logits"
     step = series.at(1)
     if step is None:
         return Verdict("first loss", False, "step 1 was not logged", limit=limit)
-    passed = (
-        (1 - tolerance) * expected <= step.loss <= (1 + tolerance) * expected + LIMITS["spread"]
-    )
-    reason = f"ln({vocabulary}) = {expected:.3f}" + ("" if passed else "; data or labels are wrong")
+    least = (1 - tolerance) * expected
+    passed = least <= step.loss <= (1 + tolerance) * expected + spread
+    reason = f"ln({vocabulary}) = {expected:.3f}"
+    if not passed:
+        reason += "; data or labels are wrong"
     return Verdict("first loss", passed, reason, measured=f"{step.loss:.5f}", limit=limit)
 
 
 def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdict:
-    """Check that the mean loss of the last fifth is at least the fraction ``drop`` below that of
-    the first fifth.
+    """Check that the mean loss of the last fifth is by ``drop`` below that of the first fifth.
 
     If the reference ``repeated`` every step, it may fall by less: with some seeds, a healthy run's
     jumps at the end.
@@ -152,46 +151,36 @@ def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdic
     limit = f"−{drop:.0%}"
     losses = series.losses
     if len(losses) < 5:
-        return Verdict(
-            "loss falls", False, "needs at least 5 steps", measured=f"{len(losses)}", limit=limit
-        )
+        reason = "needs at least 5 steps"
+        return Verdict("loss falls", False, reason, measured=f"{len(losses)}", limit=limit)
     fifth = len(losses) // 5
     start = statistics.fmean(losses[:fifth])
     end = statistics.fmean(losses[-fifth:])
+    fell = math.nan
     if start:
         fell = 1 - end / start
-    else:
-        fell = math.nan
     reason = f"mean of the first fifth {start:.4f}, of the last {end:.4f}"
     if repeated and 0 < fell < drop:
         reason += "; the reference has the same losses"
     measured = f"{-fell:+.1%}".replace("-", "−")
-    return Verdict(
-        "loss falls",
-        fell >= drop or (repeated and fell > 0),
-        reason,
-        measured=measured,
-        limit=limit,
-    )
+    passed = fell >= drop or (repeated and fell > 0)
+    return Verdict("loss falls", passed, reason, measured=measured, limit=limit)
 
 
 def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> Verdict:
-    """Check that no gradient norm exceeds ``jump`` times the median of those before it, as wrong
-    scaling causes.
+    """Check that no gradient norm exceeds ``jump`` times the median of those before it.
 
-    With some seeds, a healthy run jumps as well, so a jump passes if the reference ``repeated``
-    every norm.
+    Wrong scaling causes such jumps. With some seeds, a healthy run jumps as well, so a jump passes
+    if the reference ``repeated`` every norm.
     """
     name = "gradient norm steady"
     limit = f"×{jump:g}"
     norms = [step.grad_norm for step in series.steps]
     if len(norms) <= 3:
         return Verdict(name, False, "needs at least 4 steps", limit=limit)
-    ratios = [
-        (_ratio(norms[n], statistics.median(norms[:n])), series.steps[n].step)
-        for n in range(3, len(norms))
-    ]
-    worst, at = max(ratios, key=lambda ratio: ratio[0])
+    ratios = [_ratio(norms[n], statistics.median(norms[:n])) for n in range(3, len(norms))]
+    worst = max(ratios)
+    at = series.steps[3 + ratios.index(worst)].step
     reason = f"largest against the running median at step {at}"
     if worst > jump and repeated:
         reason += "; the reference has the same norm"
@@ -199,23 +188,13 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
 
 
 def _ratio(value: float, median: float) -> float:
-    if median:
-        ratio = value / median
-    else:
-        ratio = math.inf
-    if math.isnan(ratio):
+    if not median or math.isnan(value / median):
         return math.inf
-    return ratio
-
-
-_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
-_PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
+    return value / median
 
 
 def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
-    """Check that the linear layers computed their products in the requested precision in the first
-    step.
-    """
+    """Check that linear layers computed in the requested precision in the first step."""
     linears = facts.get("linears")
     limit = _DTYPES.get(expected, expected).replace("torch.", "")
     if not linears:
@@ -226,47 +205,41 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
         complaints, evidence = _eight_bit_products(facts, linears)
     if not complaints:
         return Verdict("precision", True, evidence, measured=limit, limit=limit)
-    ran = (
-        ", ".join(linears["weight_dtypes"])
-        or ", ".join(facts.get("matmul_dtypes", {}))
-        or "nothing"
-    )
+    dtypes = linears["weight_dtypes"] or facts.get("matmul_dtypes") or ["nothing"]
+    measured = ", ".join(dtypes).replace("torch.", "")
     reason = f"{expected} asked, but: {'; '.join(complaints)}"
-    return Verdict("precision", False, reason, measured=ran.replace("torch.", ""), limit=limit)
+    return Verdict("precision", False, reason, measured=measured, limit=limit)
 
 
 def _plain_products(
     facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str
 ) -> tuple[list[str], str]:
-    expected = _DTYPES[precision]
-    calls = sum(linears["weight_dtypes"].values())
-    complaints = [
-        f"{count} linear {side}s in {dtype}"
-        for side in ("weight", "input", "output")
-        for dtype, count in linears[f"{side}_dtypes"].items()
-        if dtype != expected
-    ]
+    complaints = []
+    for side in ("weight", "input", "output"):
+        for dtype, count in linears[f"{side}_dtypes"].items():
+            if dtype != _DTYPES[precision]:
+                complaints.append(f"{count} linear {side}s in {dtype}")
     complaints += [f"{count} {kind}" for kind, count in linears["converted"].items()]
+    calls = sum(linears["weight_dtypes"].values())
     evidence = f"{calls} linear calls, weights, inputs and outputs"
     if not linears["listened"]:
-        products: Mapping[str, int] = facts.get("matmul_dtypes", {})
-        other = {
-            name: count
-            for name, count in products.items()
-            if not name.endswith(_PROFILED[precision])
+        products: dict[str, int] = dict(facts.get("matmul_dtypes", {}))
+        others = {
+            name: n for name, n in products.items() if not name.endswith(_PROFILED[precision])
         }
-        calls = sum(products.values()) - sum(other.values())
+        calls = sum(products.values()) - sum(others.values())
         evidence = f"{calls} matrix products that the profiler saw"
-        if other and precision == "bf16":
-            share = _share(facts.get("matmul_flops", {}), other, products)
-            others = [f"{count} {name}" for name, count in other.items()]
-            complaints += others if share > LIMITS["otherwise"] else []
-            evidence += (
-                f", and in other precisions or unknown {', '.join(others)}, {share:.2%} of all"
-            )
+        if others and precision == "bf16":
+            share = _share(facts.get("matmul_flops", {}), others, products)
+            counts = [f"{count} {name}" for name, count in others.items()]
+            if share > LIMITS["otherwise"]:
+                complaints += counts
+            listed = ", ".join(counts)
+            evidence += f", and in other precisions or unknown {listed}, {share:.2%} of all"
     if not calls:
         complaints.append("no linear layer was called")
-    if precision == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
+    setting = facts.get("float32_matmul_precision")
+    if precision == "fp32" and setting != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
     return complaints, evidence
 
@@ -281,109 +254,105 @@ def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[
 def _eight_bit_products(
     facts: Mapping[str, Any], linears: Mapping[str, Any]
 ) -> tuple[list[str], str]:
-    converted = sum(linears["converted"].values())
-    # Adapters are small products, which the finetune backend keeps in the wider type.
-    narrow = [name for name in linears["plain"] if name.rpartition(".")[2] not in LIMITS["wide"]]
-    unconverted = [name for name in narrow if ".lora_" not in name]
     complaints = []
+    unconverted = [name for name in linears["plain"] if _must_convert(name)]
     if unconverted:
-        complaints.append(
-            f"{len(unconverted)} linear layers were left as they are: "
-            f"{', '.join(unconverted[:3])} …"
-        )
+        some = ", ".join(unconverted[:3])
+        complaints.append(f"{len(unconverted)} linear layers were left as they are: {some} …")
+    converted = sum(linears["converted"].values())
     if not converted:
         complaints.append("no layer computes in 8 bits")
-    scaled = {
-        name: count for name, count in facts.get("matmul_dtypes", {}).items() if "Float8" in name
-    }
-    kernels = [
-        name
-        for name in facts.get("gpu_kernels", ())
-        if "e4m3" in name.lower() or "fp8" in name.lower()
-    ]
-    if facts.get("device") != "cpu" and not scaled and not kernels:
-        complaints.append("the profiler saw no product of 8-bit factors")
     evidence = f"{converted} layers converted"
-    if scaled:
-        evidence += f", {sum(scaled.values())} products of 8-bit factors"
+    dtypes = facts.get("matmul_dtypes", {})
+    products = sum(count for name, count in dtypes.items() if "Float8" in name)
+    if products:
+        evidence += f", {products} products of 8-bit factors"
     elif facts.get("device") == "cpu":
         evidence += ", emulated on the CPU"
+    elif not any(map(_is_eight_bit_kernel, facts.get("gpu_kernels", ()))):
+        complaints.append("the profiler saw no product of 8-bit factors")
     return complaints, evidence
+
+
+def _must_convert(layer: str) -> bool:
+    # Adapters are small products, which the finetune backend keeps in the wider type.
+    return layer.rpartition(".")[2] not in LIMITS["wide"] and ".lora_" not in layer
+
+
+def _is_eight_bit_kernel(name: str) -> bool:
+    return "e4m3" in name.lower() or "fp8" in name.lower()
 
 
 def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdict:
     """Check that the run's facts have the values of ``expected``."""
-    others = {key: value for key, value in expected.items() if facts.get(key) != value}
-    wrong = [
-        f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}" for key, value in others.items()
-    ]
+    wrong = []
+    for key, value in expected.items():
+        if facts.get(key) != value:
+            wrong.append(f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}")
     reason = "; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected)
     measured = f"{len(expected) - len(wrong)} of {len(expected)}"
     return Verdict("configuration", not wrong, reason, measured=measured, limit="all")
 
 
 def same_steps(
-    name: str,
-    base: Series,
-    other: Series,
-    tolerance: float,
-    *,
-    first: int = 1,
-    last: float = math.inf,
-    advice: str = "",
+    name: str, base: Series, other: Series, tolerance: float, steps: Steps = EVERY_STEP
 ) -> Verdict:
-    """Check that two runs have the same loss and gradient norm at every step from ``first`` to
-    ``last``.
-    """
+    """Check that two runs have the same loss and gradient norm at each of ``steps``."""
+    limit = f"relative gap ≤ {tolerance:g}"
     if tolerance == 0:
         limit = "equal to the last bit"
-    else:
-        limit = f"relative gap ≤ {tolerance:g}"
-    compared = [step for step in base.steps if first <= step.step <= last]
+    missing = []
+    compared = 0
+    worst = 0.0
+    at = steps.first
+    for step in base.steps:
+        if not steps.first <= step.step <= steps.last:
+            continue
+        compared += 1
+        twin = other.at(step.step)
+        if twin is None:
+            missing.append(step.step)
+            continue
+        of_norm = relative_gap(step.grad_norm, twin.grad_norm)
+        gap = max(relative_gap(step.loss, twin.loss), of_norm)
+        if gap >= worst:
+            worst = gap
+            at = step.step
     if not compared:
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
-    twins = [(step, other.at(step.step)) for step in compared]
-    missing = [step.step for step, twin in twins if twin is None]
-    pairs = [(step, twin) for step, twin in twins if twin]
-    gaps = [
-        (max(relative_gap(a.loss, b.loss), relative_gap(a.grad_norm, b.grad_norm)), a.step)
-        for a, b in pairs
-    ]
-    worst, at = max(gaps, default=(0.0, first))
+    faults = []
     if missing:
-        faults = [f"not logged in the second run: {_ranges(missing)}"]
-    else:
-        faults = []
+        faults.append(f"not logged in the second run: {_ranges(missing)}")
     if worst > tolerance:
         faults.append(f"differs most at step {at}")
-    fine = f"{len(compared)} steps agree"
+    reason = f"{compared} steps agree"
     if not (base.exact and other.exact):
-        fine += ", as far as the log's digits go"
+        reason += ", as far as the log's digits go"
     if faults:
-        reason = "; ".join([*faults, advice] if advice else faults)
-    else:
-        reason = fine
-    return Verdict(
-        name, not faults, reason, measured=f"largest relative gap {worst:.2g}", limit=limit
-    )
+        reason = "; ".join(faults)
+    measured = f"largest relative gap {worst:.2g}"
+    return Verdict(name, not faults, reason, measured=measured, limit=limit)
 
 
 def same_loss(
     precisions: tuple[str, str], base: Series, other: Series, tolerance: float
 ) -> Verdict:
-    """Check that two precisions with the same data and seed agree in the mean loss of the last
-    fifth.
+    """Check that two precisions agree in the mean loss of the last fifth.
+
+    Both have the same data and seed.
     """
     name = f"loss in {precisions[1]}"
     limit = f"relative gap ≤ {tolerance:g}"
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name, False, "needs at least 5 steps of both", limit=limit)
-    means = [
-        statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)
-    ]
-    gap = relative_gap(*means)
-    reason = f"{means[0]:.4f} in {precisions[0]}, {means[1]:.4f} in {precisions[1]}"
+    first, second = (_last_fifth(series.losses) for series in (base, other))
+    gap = relative_gap(first, second)
+    reason = f"{first:.4f} in {precisions[0]}, {second:.4f} in {precisions[1]}"
     return Verdict(name, gap <= tolerance, reason, measured=f"{gap:.2g}", limit=limit)
+
+
+def _last_fifth(losses: Sequence[float]) -> float:
+    return statistics.fmean(losses[-(len(losses) // 5) :])
 
 
 def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
@@ -393,15 +362,16 @@ def throughput(measured: float | None, reference: float, tolerance: float) -> Ve
     if measured is None:
         return Verdict("throughput", False, "no step was measured", limit=limit)
     reason = f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU"
-    return Verdict(
-        "throughput", measured >= least, reason, measured=f"{measured:,.0f}", limit=limit
-    )
+    passed = measured >= least
+    return Verdict("throughput", passed, reason, measured=f"{measured:,.0f}", limit=limit)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending ``numbers`` as text, such as "1, 3–5"."""
-    runs = [
-        [n for _, n in run]
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    ]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import checks, proof, reference
-from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.checks import EVERY_STEP, Steps, Verdict
 from primus_images.training.run import metrics, outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.logs import Series
@@ -36,70 +36,106 @@ _NORM = "base: reference gradient norm"
 _STEPS = {"base: reference data", "base: reference loss", "base: reference update"}
 
 
-def plan(
-    recipe: str,
-    root: Path,
-    overrides: Sequence[str] = (),
-    choices: Choices | None = None,
-    level: str = "standard",
-    among: Path | None = None,
-    wrap: tuple[str, ...] = (),
-) -> tuple[Job, ...]:
-    """Return the jobs in the order to run them, each with its own folder below ``root``; ``among``
-    has the recipes. ``wrap`` is that of each job.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The recipe that a caller wants to validate.
+
+    ``among`` is the folder of recipes, and ``wrap`` a command before the Python of each rank.
+    """
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    choices: Choices | None = None
+    among: Path | None = None
+    wrap: tuple[str, ...] = ()
+
+
+def plan(request: Request, root: Path, level: str = "standard") -> tuple[Job, ...]:
+    """Return the jobs in the order to run them, each with its own folder below ``root``.
 
     ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one
     micro-batch.
     """
-    whole = resolve(recipe, overrides, choices, among=among)
-    judged = proof.unjudged(whole) is None
+    recipe = resolve(request.recipe, request.overrides, request.choices, among=request.among)
+    planner = _Planner(request, root, recipe)
     if level == "quick":
-        return (Job(name="base", recipe=whole, output=root / "base", judged=judged, wrap=wrap),)
-    middle = whole.get("validation.resume_at", int)
-    if middle >= whole.steps:
-        raise InputError(
-            f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
-            where=whole.settings["validation.resume_at"].origin,
+        return (planner.base(),)
+    jobs = planner.standard()
+    if level == "full":
+        if _splits_in_two(recipe):
+            jobs += planner.layouts()
+        jobs += planner.precisions()
+    return tuple(jobs)
+
+
+class _Planner:
+    def __init__(self, request: Request, root: Path, recipe: Recipe) -> None:
+        self._request = request
+        self._root = root
+        self._recipe = recipe
+
+    def base(self) -> Job:
+        judged = proof.unjudged(self._recipe) is None
+        return replace(self._job("base", self._recipe), judged=judged)
+
+    def standard(self) -> list[Job]:
+        recipe = self._recipe
+        middle = recipe.get("validation.resume_at", int)
+        if middle >= recipe.steps:
+            raise InputError(
+                f"validation.resume_at: {middle} leaves no step of {recipe.steps} to resume",
+                where=recipe.settings["validation.resume_at"].origin,
+            )
+        micro_batch = recipe.local_batch // recipe.get("validation.accumulation", int)
+        batch = {"local_batch": micro_batch, "global_batch": recipe.global_batch, "steps": 2}
+        base = replace(self.base(), recipe=self._changed({"checkpoint": middle}))
+        return [
+            base,
+            self._job("repeat", self._changed({})),
+            _resumed(self._job("resume", self._changed({})), base, middle),
+            self._job("accumulation", self._changed(batch)),
+        ]
+
+    def layouts(self) -> list[Job]:
+        recipe = self._recipe
+        batch = {
+            "local_batch": recipe.global_batch,
+            "global_batch": recipe.global_batch,
+            "steps": 2,
+        }
+        if recipe.degree("ep") > 1:
+            # One rank has all experts; two ranks then differ only in that they share each layer.
+            batch["ep"] = 1
+        single = self._job("one-rank", self._changed(batch | {"ranks": 1, "checkpoint": 1}))
+        shared = self._job("tensor-parallel", self._changed(batch | {"ranks": 2, "tp": 2}))
+        if recipe.knows.resharding:
+            # From the same weights, because two ranks may draw other ones from a seed than one.
+            shared = _resumed(shared, single, 1)
+        return [single, shared]
+
+    def precisions(self) -> list[Job]:
+        recipe = self._recipe
+        jobs = []
+        for precision in recipe.precisions:
+            if precision != recipe.precision and computes(recipe.gpu, precision, recipe.backend):
+                choices = replace(recipe.choices, precision=precision)
+                jobs.append(self._job(_PRECISION_JOB + precision, self._changed({}, choices)))
+        return jobs
+
+    def _job(self, name: str, recipe: Recipe) -> Job:
+        return Job(name=name, recipe=recipe, output=self._root / name, wrap=self._request.wrap)
+
+    def _changed(self, settings: Mapping[str, int], choices: Choices | None = None) -> Recipe:
+        request = self._request
+        words = [f"{key}={value}" for key, value in settings.items()]
+        recipe = self._recipe
+        return resolve(
+            request.recipe, recipe.overrides, choices or recipe.choices, words, request.among
         )
 
-    def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
-        words = [f"{what}={value}" for what, value in settings.items()]
-        changed = resolve(recipe, whole.overrides, choices, words, among)
-        return Job(name=name, recipe=changed, output=root / name, wrap=wrap)
 
-    base = replace(job("base", {"checkpoint": middle}), judged=judged)
-    resumed = replace(job("resume", {}), resume_from=base.output / "checkpoint" / f"step-{middle}")
-    part = whole.local_batch // whole.get("validation.accumulation", int)
-    split = job(
-        "accumulation", {"local_batch": part, "global_batch": whole.global_batch, "steps": 2}
-    )
-    jobs = [base, job("repeat", {}), resumed, split]
-    if level == "full":
-        if _splits_in_two(whole):
-            batch = {
-                "local_batch": whole.global_batch,
-                "global_batch": whole.global_batch,
-                "steps": 2,
-            }
-            if whole.degree("ep") > 1:
-                # One rank has all experts; two ranks then differ only in that they share each
-                # layer.
-                batch["ep"] = 1
-            single = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
-            # From the same weights, because two ranks may draw other ones from a seed than one.
-            split = replace(
-                job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
-                resume_from=single.output / "checkpoint" / "step-1"
-                if whole.knows.resharding
-                else None,
-            )
-            jobs += [single, split]
-        jobs += [
-            job(_PRECISION_JOB + precision, {}, replace(whole.choices, precision=precision))
-            for precision in whole.precisions
-            if precision != whole.precision and computes(whole.gpu, precision, whole.backend)
-        ]
-    return tuple(jobs)
+def _resumed(job: Job, saver: Job, step: int) -> Job:
+    return replace(job, resume_from=saver.output / "checkpoint" / f"step-{step}")
 
 
 def _splits_in_two(recipe: Recipe) -> bool:
@@ -112,13 +148,15 @@ def _splits_in_two(recipe: Recipe) -> bool:
     return (
         "tp" in recipe.knows.degrees
         and recipe.data_parallel == recipe.world_size
-        and not any(s % 2 for s in sizes)
+        and not any(size % 2 for size in sizes)
     )
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
-    """Return the recipe as the caller requested it: that of the job without changes by the suite."""
-    return jobs[1 if len(jobs) > 1 else 0].recipe
+    """Return the recipe as the caller requested it: that of a job without changes by the suite."""
+    if len(jobs) > 1:
+        return jobs[1].recipe
+    return jobs[0].recipe
 
 
 def run(jobs: Sequence[Job], run_job: Callable[[Job], Outcome]) -> dict[str, Outcome]:
@@ -126,7 +164,7 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], Outcome]) -> dict[str, Out
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
         outcomes[job.name] = run_job(job)
-        if job is jobs[0] and outcomes[job.name].exit_code != 0:
+        if outcomes[jobs[0].name].exit_code != 0:
             break
     return outcomes
 
@@ -136,98 +174,110 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
     evidence are skipped.
     """
     verdicts: list[Verdict] = []
+    not_run = Verdict("exit code", False, "")
     for job in jobs:
-        absent = checks.skipped(
-            Verdict("exit code", False, ""), f"was not run, because {jobs[0].name} failed"
-        )
         if job.name in outcomes:
             of_job = outcome.basic_verdicts(outcomes[job.name])
         else:
-            of_job = (absent,)
+            of_job = (checks.skipped(not_run, f"was not run, because {jobs[0].name} failed"),)
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
-    ended = {
-        job.name: outcomes.get(job.name) or Outcome(job=job, exit_code=1, series=Series())
-        for job in jobs
-    }
-    for names, verdict in _comparisons(jobs, ended, passed):
-        lacking = next((name for name in names if ended[name].exit_code != 0), "")
-        why = f"{lacking} {'failed' if lacking in outcomes else 'was not run'}"
-        verdicts.append(checks.skipped(verdict, why) if lacking else verdict)
+    comparisons = _Comparisons(jobs, outcomes, passed)
+    for names, verdict in comparisons.all():
+        verdicts.append(comparisons.skipped_without(names, verdict))
     return (*verdicts, _same_recipe(jobs, outcomes))
 
 
-def _comparisons(
-    jobs: Sequence[Job], ended: Mapping[str, Outcome], passed: Set[str]
-) -> Iterator[tuple[tuple[str, ...], Verdict]]:
-    recipe = recipe_of(jobs)
-    planned = {job.name: job for job in jobs}
-    series = {name: run.series for name, run in ended.items()}
-    vocabulary = recipe.architecture.vocab_size
-    base = series["base"]
+# The names of the compared jobs, and the verdict on them.
+_Comparison = tuple[tuple[str, ...], Verdict]
 
-    def limit(key: str) -> float:
-        return recipe.get(f"validation.{key}", float)
 
-    if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
-        yield ("base",), checks.loss_plausible(base, vocabulary, limit("first_loss_tolerance"))
-    yield ("base",), checks.loss_falls(base, limit("loss_drop"), repeated=passed >= _STEPS)
-    yield (
-        ("base",),
-        checks.grad_norm_steady(base, limit("grad_norm_jump"), repeated=_NORM in passed),
-    )
-    typed = (
-        key for key, setting in recipe.settings.items() if setting.origin.startswith("command line")
-    )
-    resized = any(key.startswith("model.") for key in typed)
-    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not resized:
-        speed = ended["base"].summary.tokens_per_second
-        yield (
-            ("base",),
-            checks.throughput(speed, limit("throughput"), limit("throughput_tolerance")),
+class _Comparisons:
+    def __init__(
+        self, jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[str]
+    ) -> None:
+        self._recipe = recipe_of(jobs)
+        self._jobs = {job.name: job for job in jobs}
+        self._outcomes = dict(outcomes)
+        self._passed = passed
+        self._not_run = self._jobs.keys() - outcomes.keys()
+        for name in self._not_run:
+            self._outcomes[name] = Outcome(job=self._jobs[name], exit_code=1, series=Series())
+
+    def skipped_without(self, names: Sequence[str], verdict: Verdict) -> Verdict:
+        for name in names:
+            if name in self._not_run:
+                return checks.skipped(verdict, f"{name} was not run")
+            if self._outcomes[name].exit_code != 0:
+                return checks.skipped(verdict, f"{name} failed")
+        return verdict
+
+    def all(self) -> Iterator[_Comparison]:
+        for verdict in self._of_base():
+            yield ("base",), verdict
+        if "repeat" in self._jobs:
+            yield from self._of_repetitions()
+        if "tensor-parallel" in self._jobs:
+            step = self._jobs["tensor-parallel"].first_step
+            at = Steps(step, step)
+            yield self._same_steps("layout", "layout", ("one-rank", "tensor-parallel"), at)
+        for name in sorted(self._jobs):
+            if name.startswith(_PRECISION_JOB):
+                precisions = (self._recipe.precision, name.removeprefix(_PRECISION_JOB))
+                tolerance = self._limit("precision_tolerance")
+                base = self._series("base")
+                verdict = checks.same_loss(precisions, base, self._series(name), tolerance)
+                yield ("base", name), verdict
+
+    def _limit(self, key: str) -> float:
+        return self._recipe.get(f"validation.{key}", float)
+
+    def _series(self, name: str) -> Series:
+        return self._outcomes[name].series
+
+    def _of_base(self) -> Iterator[Verdict]:
+        recipe = self._recipe
+        base = self._series("base")
+        vocabulary = recipe.architecture.vocab_size
+        if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
+            yield checks.loss_plausible(base, vocabulary, self._limit("first_loss_tolerance"))
+        repeated = self._passed >= _STEPS
+        yield checks.loss_falls(base, self._limit("loss_drop"), repeated=repeated)
+        repeated = _NORM in self._passed
+        yield checks.grad_norm_steady(base, self._limit("grad_norm_jump"), repeated=repeated)
+        if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not self._resized():
+            speed = self._outcomes["base"].summary.tokens_per_second
+            tolerance = self._limit("throughput_tolerance")
+            yield checks.throughput(speed, self._limit("throughput"), tolerance)
+
+    def _resized(self) -> bool:
+        return any(
+            key.startswith("model.") and setting.origin.startswith("command line")
+            for key, setting in self._recipe.settings.items()
         )
-    if "repeat" in planned:
-        tolerance = limit("repeat_tolerance")
-        advice = ""
-        if not recipe.deterministic:
-            advice = (
-                "its kernels may add up in any order, "
-                f"{recipe.knows.keys['deterministic']}=true forbids it"
-            )
-        again = checks.same_steps(
-            "same result again", base, series["repeat"], tolerance, advice=advice
-        )
-        yield ("base", "repeat"), again
-        yield ("base", "repeat"), _same_weights(ended["base"], ended["repeat"], tolerance)
-        resumed = series["resume"]
-        first = planned["resume"].first_step
-        yield (
-            ("base", "resume"),
-            checks.same_steps("resume", base, resumed, limit("resume_tolerance"), first=first),
-        )
-        split = series["accumulation"]
-        tolerance = limit("accumulation_tolerance")
-        yield (
-            ("base", "accumulation"),
-            checks.same_steps("accumulation", base, split, tolerance, last=1),
-        )
-    if "tensor-parallel" in planned:
-        names = ("one-rank", "tensor-parallel")
-        at = planned[names[1]].first_step
-        tolerance = limit("layout_tolerance")
-        yield (
-            names,
-            checks.same_steps(
-                "layout", series[names[0]], series[names[1]], tolerance, first=at, last=at
-            ),
-        )
-    for name in sorted(planned):
-        if name.startswith(_PRECISION_JOB):
-            words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
-            yield (
-                ("base", name),
-                checks.same_loss(words, base, series[name], limit("precision_tolerance")),
-            )
+
+    def _of_repetitions(self) -> Iterator[_Comparison]:
+        recipe = self._recipe
+        names = ("base", "repeat")
+        _, verdict = self._same_steps("same result again", "repeat", names)
+        if not verdict.passed and not recipe.deterministic:
+            key = recipe.knows.keys["deterministic"]
+            advice = f"its kernels may add up in any order, {key}=true forbids it"
+            verdict = replace(verdict, reason=f"{verdict.reason}; {advice}")
+        yield names, verdict
+        base, repeat = (self._outcomes[name] for name in names)
+        yield names, _same_weights(base, repeat, self._limit("repeat_tolerance"))
+        later = Steps(first=self._jobs["resume"].first_step)
+        yield self._same_steps("resume", "resume", ("base", "resume"), later)
+        names = ("base", "accumulation")
+        yield self._same_steps("accumulation", "accumulation", names, Steps(last=1))
+
+    def _same_steps(
+        self, name: str, limit: str, runs: tuple[str, str], steps: Steps = EVERY_STEP
+    ) -> _Comparison:
+        first, second = (self._series(run) for run in runs)
+        tolerance = self._limit(f"{limit}_tolerance")
+        return runs, checks.same_steps(name, first, second, tolerance, steps)
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
@@ -247,23 +297,17 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
-    digests = {
-        job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs
-    }
-    wrong = [job.name for job in jobs if digests[job.name] != job.recipe.digest]
+    digests = {name: run.recipe_sha256 for name, run in outcomes.items()}
+    wrong = [job.name for job in jobs if digests.get(job.name) != job.recipe.digest]
+    names = ", ".join(wrong)
     reason = "the runs resolved the planned recipe"
     if wrong:
-        reason = f"another recipe was run in: {', '.join(wrong)}"
-    verdict = Verdict(
-        "recipe",
-        not wrong,
-        reason,
-        measured=f"{len(jobs) - len(wrong)} of {len(jobs)}",
-        limit="all",
-    )
-    if any(digests[name] is not None for name in wrong):
+        reason = f"another recipe was run in: {names}"
+    measured = f"{len(jobs) - len(wrong)} of {len(jobs)}"
+    verdict = Verdict("recipe", not wrong, reason, measured=measured, limit="all")
+    if any(digests.get(name) for name in wrong):
         return verdict
-    return checks.skipped(verdict, f"nothing was run in: {', '.join(wrong)}")
+    return checks.skipped(verdict, f"nothing was run in: {names}")
 
 
 def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
@@ -279,7 +323,7 @@ def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def record(
+def record(  # noqa: PLR0913
     jobs: Sequence[Job],
     outcomes: Mapping[str, Outcome],
     verdicts: Sequence[Verdict],

@@ -402,7 +402,7 @@ def _own_loop(backend: str, output: Path) -> None:
     from primus_images.training.run import facts
 
     facts.digest = lambda parts: ""
-    entry = import_module(f"primus_images.training.{backend}.entry")
+    entry = import_module(f"primus_images.training.backends.{backend}.entry")
     if backend == "megatron":
         entry.main(str(output))
     else:

@@ -91,7 +91,7 @@ def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
     """Return the command that starts all ranks of ``job`` on this machine, in the environment
     ``variables``.
     """
-    module = ["-m", f"primus_images.training.{job.recipe.backend}.entry", str(job.output)]
+    module = ["-m", f"primus_images.training.backends.{job.recipe.backend}.entry", str(job.output)]
     count = str(job.recipe.get("ranks", int))
     if job.recipe.get("nodes", int) == 1:
         return [

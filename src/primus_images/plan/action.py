@@ -1,5 +1,4 @@
-"""The units of build work, and the image that a plan makes of their layers: config, manifest,
-whether it is built.
+"""The units of build work, and the image that a plan makes of their layers.
 
 The key of an action is a hash of everything that can affect its bytes.
 """
@@ -25,14 +24,13 @@ from primus_images.versions.lock import LockedFile
 Kind = Literal["image", "debs", "kernels", "wheels", "files", "build"]
 
 
+# The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the
+# link's target.
 Tree = tuple[tuple[str, str, str], ...]
-"""The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the link's target."""
 
 
 class Input(NamedTuple):
-    """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that
-    set it.
-    """
+    """One thing that affects the bytes: a version and hash, and the line that set it."""
 
     name: str
     value: str
@@ -41,13 +39,13 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as
-    JSON data. The result is a layer of the image, or a wheel if its ``kind`` is ``build``.
+    """One unit of work. Its result is a layer of the image, or a wheel for kind ``build``.
 
-    ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256)
-    of the folder ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions
-    whose result affects its bytes. ``tools`` are the actions in whose result it runs; their keys
-    are not part of its key, because what matters of them is among the inputs.
+    ``spec`` are the instructions for the kind's executor, as JSON data. ``files`` are the locked
+    files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder ``root``.
+    Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its
+    bytes. ``tools`` are the actions in whose result it runs. Their keys are not part of its key,
+    because what matters of them is among the inputs.
     """
 
     name: str
@@ -75,8 +73,9 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """The plan of one image: its target, the actions of its layers, bottom first, and what else its
-    config and manifest contain. Later steps look nothing up elsewhere.
+    """The plan of one image: the actions of its layers, bottom first, its config and annotations.
+
+    Later steps look nothing up elsewhere.
     """
 
     resolved: ResolvedTarget = field(repr=False, compare=False)
@@ -106,8 +105,9 @@ class ImagePlan:
 
 
 def ordered(actions: Iterable[Action], done: Callable[[Action], bool]) -> list[Action]:
-    """Return ``actions`` and those that they need, each once and after its own needs; none that is
-    ``done``, and none that only these need.
+    """Return ``actions`` and those that they need, each once and after its own needs.
+
+    Those that are ``done``, and those that only these need, are left out.
     """
     result: dict[str, Action] = {}
 
@@ -140,9 +140,7 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
 
 
 class Composed(NamedTuple):
-    """An image without a name. All its layers are in the store; the fields hold the bytes of config
-    and manifest.
-    """
+    """An image without a name, with all its layers in the store, and the bytes of the rest."""
 
     plan: ImagePlan
     layers: tuple[Layer, ...]
@@ -168,20 +166,17 @@ class Composed(NamedTuple):
 def compose(store: Store, plan: ImagePlan) -> Composed | None:
     """Return the image of the plan, or None if one of its layers is not in the store."""
     layers = []
+    history = []
     for action in plan.layers:
         layer = store.layer(action.key)
         if layer is None:
             return None
         layers.append(layer)
-    config = canonical_json(
-        {
-            **plan.config,
-            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
-            "history": [
-                {"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers
-            ],
-        }
-    )
+        created_by = f"primus {action.kind} {action.name}"
+        history.append({"created_by": created_by, "comment": action.key})
+    diff_ids = [layer.diff_id for layer in layers]
+    rootfs = {"type": "layers", "diff_ids": diff_ids}
+    config = canonical_json({**plan.config, "rootfs": rootfs, "history": history})
     manifest = manifest_of(config, [layer.blob for layer in layers], plan.annotations)
     return Composed(plan=plan, layers=tuple(layers), config=config, manifest=manifest)
 
@@ -195,16 +190,16 @@ def stored(store: Store, plan: ImagePlan) -> Composed | None:
     image = compose(store, plan)
     if image is None or not store.names(plan.ref, Blob.of(image.manifest, MANIFEST_TYPE)):
         return None
-    intact = all(store.check(digest_of(data)) is None for data in (image.manifest, image.config))
-    if intact:
-        return image
-    return None
+    if store.check(image.digest) or store.check(digest_of(image.config)):
+        return None
+    return image
 
 
 class Built(NamedTuple):
-    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed``
-    has one sentence for each gate that the image failed, and ``ran`` the seconds of the actions
-    that this build ran, by key.
+    """An image with a name in the store. ``changed`` tells whether this build named it.
+
+    ``failed`` has one sentence for each gate that the image failed, and ``ran`` the seconds of the
+    actions that this build ran, by key.
     """
 
     image: Composed
@@ -213,9 +208,7 @@ class Built(NamedTuple):
     ran: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the image as JSON data. Its ``content`` does not depend on how layers are
-        compressed.
-        """
+        """Return the image as data. ``content`` does not depend on how layers are compressed."""
         plan = self.image.plan
         layers = [
             {
@@ -228,11 +221,11 @@ class Built(NamedTuple):
             }
             for action, layer in self.image.rows
         ]
-        names = {"target": plan.resolved.name, "ref": plan.ref, "digest": self.image.digest}
-        content = digest_of(self.image.config)
         return {
-            **names,
-            "content": content,
+            "target": plan.resolved.name,
+            "ref": plan.ref,
+            "digest": self.image.digest,
+            "content": digest_of(self.image.config),
             "changed": self.changed,
             "layers": layers,
             "failed": self.failed,
@@ -240,15 +233,12 @@ class Built(NamedTuple):
 
 
 def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
-    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have
-    judged it, else None.
-    """
+    """Return the plan's image if the store holds it and the gates of ``rules`` have judged it."""
     image = stored(store, plan)
     record = store.record("targets", plan.state) or {}
-    if image is None or (record.get("digest"), record.get("judged")) != (
-        image.digest,
-        judged_by(plan, rules),
-    ):
+    if image is None or record.get("digest") != image.digest:
+        return None
+    if record.get("judged") != judged_by(plan, rules):
         return None
     return Built(image=image, changed=False, failed=tuple(record.get("failed", ())), ran={})
 

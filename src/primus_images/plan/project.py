@@ -1,20 +1,17 @@
-"""A project folder on disk: find and read versions.yaml, images/*.yaml and the locks, and choose a
-target's channel.
+"""A project folder on disk: versions.yaml, images/*.yaml and the locks, and the workspace.
 
 The workspace has the folders that a build writes to: image store, fetched files, unpacked layers,
 caches and logs.
-
-An image never mixes files of two channels.
 """
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from primus_images.errors import InputError, did_you_mean
 from primus_images.files import stems
@@ -33,14 +30,6 @@ from primus_images.yamlfile import Document, read
 # primus_images.release.registry.
 _TARGET = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
-# Pure Python packages come from PyPI in every channel, and every channel uses local folders.
-SOURCES: dict[str, tuple[str, ...]] = {
-    "amd": ("amd", "pypi", "local"),
-    "debian": ("debian", "pypi", "local"),
-    "pypi": ("pypi", "local"),
-    "local": ("local",),
-}
-
 
 class Project:
     """The folder that contains versions.yaml. Every file is read once, when it is first needed."""
@@ -58,45 +47,46 @@ class Project:
     def find(
         cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None
     ) -> Self:
-        """Return the project at ``start``, or else the nearest one from the current folder upwards."""
-        if start:
-            folder = start.absolute()
-        else:
-            folder = cls.here()
+        """Return the project at ``start``, else the nearest one from the current folder upwards."""
+        folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
-            folder_text = folder or f"{Path.cwd()} or above it"
+            place = folder or f"{Path.cwd()} or above it"
             raise InputError(
-                f"there is no versions.yaml in {folder_text}",
+                f"there is no versions.yaml in {place}",
                 hint="change to a checkout of the project, or name its folder with --project",
             )
         return cls(folder, store=store, channel=channel)
 
     @staticmethod
     def here() -> Path | None:
-        """Return the nearest folder, from the current one upwards, that contains a versions.yaml."""
-        current = Path.cwd()
-        return next(
-            (f for f in (current, *current.parents) if os.path.lexists(f / "versions.yaml")), None
-        )
+        """Return the nearest folder with a versions.yaml, from the current one upwards."""
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            if os.path.lexists(folder / "versions.yaml"):
+                return folder
+        return None
 
     @cached_property
     def versions(self) -> Versions:
         """The pins. Raises InputError for a pin of a target that does not exist."""
         versions = build(Versions, self.versions_document)
-        names = self.target_names()
-        for component, about in versions.components.items():
-            for index, pin in enumerate(about.pins):
+        for name, component in versions.components.items():
+            for index, pin in enumerate(component.pins):
                 for number, target in enumerate(pin.targets):
-                    # A GPU, or a name that resembles no target, may be a target that this checkout
-                    # does not contain.
-                    if target in names or target in (gpu.name for gpu in load_table().generations):
-                        continue
-                    hint = did_you_mean(target, names)
-                    if hint:
-                        key = ("components", component, "pins", index, "targets", number)
-                        where = self.versions_document.where(key)
-                        raise InputError(f"no target is called {target!r}", where=where, hint=hint)
+                    self._check_target(target, "components", name, "pins", index, "targets", number)
         return versions
+
+    def _check_target(self, target: str, *key: str | int) -> None:
+        """Refuse a misspelled target of a pin.
+
+        A GPU, or a name that resembles no target, may be a target that this checkout lacks.
+        """
+        names = self.target_names()
+        if target in names or any(gpu.name == target for gpu in load_table().generations):
+            return
+        hint = did_you_mean(target, names)
+        if hint:
+            place = self.versions_document.where(key)
+            raise InputError(f"no target is called {target!r}", where=place, hint=hint)
 
     @cached_property
     def versions_document(self) -> Document:
@@ -108,39 +98,34 @@ class Project:
         return stems(self.root / "images")
 
     def target(self, name: str) -> tuple[Target, Document]:
-        """Return the target called ``name``, and its file with places. InputError suggests the
-        nearest name.
-        """
+        """Return the target called ``name``, and its file with places."""
         if name not in self._targets:
-            path = self.root / "images" / f"{name}.yaml"
-            names = self.target_names()
-            if name not in names:
-                hint = did_you_mean(name, names) or f"targets: {', '.join(names) or 'none'}"
-                reason = next(
-                    (gpu.no_image for gpu in load_table().generations if gpu.name == name), None
-                )
-                if reason:
-                    raise InputError(
-                        f"no image is built for {name}: {reason}",
-                        hint=f"targets: {', '.join(names)}",
-                    )
-                raise InputError(f"no target is called {name!r}", hint=hint)
+            if name not in self.target_names():
+                raise self._unknown_target(name)
+            place = f"images/{name}.yaml"
             if not _TARGET.fullmatch(name):
                 raise InputError(
                     f"{name!r} cannot be the name of a target, because it is part of an image's "
                     "tag",
-                    where=f"images/{path.name}",
-                    hint=(
-                        "use at most 64 lower-case letters, digits, '-', '_' and '.', as in mi300x"
-                    ),
+                    where=place,
+                    hint="use at most 64 lower-case letters, digits, '-', '_' and '.', as in "
+                    "mi300x",
                 )
-            document = read(path, f"images/{path.name}")
+            document = read(self.root / place, place)
             target = build(Target, document)
-            self._targets[name] = (
-                replace(target, recipes=tuple(self._recipes(target, document))),
-                document,
-            )
+            target = replace(target, recipes=tuple(self._recipes(target, document)))
+            self._targets[name] = (target, document)
         return self._targets[name]
+
+    def _unknown_target(self, name: str) -> InputError:
+        names = self.target_names()
+        targets = f"targets: {', '.join(names) or 'none'}"
+        for gpu in load_table().generations:
+            if gpu.name == name and gpu.no_image:
+                return InputError(f"no image is built for {name}: {gpu.no_image}", hint=targets)
+        return InputError(
+            f"no target is called {name!r}", hint=did_you_mean(name, names) or targets
+        )
 
     def _recipes(self, target: Target, document: Document) -> Iterator[str]:
         recipes = stems(self.root / "recipes")
@@ -148,11 +133,10 @@ class Project:
             if name == "all":
                 yield from (other for other in recipes if other not in target.recipes)
             elif recipes and name not in recipes:
-                hint = did_you_mean(name, recipes) or "add it to recipes/"
                 raise InputError(
                     f"no recipe is called {name!r}",
                     where=document.where(("recipes", index)),
-                    hint=hint,
+                    hint=did_you_mean(name, recipes) or "add it to recipes/",
                 )
             else:
                 yield name
@@ -164,61 +148,6 @@ class Project:
     def lock(self, path: Path) -> Lock | None:
         """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))
-
-
-class Choice(NamedTuple):
-    """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason
-    why its image is not a release, ``reason`` why the channel was chosen.
-    """
-
-    channel: str
-    base: str | None
-    preview: str | None
-    reason: str
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The channels whose pins it may use, best first."""
-        return SOURCES[self.channel]
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the image's name."""
-        if self.preview:
-            return "-preview"
-        return ""
-
-
-def choose(
-    name: str, target: Target, requested: str | None, locked: Callable[[str], bool]
-) -> Choice:
-    """Return the ``requested`` channel, else the best one with a committed lock, else the best one.
-
-    The choice depends on locks, not on the network, so the same checkout chooses the same channel
-    on every machine. ``locked`` returns whether a channel has a lock. Raises InputError for a
-    channel that the target does not have.
-    """
-    channel = requested or next(filter(locked, target.channels), None)
-    if channel is None:
-        channel = target.channels[0]
-        reason = "the best channel; none has a lock yet"
-    elif channel not in target.channels:
-        raise InputError(
-            f"{name} has no channel {channel!r}", hint="its channels: " + ", ".join(target.channels)
-        )
-    elif requested:
-        reason = "selected by --channel"
-    else:
-        better = target.channels[: target.channels.index(channel)]
-        reason = "the best channel with a lock"
-        if len(target.channels) == 1:
-            reason = "the only channel"
-        if better:
-            reason += (
-                f"; {', '.join(better)} has none here (primus lock {name} --channel {better[0]})"
-            )
-    base = target.bases.get(channel, target.base)
-    return Choice(channel=channel, base=base, preview=target.previews.get(channel), reason=reason)
 
 
 class Workspace:

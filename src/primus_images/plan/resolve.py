@@ -1,4 +1,4 @@
-"""Project files → all the data that later steps need to plan, build, check and publish one image."""
+"""Project files → all the data that later steps need to plan, build and publish one image."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from primus_images.errors import InputError, PrimusError
 from primus_images.files import write_file
 from primus_images.gpus.table import Generation, environment, generation
-from primus_images.plan.project import Choice, Project, choose
-from primus_images.plan.target import Target, extra_root, extras_of, inside_of, pins_of, request_of
+from primus_images.plan.channel import Choice, choose
+from primus_images.plan.project import Project
+from primus_images.plan.request import extra_root, extras_of, inside_of, pins_of, request_of
+from primus_images.plan.target import Target
 from primus_images.system.issues import Issue, issues
 from primus_images.versions.components import Pin, Versions
 from primus_images.versions.lock import (
@@ -59,9 +61,7 @@ class ResolvedTarget:
 
     @property
     def ref(self) -> str:
-        """The image's name in the store: release, target, and ``-preview`` if its channel makes no
-        release.
-        """
+        """The image's name in the store: release and target, marked if its channel is a preview."""
         return f"{self.versions.release}-{self.name}{self.choice.suffix}"
 
     @property
@@ -84,8 +84,10 @@ class ResolvedTarget:
     @property
     def lock_command(self) -> str:
         """The command that locks the target again, for the chosen channel."""
-        several = len(self.target.channels) > 1
-        return f"primus lock {self.name}" + (f" --channel {self.choice.channel}" if several else "")
+        command = f"primus lock {self.name}"
+        if len(self.target.channels) > 1:
+            command += f" --channel {self.choice.channel}"
+        return command
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -98,9 +100,11 @@ class ResolvedTarget:
     @property
     def debs(self) -> tuple[LockedFile, ...]:
         """The Debian packages of the image; none without a lock."""
+        debs: list[LockedFile] = []
         if self.lock:
-            return tuple(file for root in self.roots for file in self.lock.of("deb", root))
-        return ()
+            for root in self.roots:
+                debs += self.lock.of("deb", root)
+        return tuple(debs)
 
     @property
     def stale(self) -> tuple[Drift, ...]:
@@ -109,27 +113,30 @@ class ResolvedTarget:
             return drift(self.lock, self.request)
         return ()
 
+    @property
+    def all_pins(self) -> dict[str, Pin]:
+        """The pins of the image's components, and of what is part of their files."""
+        return {**self.pins, **self.inside}
+
     @cached_property
     def known_issues(self) -> list[Issue]:
         """What is known to be wrong with the pinned and locked versions."""
-        locked = (
-            file
-            for file in (self.lock.files if self.lock else ())
-            if file.base in (None, *self.roots)
-        )
-        pins = {name: pin.version for name, pin in {**self.pins, **self.inside}.items()}
-        return issues({**{file.name: file.version for file in locked}, **pins}, [self.name])
+        versions: dict[str, str | None] = {}
+        for file in self.lock.files if self.lock else ():
+            if file.base in (None, *self.roots):
+                versions[file.name] = file.version
+        for name, pin in self.all_pins.items():
+            versions[name] = pin.version
+        return issues(versions, [self.name])
 
     @property
     def trained_with(self) -> dict[str, str]:
-        """Component → the package or library that a run loads; without tools, and what is from the
-        repository.
-        """
-        about = self.versions.components
-        pins = {**self.pins, **self.inside}.items()
-        return {
-            name: pin.loaded_as(name) for name, pin in pins if not (pin.path or about[name].tool)
-        }
+        """Component → the package or library that a training run loads."""
+        loaded = {}
+        for name, pin in self.all_pins.items():
+            if not pin.path and not self.versions.components[name].tool:
+                loaded[name] = pin.loaded_as(name)
+        return loaded
 
     def place(self, *key: str | int) -> str:
         """Return ``images/<target>.yaml:line:col`` of a key."""
@@ -137,29 +144,27 @@ class ResolvedTarget:
 
     def pin_place(self, component: str, pin: Pin) -> str:
         """Return ``versions.yaml:line:col`` of a pin."""
-        if pin.place >= 0:
-            index = pin.place
-        else:
-            index = self.versions.components[component].pins.index(pin)
-        return self.versions_document.where(("components", component, "pins", index))
+        return self.versions_document.where(("components", component, "pins", pin.place))
 
     def base_place(self, base: str, *key: str) -> str:
         """Return ``versions.yaml:line:col`` of a base, or of one of its keys."""
         return self.versions_document.where(("bases", base, *key))
 
     def drift_place(self, pin: str) -> tuple[str, str]:
-        """Return the component of a pin of the lock (empty for a base's) and its place; only the
-        file if it is gone.
+        """Return the component of a pin of the lock, and its place; only the file if it is gone.
+
+        The component is empty for a pin of a base or build.
         """
-        kind, _, rest = pin.partition(" ")
-        name, _, key = rest.rpartition(" ")
-        base, _, extra = name.partition(" ")
-        if kind == "base" and base in self.versions.bases:
-            return "", self.base_place(
-                base, *(("extras", extra) if extra in self.extras else (key,))
-            )
-        component, where = self.pin_of(rest)
-        return component if kind != "build" else "", where or "versions.yaml"
+        kind, _, words = pin.partition(" ")
+        if kind == "base":
+            base, *extra, key = words.split(" ")
+            if base in self.versions.bases:
+                keys = ("extras", *extra) if extra and extra[0] in self.extras else (key,)
+                return "", self.base_place(base, *keys)
+        component, place = self.pin_of(words)
+        if kind == "build":
+            component = ""
+        return component, place or "versions.yaml"
 
     def pin_of(self, about: str) -> tuple[str, str]:
         """Return the component that pins the package, image, repository or file ``about``, and its
@@ -168,34 +173,29 @@ class ResolvedTarget:
         Both are empty if no pin names it, as for a dependency of a pinned package.
         """
         word = about.partition(" ")[0]
-        package = normalised(word)
         # A file name begins with the package's name, in which hyphens may have become underscores.
-        stem = normalised(re.split(r"-(?=[0-9])", word, maxsplit=1)[0])
+        stem = re.split(r"-(?=[0-9])", word, maxsplit=1)[0]
+        names = {normalised(word), normalised(stem)}
         for component, pin in self.pins.items():
-            if {package, stem} & _names(pin):
+            if names & _names(pin):
                 return component, self.pin_place(component, pin)
-        for name, base in self.request.bases.items():
-            if base.image and base.image.partition("@")[0] in (word, word.partition("@")[0]):
-                return f"base {name}", self.base_place(
-                    name, "image"
-                ) if name in self.versions.bases else ""
         for component, pin in self.pins.items():
-            if pin.build and stem in {
-                normalised(tool.partition("==")[0]) for tool in pin.build.wheels
-            }:
+            if pin.build and names & {_package(wheel) for wheel in pin.build.wheels}:
                 return f"build of {component}", self.pin_place(component, pin)
+        base = self.versions.bases.get(self.choice.base or "")
+        if base and base.image and word.partition("@")[0] == base.image.partition("@")[0]:
+            return f"base {self.choice.base}", self.base_place(str(self.choice.base), "image")
         return "", ""
 
 
 def _names(pin: Pin) -> set[str]:
-    repository = None
-    if pin.git:
-        repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git")
-    return {
-        normalised(name)
-        for name in (pin.wheel, pin.sdist, pin.package, pin.deb, repository)
-        if name
-    }
+    repository = (pin.git or "").rstrip("/").rpartition("/")[2].removesuffix(".git")
+    names = (pin.wheel, pin.sdist, pin.package, pin.deb, repository)
+    return {normalised(name) for name in names if name}
+
+
+def _package(wheel: str) -> str:
+    return normalised(wheel.partition("==")[0])
 
 
 def resolve(project: Project, name: str) -> ResolvedTarget:
@@ -214,29 +214,19 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     def place(*key: str | int) -> str:
         return document.where(key)
 
-    try:
-        gpu = None
-        if target.gpu is not None:
-            gpu = generation(target.gpu)
-    except InputError as error:
-        raise InputError(
-            error.message, where=error.where or place("gpu"), hint=error.hint
-        ) from None
-    baked = ()
-    if gpu:
-        baked = environment(gpu.name)
-    where = {c: place("components", i) for i, c in enumerate(target.components)}
-    where |= {
-        c: place("more", choice.channel, i)
-        for i, c in enumerate(target.more.get(choice.channel, ()))
-    }
-    pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)
+    gpu = _gpu(target, place("gpu"))
+    variables = {}
+    for baked in environment(gpu.name) if gpu else ():
+        variables[baked.name] = baked.value or ""
+    for variable in target.environment:
+        variables[variable.name] = variable.value
+    places = {name: place("components", index) for index, name in enumerate(target.components)}
+    for index, component in enumerate(target.more.get(choice.channel, ())):
+        places[component] = place("more", choice.channel, index)
+    pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, places)
     base = versions.bases.get(choice.base or "")
-    if base:
-        packages = {name_of(p) for p in base.packages}
-    else:
-        packages = set()
-    extras = extras_of(versions, target, choice.channel, choice.base, place)
+    packages = {name_of(package) for package in base.packages} if base else set()
+    extras = extras_of(versions, target, choice, place)
     return ResolvedTarget(
         name=name,
         root=project.root,
@@ -247,16 +237,23 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         inside=inside_of(versions, name, choice.sources, pins, packages),
         extras=extras,
         gpu=gpu,
-        environment={
-            **{variable.name: variable.value or "" for variable in baked},
-            **{variable.name: variable.value for variable in target.environment},
-        },
-        request=request_of(versions, name, choice.channel, choice.base, pins, extras),
+        environment=variables,
+        request=request_of(versions, name, choice, pins, extras),
         lock=project.lock(lock_path),
         lock_path=lock_path,
         versions_document=project.versions_document,
         target_document=document,
     )
+
+
+def _gpu(target: Target, place: str) -> Generation | None:
+    if target.gpu is None:
+        return None
+    try:
+        return generation(target.gpu)
+    except InputError as error:
+        error.where = error.where or place
+        raise
 
 
 def lock_target(
@@ -278,10 +275,7 @@ def lock_target(
     # does not need.
     from primus_images.versions import relock
 
-    if refresh:
-        previous = None
-    else:
-        previous = resolved.lock
+    previous = None if refresh else resolved.lock
     try:
         lock = relock.resolve(resolved.request, previous, shared, progress, gone)
     except PrimusError as error:
@@ -294,34 +288,38 @@ def lock_target(
 
 
 def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
-    """Return the target if it needs no lock, or has one. Raises InputError for a missing or stale
-    lock.
+    """Return the target if it needs no lock, or has one that fits and no refused version.
 
     Only ``primus lock`` writes a lock, so that its changes are seen and committed.
     """
-    stale = resolved.stale
     if not resolved.request.asks:
         return resolved
-    if resolved.lock is not None and not stale:
-        refused = next(
-            (issue for issue in resolved.known_issues if issue.severity == "refuse"), None
+    hint = f"{resolved.lock_command}, and commit the result"
+    if resolved.lock is None:
+        raise InputError(f"{resolved.name} has no lock yet", hint=hint)
+    stale = resolved.stale
+    if stale:
+        differences = [str(item) for item in stale[:5]]
+        if len(stale) > 5:
+            differences.append(f"and {len(stale) - 5} more")
+        raise InputError(
+            f"the lock of {resolved.name} is stale: {'; '.join(differences)}",
+            where=_first_place(resolved, stale),
+            hint=hint,
         )
-        if refused:
-            where = resolved.pin_of(refused.component)[1] or None
+    for issue in resolved.known_issues:
+        if issue.severity == "refuse":
             raise InputError(
-                f"{resolved.name} would be wrong: {refused}",
-                where=where,
+                f"{resolved.name} would be wrong: {issue}",
+                where=resolved.pin_of(issue.component)[1] or None,
                 hint="pin another version",
             )
-        return resolved
-    what = "; ".join(map(str, stale[:5])) + (
-        f"; and {len(stale) - 5} more" if len(stale) > 5 else ""
-    )
-    if resolved.lock:
-        sentence = f"the lock of {resolved.name} is stale: {what}"
-    else:
-        sentence = f"{resolved.name} has no lock yet"
-    where = next(
-        (place for item in stale if ":" in (place := resolved.drift_place(item.pin)[1])), None
-    )
-    raise InputError(sentence, where=where, hint=f"{resolved.lock_command}, and commit the result")
+    return resolved
+
+
+def _first_place(resolved: ResolvedTarget, stale: Sequence[Drift]) -> str | None:
+    for item in stale:
+        place = resolved.drift_place(item.pin)[1]
+        if ":" in place:
+            return place
+    return None

@@ -1,5 +1,4 @@
-"""What of an image comes from no package: how its root file system is installed, its Python
-environment, the ``primus`` command, its settings and labels.
+"""What of an image comes from no package: its Python environment, the ``primus`` command, settings.
 
 Entries are plain data (path → text or link, mode), because they are part of an action's key.
 """
@@ -118,83 +117,81 @@ def constraints(resolved: ResolvedTarget) -> str:
     """Return pip's constraints file with the version of each protected Python package; empty if
     there is none.
     """
-    held = {
-        normalised(pin.wheel or pin.source or (pin.deb or "").removeprefix("python3-")): pin.version
-        for component, pin in resolved.pins.items()
-        if resolved.versions.components[component].held
-        and (not pin.deb or pin.deb.startswith("python3-"))
-    }
+    held = {}
+    for component, pin in resolved.pins.items():
+        if resolved.versions.components[component].held and pin.python_package:
+            held[normalised(pin.python_package)] = pin.version
     if not held:
         return ""
-    why = (
+    lines = [f"{name}=={version}\n" for name, version in sorted(held.items())]
+    return (
         "# `pip install` keeps these versions: they are built for each other and for this "
-        "image's GPU.\n"
+        "image's GPU.\n" + "".join(lines)
     )
-    return why + "".join(f"{name}=={version}\n" for name, version in sorted(held.items()))
 
 
 def inline_entries(inline: Inline) -> list[Entry]:
     """Return the data as layer entries."""
-    result = []
-    for path, what in inline.items():
-        if "link" in what:
-            result.append(Entry(path=path, kind="symlink", mode=0o777, link=str(what["link"])))
-        elif what.get("folder"):
-            result.append(Entry(path=path, kind="dir", mode=int(str(what["mode"]))))
+    entries = []
+    for path, content in inline.items():
+        if "link" in content:
+            entries.append(Entry(path=path, kind="symlink", mode=0o777, link=str(content["link"])))
+        elif "folder" in content:
+            entries.append(Entry(path=path, kind="dir", mode=int(str(content["mode"]))))
         else:
-            text = str(what["text"]).encode()
-            result.append(
-                Entry(
-                    path=path, mode=int(str(what.get("mode", 0o644))), size=len(text), source=text
-                )
-            )
-    return result
+            text = str(content["text"]).encode()
+            mode = int(str(content.get("mode", 0o644)))
+            entries.append(Entry(path=path, mode=mode, size=len(text), source=text))
+    return entries
 
 
-def image_config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> dict[str, object]:
-    """Return the config: platform, environment, command and labels. ``held``: pip's constraints, if
-    there are any.
-    """
+def image_config(
+    resolved: ResolvedTarget, prefix: Prefix | None, constraints: str
+) -> dict[str, object]:
+    """Return the config: platform, environment, command and labels. ``constraints`` are pip's."""
     target = resolved.target
-    preview = resolved.choice.preview
     env = dict(resolved.environment)
     if prefix:
         system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         env.setdefault("PATH", f"/{prefix.root}/bin:{system}:{_COMMANDS}")
-        if held:
-            env |= {
-                name: f"/{CONSTRAINTS}"
-                for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT")
-                if name not in env
-            }
-    every = {**resolved.pins, **resolved.inside}
-    labels = {f"io.primus.pins.{name}": pin.version or "local" for name, pin in every.items()}
-    if preview:
-        labels["io.primus.preview"] = preview
+    if prefix and constraints:
+        env.setdefault("PIP_CONSTRAINT", f"/{CONSTRAINTS}")
+        env.setdefault("UV_CONSTRAINT", f"/{CONSTRAINTS}")
+    labels = {}
+    for name, pin in resolved.all_pins.items():
+        labels[f"io.primus.pins.{name}"] = pin.version or "local"
+    if resolved.choice.preview:
+        labels["io.primus.preview"] = resolved.choice.preview
     if resolved.extras:
         labels["io.primus.extras"] = " ".join(resolved.extras)
-    lists = {"entrypoint": list(target.entrypoint), "command": list(target.command)}
-    variables = [f"{name}={value}" for name, value in sorted(env.items())]
     return _form(
-        "config", resolved, environment=variables, workdir=target.workdir, labels=labels, **lists
+        "config",
+        resolved,
+        environment=[f"{name}={value}" for name, value in sorted(env.items())],
+        workdir=target.workdir,
+        labels=labels,
+        entrypoint=list(target.entrypoint),
+        command=list(target.command),
     )
 
 
 def manifest_annotations(resolved: ResolvedTarget) -> dict[str, str]:
     """Return the annotations of the image's manifest."""
-    about = {
-        "title": f"primus {resolved.name}",
-        "description": resolved.target.description,
-        "ref": resolved.ref,
-    }
-    channel = {"channel": resolved.choice.channel, "preview": resolved.choice.preview or None}
-    release = resolved.versions.release
-    return _form("annotations", resolved, target=resolved.name, release=release, **about, **channel)
+    return _form(
+        "annotations",
+        resolved,
+        target=resolved.name,
+        release=resolved.versions.release,
+        title=f"primus {resolved.name}",
+        description=resolved.target.description,
+        ref=resolved.ref,
+        channel=resolved.choice.channel,
+        preview=resolved.choice.preview or None,
+    )
 
 
 def _form(name: str, resolved: ResolvedTarget, **values: object) -> dict[str, Any]:
     # The date of the release stands for the time of every build.
-    form: dict[str, Any] = filled(
-        _DATA[name], {"created": f"{resolved.versions.created}T00:00:00Z", **values}
-    )
+    created = f"{resolved.versions.created}T00:00:00Z"
+    form: dict[str, Any] = filled(_DATA[name], {"created": created, **values})
     return form

@@ -23,9 +23,7 @@ _RENAME = "rename it, or leave it out with `include`"
 
 
 class StatIndex:
-    """The SHA-256 of local files with their sizes, times and inodes, in one file. Losing it costs
-    only time.
-    """
+    """The SHA-256 of local files by sizes, times and inodes. Losing it costs only time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,15 +37,11 @@ class StatIndex:
         self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
-        """Return the file's SHA-256, as hex. Raises InputError if it is not a regular file or
-        cannot be read.
-        """
+        """Return the file's SHA-256, as hex. Raises InputError if it cannot be read."""
         status = status or os.stat(path)
         mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         match self._entries.get(path):
-            case [*recorded, str(digest)] if (
-                recorded == mark and len(digest) == 64 and self.trusted
-            ):
+            case [*recorded, str(digest)] if recorded == mark and digest and self.trusted:
                 return digest
         now = time.time_ns()
         try:
@@ -57,40 +51,43 @@ class StatIndex:
         if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:
             self._entries[path] = [*mark, digest]
             self._changed = True
-        elif self._entries.pop(path, None) is not None:
-            self._changed = True
         return digest
 
-    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
-        """Return every file below ``root`` in order, except caches, as in
-        :data:`primus_images.plan.action.Tree`.
+    def digest(self, path: Path) -> str:
+        """Return the file's SHA-256 as in a manifest."""
+        return "sha256:" + self.sha256(str(path))
 
-        ``include`` restricts it to some of its children. Raises InputError for one that is missing
-        or unreadable, and for files that an image may not contain: pipes, devices, sockets and
-        unclean paths.
+    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+        """Return every file below ``root``, or below its children ``include``, in order.
+
+        The rows are those of :data:`primus_images.plan.action.Tree`, without caches. Raises
+        InputError for what is missing or unreadable, and for files that an image may not contain:
+        pipes, devices, sockets and unclean paths.
         """
-        if (str(root), include) in self._trees:
-            return self._trees[str(root), include]
-        if not root.is_dir():
-            raise InputError("there is no such folder", where=str(root))
-        files: list[tuple[str, str, str]] = []
-        try:
-            for name in include:
-                path = f"{root}/{name}"
-                if not os.path.lexists(path):
-                    raise InputError(f"there is no {name!r} in this folder", where=str(root))
-                if os.path.isdir(path) and not os.path.islink(path):
-                    self._walk(path, f"{name}/", files)
-                else:
-                    self._file(path, name, files)
-            if not include:
-                self._walk(str(root), "", files)
-        except OSError as error:
-            raise InputError(
-                f"cannot be read: {reason_of(error)}", where=str(error.filename or root)
-            ) from None
-        self._trees[str(root), include] = sorted(files)
-        return self._trees[str(root), include]
+        key = (str(root), include)
+        if key not in self._trees:
+            if not root.is_dir():
+                raise InputError("there is no such folder", where=str(root))
+            files: list[tuple[str, str, str]] = []
+            try:
+                for name in include:
+                    self._child(root, name, files)
+                if not include:
+                    self._walk(str(root), "", files)
+            except OSError as error:
+                where = str(error.filename or root)
+                raise InputError(f"cannot be read: {reason_of(error)}", where=where) from None
+            self._trees[key] = sorted(files)
+        return self._trees[key]
+
+    def _child(self, root: Path, name: str, files: list[tuple[str, str, str]]) -> None:
+        path = f"{root}/{name}"
+        if not os.path.lexists(path):
+            raise InputError(f"there is no {name!r} in this folder", where=str(root))
+        if os.path.isdir(path) and not os.path.islink(path):
+            self._walk(path, f"{name}/", files)
+        else:
+            self._file(path, name, files)
 
     def _walk(self, folder: str, prefix: str, files: list[tuple[str, str, str]]) -> None:
         with os.scandir(folder) as entries:
@@ -119,12 +116,11 @@ class StatIndex:
                 )
             files.append((name, "link", target))
         else:
-            files.append(
-                (name, "exec" if status.st_mode & 0o100 else "file", self.sha256(path, status))
-            )
+            kind = "exec" if status.st_mode & 0o100 else "file"
+            files.append((name, kind, self.sha256(path, status)))
 
     def save(self) -> None:
-        """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
+        """Write the cache if it changed. After a failure, the next run reads the files again."""
         if self._changed:
             with contextlib.suppress(OSError, InputError):
                 write_sealed(self._path, self._entries)

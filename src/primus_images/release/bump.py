@@ -16,8 +16,8 @@ from packaging.version import Version
 from primus_images.errors import HostError
 from primus_images.gates.rules.coherence import rocm_version
 from primus_images.plan.project import Project
+from primus_images.plan.request import request_of
 from primus_images.plan.resolve import ResolvedTarget
-from primus_images.plan.target import request_of
 from primus_images.versions.components import Component, Pin
 from primus_images.versions.lock import normalised
 from primus_images.versions.wheels import fits_together, offered
@@ -231,10 +231,7 @@ class Outlooks:
                 name: replace(pin, version=result.get((name, pin.place), pin.version))
                 for name, pin in user.pins.items()
             }
-            chosen = user.choice
-            request = request_of(
-                user.versions, user.name, chosen.channel, chosen.base, pins, user.extras
-            )
+            request = request_of(user.versions, user.name, user.choice, pins, user.extras)
             led = {name: leader for name in pins if (leader := self._leader(user, name))}
             for name, leader in led.items():
                 moved = {(name, pins[name].place), (leader, pins[leader].place)} & moves.keys()

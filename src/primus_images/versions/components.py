@@ -1,5 +1,6 @@
-"""The contents of versions.yaml, the file of pins, which fields.yaml describes. Moving references
-are refused.
+"""The contents of versions.yaml, the file of pins, which fields.yaml describes.
+
+References that can mean other bytes tomorrow are refused.
 """
 
 import re
@@ -13,7 +14,7 @@ from packaging.version import Version
 
 from primus_images.files import path_fault
 from primus_images.schema import WrongValue, notes_of
-from primus_images.versions.lock import name_of, suites_of
+from primus_images.versions.lock import name_of, normalised, suites_of
 
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _NEED = rf"{_NAME} *[<>=!~][^;@]+"
@@ -23,9 +24,7 @@ _KINDS = ("wheel", "sdist", "git", "deb", "path", "inside")
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How a source is built to a wheel: what its root file system contains in addition to the
-    target's base.
-    """
+    """How a source is built to a wheel: what its root file system adds to the target's base."""
 
     debs: tuple[str, ...] = ()
     wheels: tuple[str, ...] = ()
@@ -36,10 +35,10 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and its source: exactly one of wheel, sdist, git, deb, path
-    and inside.
+    """One exact version of a component, and its source.
 
-    ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
+    The source is exactly one of wheel, sdist, git, deb, path and inside. ``{arch}`` in a package
+    name or in a build stands for the target's GPU architecture.
     """
 
     wheel: str | None = None
@@ -67,17 +66,21 @@ class Pin:
             raise ValueError(
                 f"a pin needs exactly one of {', '.join(_KINDS)}; this one has {len(kinds)}"
             )
+        self._check_keys(kinds[0])
+        self._check_channel(kinds[0])
         self._check_paths()
-        kind = kinds[0]
+
+    def _check_keys(self, kind: str) -> None:
         for key, notes in notes_of(Pin).items():
             present = getattr(self, key) not in (None, (), False)
             owners = notes.get("of", _KINDS)
             if present and kind not in owners:
-                raise ValueError(
-                    f"`{key}` goes with {' or '.join(f'`{owner}`' for owner in owners)} only"
-                )
+                names = " or ".join(f"`{owner}`" for owner in owners)
+                raise ValueError(f"`{key}` goes with {names} only")
             if not present and kind in owners and notes.get("needed"):
                 raise ValueError(f"a {kind} pin needs `{key}`")
+
+    def _check_channel(self, kind: str) -> None:
         if (kind == "path") != (self.channel == "local"):
             raise ValueError("channel local is for path pins, and path pins are for it alone")
         if kind != "inside" and (kind == "deb") != (self.channel == "debian"):
@@ -87,43 +90,45 @@ class Pin:
             )
 
     def _check_paths(self) -> None:
-        if self.path is not None and (fault := path_fault(self.path)):
-            raise ValueError(f"path {self.path!r} cannot be used: {fault}")
-        if self.to is not None and not self.to.strip("/"):
+        folder = (self.to or "/opt").strip("/")
+        if not folder:
             raise WrongValue("to must be a folder below /, not / itself", "to")
-        to = (self.to or "/").replace("{site}", "site").strip("/")
-        named = {"to": to, **{f"{name!r}": name for name in (*self.include, *self.without)}}
-        for what, path in named.items():
-            if path and (fault := path_fault(path)):
-                raise ValueError(f"{what} cannot be used: {fault}")
+        paths = [*self.include, *self.without, folder.replace("{site}", "site")]
+        if self.path is not None:
+            paths.append(self.path)
+        for path in paths:
+            fault = path_fault(path)
+            if fault:
+                raise ValueError(f"path {path!r} cannot be used: {fault}")
 
     @property
     def source(self) -> str | None:
-        """Return the Python package that is built from source, or None."""
+        """The Python package that is built from source."""
         return self.sdist or self.package
 
     @property
     def text(self) -> str:
-        """Return the pin in a few words, as in the output of plan and explain."""
+        """The pin in a few words, as in the output of plan and explain."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
-        return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
+        package = self.wheel or self.source or self.deb or f"in {self.inside}"
+        return f"{package} {self.version}"
+
+    @property
+    def python_package(self) -> str | None:
+        """The Python package that the pin installs."""
+        if self.deb and self.deb.startswith("python3-"):
+            return self.deb.removeprefix("python3-")
+        return self.wheel or self.source
 
     def loaded_as(self, component: str) -> str:
-        """Return the Python package or the library that a process has loaded if it uses
-        ``component``.
-        """
-        python = (self.deb or "").startswith("python3-")
-        package = (
-            self.wheel
-            or self.source
-            or (self.deb.removeprefix("python3-") if self.deb and python else None)
-        )
-        return re.sub("[-_.]+", "-", package or f"lib{component}").lower()
+        """Return the Python package or library that a user of ``component`` has loaded."""
+        return normalised(self.python_package or f"lib{component}")
 
     def resolved(self, place: int, arch: str | None) -> Self:
-        """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if
-        there is none.
+        """Return the pin with its position in the component and ``{arch}`` replaced.
+
+        Raises ValueError for ``{arch}`` without an architecture.
         """
 
         def fill(text: str) -> str:
@@ -131,8 +136,6 @@ class Pin:
                 raise ValueError(f"{text} is for one GPU architecture, and the target has none")
             return text.replace("{arch}", arch or "")
 
-        wheel = self.wheel and fill(self.wheel)
-        sdist = self.sdist and fill(self.sdist)
         build = self.build
         if build:
             build = replace(
@@ -141,6 +144,8 @@ class Pin:
                 environment={name: fill(text) for name, text in build.environment.items()},
                 prepare=fill(build.prepare),
             )
+        wheel = self.wheel and fill(self.wheel)
+        sdist = self.sdist and fill(self.sdist)
         return replace(self, wheel=wheel, sdist=sdist, build=build, place=place)
 
 
@@ -159,8 +164,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A root file system of Debian packages. The lock contains each package's exact version and
-    hash.
+    """A root file system of Debian packages, which the lock lists with versions and hashes.
 
     With ``image``, the packages are added to an image from a registry, whose own layers stay
     unchanged.
@@ -173,38 +177,34 @@ class Base:
     kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def python_minor(self) -> str:
+        """Python's version, such as 3.12."""
+        return self.python.rpartition(".")[0]
+
     def __post_init__(self) -> None:
         for suite in suites_of(self.suite, self.packages):
             if suite in _MOVING_SUITES:
                 raise ValueError(
                     f"suite {suite!r} will move to another release; write the codename"
                 )
-        if self.suite == "experimental":
-            raise ValueError(
-                "experimental holds only packages that differ from sid: write `suite: sid`"
-            )
-        names = [name_of(p) for p in self.packages]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise ValueError(f"{twice[0]} is named twice under `packages`")
-        if self.image and self.kernels:
-            raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
-        for extra, packages in self.extras.items():
+        names = [name_of(package) for package in self.packages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is named twice under `packages`")
+        for extra in self.extras:
             # "NAME build" is the root file system of a build.
             if not re.fullmatch(_NAME, extra) or extra == "build":
                 raise ValueError(
                     f"extras: {extra!r} is not a name of lower-case letters, digits and hyphens"
                 )
-            deb = notes_of(Base)["packages"]["pattern"]
-            wrong = next((p for p in packages if not re.fullmatch(deb, p)), None)
-            if wrong:
-                raise ValueError(f"extras: {wrong!r} is not a package name, or name/suite")
+        if self.image and self.kernels:
+            raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
         for package, patterns in self.kernels.items():
             if package not in names:
                 raise ValueError(f"{package} is listed under `kernels` but not under `packages`")
             for pattern in patterns:
-                name = pattern.rpartition("/")[2]
-                if not pattern.startswith("/") or not name.strip("*?"):
+                if not re.fullmatch(r"/(.*/)?[^/]*[^/*?][^/]*", pattern):
                     raise ValueError(
                         f"{pattern!r} is not an absolute pattern that ends in a file name"
                     )
@@ -231,70 +231,64 @@ class Versions:
 
     def __post_init__(self) -> None:
         # Zip archives, such as wheels, cannot store an earlier date.
-        earliest = "1980-01-01"
-        for word, day in (
-            ("created", self.created),
-            ("supported_until", self.supported_until or self.created),
-        ):
-            try:
-                date.fromisoformat(day)
-            except ValueError:
-                raise WrongValue(f"{word}: {day} is not a valid date", word) from None
-            if day < earliest:
-                raise WrongValue(f"{word} must be {earliest} or later, not {day}", word)
-            earliest = day
+        _check_date("created", self.created, "1980-01-01")
+        _check_date("supported_until", self.supported_until or self.created, self.created)
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(
                     f"{name!r} is not a name: use lower-case letters, digits and hyphens"
                 )
         for name, component in self.components.items():
-            seen: set[tuple[str, str]] = set()
-            for index, pin in enumerate(component.pins):
-                for target in pin.targets or ("*",):
-                    if (pin.channel, target) in seen:
-                        every = "all targets"
-                        if pin.targets:
-                            every = f"target {target}"
-                        key = ("components", name, "pins", index)
-                        raise WrongValue(
-                            f"{name} has two pins for channel {pin.channel}, {every}", *key
-                        )
-                    seen.add((pin.channel, target))
-                built = ()
-                if pin.build:
-                    built = pin.build.built
-                unknown = next((name for name in built if name not in self.components), None)
-                if unknown:
-                    raise ValueError(f"{name}: no component is called {unknown!r}")
-            self._check_needs(name, component)
+            self._check_pins(name, component)
+            self._check_known(name, component.follows or name)
+            for first, text in component.needs.items():
+                self._check_need(name, Version(first), text)
 
-    def _check_needs(self, name: str, component: Component) -> None:
-        wrong = next(
-            (text for text in component.needs.values() if not re.fullmatch(_NEED, text)), None
-        )
-        if wrong:
-            raise ValueError(f"{name}: {wrong!r} is not a requirement like pytorch>=2.14")
-        needs = [(Version(first), Requirement(text)) for first, text in component.needs.items()]
-        names = {need.name for _, need in needs} | {component.follows or name}
-        unknown = next(iter(names - self.components.keys()), None)
-        if unknown:
-            raise ValueError(f"{name}: no component is called {unknown!r}")
-        for first, need in needs:
-            for index, pin in enumerate(component.pins):
-                for other in (
-                    self.components[need.name].pins
-                    if pin.version and Version(pin.version) >= first
-                    else ()
-                ):
-                    apart = pin.targets and other.targets and not {*pin.targets} & {*other.targets}
-                    if (
-                        other.version
-                        and not apart
-                        and not need.specifier.contains(other.version, prereleases=True)
-                    ):
-                        reason = (
-                            f"{name} {pin.version} needs {need}, and a target may have "
-                            f"{other.version}"
-                        )
-                        raise WrongValue(reason, "components", name, "pins", index)
+    def _check_known(self, name: str, other: str) -> None:
+        if other not in self.components:
+            raise ValueError(f"{name}: no component is called {other!r}")
+
+    def _check_pins(self, name: str, component: Component) -> None:
+        seen = set[tuple[str, str]]()
+        for index, pin in enumerate(component.pins):
+            if pin.build:
+                for other in pin.build.built:
+                    self._check_known(name, other)
+            for target in pin.targets or ("",):
+                if (pin.channel, target) in seen:
+                    place = f"target {target}" if target else "all targets"
+                    message = f"{name} has two pins for channel {pin.channel}, {place}"
+                    raise WrongValue(message, "components", name, "pins", index)
+                seen.add((pin.channel, target))
+
+    def _check_need(self, name: str, first: Version, text: str) -> None:
+        """Compare the requirement ``text`` of the pins of version ``first`` and later."""
+        if not re.fullmatch(_NEED, text):
+            raise ValueError(f"{name}: {text!r} is not a requirement like pytorch>=2.14")
+        need = Requirement(text)
+        self._check_known(name, need.name)
+        for index, pin in enumerate(self.components[name].pins):
+            if not pin.version or Version(pin.version) < first:
+                continue
+            for other in self.components[need.name].pins:
+                fits = need.specifier.contains(other.version or "0", prereleases=True)
+                if other.version and _share_target(pin, other) and not fits:
+                    reason = (
+                        f"{name} {pin.version} needs {need}, and a target may have {other.version}"
+                    )
+                    raise WrongValue(reason, "components", name, "pins", index)
+
+
+def _check_date(key: str, day: str, earliest: str) -> None:
+    try:
+        date.fromisoformat(day)
+    except ValueError:
+        raise WrongValue(f"{key}: {day} is not a valid date", key) from None
+    if day < earliest:
+        raise WrongValue(f"{key} must be {earliest} or later, not {day}", key)
+
+
+def _share_target(pin: Pin, other: Pin) -> bool:
+    if pin.targets and other.targets:
+        return not set(pin.targets).isdisjoint(other.targets)
+    return True

@@ -1,5 +1,6 @@
-"""The lock: every file of a target with name, version, file name, size and sha256, but without host
-names.
+"""The lock: every file of a target with name, version, file name, size and sha256.
+
+It names no host.
 
 There is one committed file per target and channel, with one entry per line, so that a diff is a
 list of changes.
@@ -9,20 +10,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from primus_images.errors import InputError
 from primus_images.files import path_fault, read_bytes
 from primus_images.schema import build, parse_json
-from primus_images.yamlfile import read_values
+from primus_images.yamlfile import Document, read_values
 
 SUITES: Mapping[str, Mapping[str, Any]] = read_values(Path(__file__).with_name("suites.yaml")).data
-# The architecture of every image, as Debian and registries call it, and as the kernel and wheels
-# do.
+# The architecture of every image, in the words of Debian and registries, and of the kernel.
 ARCHITECTURE = "amd64"
 MACHINE = "x86_64"
+
+# The keys of a lock that have a line of their own before its pins.
+_HEAD = ("generated", "format", "target", "channel")
 
 Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
@@ -74,6 +76,10 @@ class Commit(NamedTuple):
     commit: str
     version: str
 
+    def file_of(self, package: str) -> str:
+        """Return the name of the commit's archive."""
+        return f"{package}-{self.commit}.tar"
+
 
 # Files of bases and commits, so that targets that are locked together resolve each of them once.
 Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
@@ -81,15 +87,15 @@ Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The input of a lock: what one target needs from the sources. ``python`` is the minor version
-    of its base.
+    """The input of a lock: what one target needs from the sources.
 
-    ``wheels`` and ``sdists`` map normalized package names to exact versions (wheels also to an
-    empty one: what fits), and ``debs`` maps names of the base's packages to upstream versions.
-    ``pure`` names wheels for any platform. ``bases`` contains the target's own base, its extras and
-    the root file systems of its builds; ``builds`` the wheels in these (``NAME``, of the image's
-    version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name → address), ``indexed``
-    the packages that must come from them.
+    ``python`` is the minor version of its base. ``wheels`` and ``sdists`` map normalized names of
+    packages to exact versions; an empty version of a wheel stands for what fits. ``debs`` maps
+    names of the base's packages to upstream versions. ``pure`` names wheels for any platform.
+    ``bases`` contains the target's own base, its extras and the root file systems of its builds.
+    ``builds`` are the wheels in these (``NAME``, of the image's version, or ``NAME==VERSION``).
+    ``indexes`` are the channel's own (name → address), ``indexed`` the packages that must come from
+    them.
     """
 
     target: str
@@ -107,53 +113,48 @@ class Request:
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to lock. A target that consists of local folders has no lock."""
+        """Whether there is anything to lock. A target of local folders has no lock."""
         return bool(self.bases or self.wheels or self.sdists or self.gits)
 
     @property
     def provided(self) -> dict[str, str]:
-        """Python packages that come from the base or are built here, with versions as pip compares
-        them.
-        """
-        names = {
-            name: version for name, version in self.debs.items() if name.startswith("python3-")
-        }
-        brought = {
-            name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()
-        }
-        built = {**self.sdists, **{name: commit.version for name, commit in self.gits.items()}}
-        return brought | {
-            name: version if "+" in version else f"{version}+built"
-            for name, version in built.items()
-        }
+        """Python packages that come from the base or are built here → their versions for pip."""
+        versions: dict[str, str] = {}
+        for name, version in self.debs.items():
+            if name.startswith("python3-"):
+                versions[name.removeprefix("python3-")] = f"{version}+debian"
+        commits = {name: commit.version for name, commit in self.gits.items()}
+        for name, version in {**self.sdists, **commits}.items():
+            versions[name] = version if "+" in version else f"{version}+built"
+        return versions
 
     def flat(self) -> dict[str, str]:
-        """Return the request as one flat mapping, which the lock stores and in which changes are
-        detected.
-        """
-        result = {"architecture": ARCHITECTURE, "python": self.python}
+        """Return the request as pin → text. The lock stores it, and :func:`drift` compares it."""
+        pins = {"architecture": ARCHITECTURE, "python": self.python}
         for name, base in self.bases.items():
-            result[f"base {name} suite"] = base.suite
-            result[f"base {name} python"] = base.python
-            result[f"base {name} packages"] = " ".join(sorted(base.packages))
+            pins[f"base {name} suite"] = base.suite
+            pins[f"base {name} python"] = base.python
+            pins[f"base {name} packages"] = " ".join(sorted(base.packages))
             if base.image:
-                result[f"base {name} image"] = base.image
-        result |= {f"wheel {name}": version or "what fits" for name, version in self.wheels.items()}
-        result |= {f"wheel {name} platform": "any" for name in self.pure}
-        result |= {
-            f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()
-        }
-        result |= {f"deb {name}": version for name, version in self.debs.items()}
-        result |= {f"sdist {name}": version for name, version in self.sdists.items()}
-        result |= {
-            f"git {name}": f"{commit.version} {commit.commit}" for name, commit in self.gits.items()
-        }
-        return dict(sorted(result.items()))
+                pins[f"base {name} image"] = base.image
+        for name, version in self.wheels.items():
+            pins[f"wheel {name}"] = version or "what fits"
+        for name in self.pure:
+            pins[f"wheel {name} platform"] = "any"
+        for name, wheels in self.builds.items():
+            pins[f"build {name} wheels"] = " ".join(sorted(wheels))
+        for name, version in self.debs.items():
+            pins[f"deb {name}"] = version
+        for name, version in self.sdists.items():
+            pins[f"sdist {name}"] = version
+        for name, commit in self.gits.items():
+            pins[f"git {name}"] = f"{commit.version} {commit.commit}"
+        return dict(sorted(pins.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name."""
+    """A resolved request: ``pins`` is the request, ``files`` the result by kind and name."""
 
     generated: str = field(default="by `primus lock`; do not edit", compare=False)
     format: int = 1
@@ -173,15 +174,14 @@ class Lock:
 
     @property
     def python_packages(self) -> tuple[LockedFile, ...]:
-        """Return the Python packages of the image: its wheels, and the sources that are built to
-        wheels.
-        """
+        """Return the image's wheels, and the sources that are built to wheels."""
         return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
 
 
 class Drift(NamedTuple):
-    """One pin on which versions.yaml and the lock differ; None means absent. ``locked`` is its file
-    if that differs.
+    """One pin on which versions.yaml and the lock differ; None means absent.
+
+    ``locked`` is the pin's file if that differs.
     """
 
     pin: str
@@ -204,7 +204,8 @@ def name_of(package: str) -> str:
 
 def suites_of(suite: str, packages: Sequence[str]) -> tuple[str, ...]:
     """Return the base's own suite, then those that its packages name."""
-    return tuple(dict.fromkeys((suite, *(s for p in packages if (s := p.partition("/")[2])))))
+    named = [package.partition("/")[2] for package in packages]
+    return tuple(dict.fromkeys([suite, *filter(None, named)]))
 
 
 def upstream(version: str) -> str:
@@ -214,89 +215,74 @@ def upstream(version: str) -> str:
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
-    """Return where the lock, its pins or the files of pinned packages, does not match the request;
-    empty if it does.
-    """
-    pins = {**request.flat(), "target": request.target, "channel": request.channel}
+    """Return the pins that the lock, or the files in it, do not match; empty if all match."""
+    wanted = {**request.flat(), "target": request.target, "channel": request.channel}
     locked: dict[str, str] = {**lock.pins, "target": lock.target, "channel": lock.channel}
-    locked |= {pin: file for pin, file in _misfits(lock, request) if locked.get(pin) == pins[pin]}
-    names = sorted({*pins, *locked})
+    for pin, file in _misfits(lock, request):
+        if locked.get(pin) == wanted[pin]:
+            locked[pin] = file
     return tuple(
-        Drift(pin=n, locked=locked.get(n), wanted=pins.get(n))
-        for n in names
-        if locked.get(n) != pins.get(n)
+        Drift(pin=pin, locked=locked.get(pin), wanted=wanted.get(pin))
+        for pin in sorted({*wanted, *locked})
+        if locked.get(pin) != wanted.get(pin)
     )
 
 
 def _misfits(lock: Lock, request: Request) -> Iterator[tuple[str, str]]:
-    """Yield each pin of a Python package or base that no file fulfills, as after a merge, and what
-    the lock has.
-    """
-    files = {(f.kind, f.base, f.name): f for f in lock.files}
-    asked: list[tuple[str, tuple[Kind, str | None, str], str]] = [
-        *(
-            (f"wheel {n}", ("wheel", None, n), v)
-            for n, v in request.wheels.items()
-            if n not in request.provided
-        ),
-        *((f"sdist {n}", ("sdist", None, n), v) for n, v in request.sdists.items()),
-        *(
-            (f"git {n}", ("git", None, n), f"{c.version} {n}-{c.commit}.tar")
-            for n, c in request.gits.items()
-        ),
-    ]
-    for root, words in (
-        (root, wheel.partition("==")) for root, wheels in request.builds.items() for wheel in wheels
-    ):
-        asked.append((f"build {root} wheels", ("wheel", root, normalised(words[0])), words[2]))
+    """Yield each pin that no file fulfills, as after a merge, and what the lock has instead."""
     for root, base in request.bases.items():
         if not base.over and not lock.of("layer" if base.image else "deb", root):
             yield f"base {root} packages", f"no file of {root}"
-    for pin, key, text in asked:
-        file = files.get(key)
-        if file is None or text not in ("", file.version, f"{file.version} {file.file}"):
-            yield pin, file.file if file else f"no file of {key[2]}"
+    files = {f"{file.kind} {file.name}": file for file in lock.files if file.base is None}
+    for pin, identity in _identities(request).items():
+        file = files.get(pin)
+        if file is None:
+            yield pin, f"no file of {pin.partition(' ')[2]}"
+        elif identity not in ("", file.version, file.file):
+            yield pin, file.file
+
+
+def _identities(request: Request) -> dict[str, str]:
+    """Return pin of a Python package → the version, or file name, that its file has; empty: any."""
+    identities: dict[str, str] = {}
+    for name, version in request.wheels.items():
+        if name not in request.provided:
+            identities[f"wheel {name}"] = version
+    for name, version in request.sdists.items():
+        identities[f"sdist {name}"] = version
+    for name, commit in request.gits.items():
+        identities[f"git {name}"] = commit.file_of(name)
+    return identities
 
 
 def dumps(lock: Lock) -> str:
     """Return the text of the lock: JSON with one pin and one file per line."""
+    head = [f"{_json(key)}: {_json(getattr(lock, key))}" for key in _HEAD]
+    pins = [f"    {_json(pin)}: {_json(text)}" for pin, text in sorted(lock.pins.items())]
+    files = []
+    for file in sorted(lock.files, key=_order):
+        stated = {key: value for key, value in asdict(file).items() if value is not None}
+        files.append(f"    {_json(stated)}")
+    parts = [
+        *(f"  {line}" for line in head),
+        '  "pins": {\n' + ",\n".join(pins) + "\n  }",
+        '  "files": [\n' + ",\n".join(files) + "\n  ]",
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
-    line = partial(json.dumps, ensure_ascii=False)
-    order = sorted(lock.files, key=lambda f: (f.kind, f.base or "", f.name))
-    pins = ",\n".join(f"    {line(k)}: {line(v)}" for k, v in sorted(lock.pins.items()))
-    files = ",\n".join(
-        "    " + line({k: v for k, v in asdict(f).items() if v is not None}) for f in order
-    )
-    top = ",\n".join(
-        f'  "{k}": {line(getattr(lock, k))}' for k in ("generated", "format", "target", "channel")
-    )
-    return f'{{\n{top},\n  "pins": {{\n{pins}\n  }},\n  "files": [\n{files}\n  ]\n}}\n'
+
+def _order(file: LockedFile) -> tuple[str, str, str]:
+    return file.kind, file.base or "", file.name
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def loads(text: str | bytes, name: str) -> Lock:
-    """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a
-    lock.
-    """
+    """Parse a lock. ``name`` is the file's name in the messages of InputError."""
     try:
-        document = parse_json(text, name)
-        if (
-            isinstance(document.data, dict)
-            and (number := document.data.get("format")) != Lock.format
-        ):
-            raise InputError(
-                f"its format {number} is not {Lock.format}", where=document.where(("format",))
-            )
-        lock = build(Lock, document)
-        seen: set[tuple[str, str | None, str]] = set()
-        for index, file in enumerate(lock.files):
-            entry = (file.kind, file.base, file.name)
-            if entry in seen:
-                raise InputError(
-                    f"the {file.kind} {file.name} is listed twice",
-                    where=document.where(("files", index)),
-                )
-            seen.add(entry)
-        return lock
+        return _parsed(parse_json(text, name))
     except InputError as error:
         # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
         raise InputError(
@@ -304,6 +290,24 @@ def loads(text: str | bytes, name: str) -> Lock:
             where=error.where,
             hint="restore it from version control, or delete it and run `primus lock`",
         ) from None
+
+
+def _parsed(document: Document) -> Lock:
+    if isinstance(document.data, dict) and document.data.get("format") != Lock.format:
+        number = document.data.get("format")
+        raise InputError(
+            f"its format {number} is not {Lock.format}", where=document.where(("format",))
+        )
+    lock = build(Lock, document)
+    listed = set[tuple[str, str, str]]()
+    for index, file in enumerate(lock.files):
+        if _order(file) in listed:
+            raise InputError(
+                f"the {file.kind} {file.name} is listed twice",
+                where=document.where(("files", index)),
+            )
+        listed.add(_order(file))
+    return lock
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus_images.errors import InputError
-from primus_images.plan.project import choose
+from primus_images.plan.channel import choose
 from primus_images.plan.target import Target
 from primus_images.versions.lock import Lock, dumps
 from project_kit import Kit, copied

@@ -263,13 +263,12 @@ def lock_target(
     *,
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),
-    write: bool,
 ) -> Lock:
-    """Resolve the target's request to exact files and ``write`` its lock; see
-    :func:`primus_images.versions.relock.resolve`.
+    """Resolve the target's request to exact files: its new lock, which nothing has written yet.
 
-    With ``refresh``, no version of the lock is kept. An error about a package gets the line of its
-    pin.
+    :func:`primus_images.versions.relock.resolve` explains the arguments.
+
+    With ``refresh``, no version of the lock is kept. An error about a package gets its pin's line.
     """
     # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock
     # does not need.
@@ -277,14 +276,17 @@ def lock_target(
 
     previous = None if refresh else resolved.lock
     try:
-        lock = relock.resolve(resolved.request, previous, shared, progress, gone)
+        return relock.resolve(resolved.request, previous, shared, progress, gone)
     except PrimusError as error:
         if error.where is None and error.about:
             error.where = resolved.pin_of(error.about)[1] or None
         raise
-    if write and lock != resolved.lock:
+
+
+def save_lock(resolved: ResolvedTarget, lock: Lock) -> None:
+    """Write the target's lock if it changed."""
+    if lock != resolved.lock:
         write_file(resolved.lock_path, dumps(lock))
-    return lock
 
 
 def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:

@@ -22,7 +22,7 @@ from primus_images.cli.host.common import open_project, targets_of
 from primus_images.cli.verb import answer, note
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import reason_of, write_file
-from primus_images.plan.resolve import ResolvedTarget, lock_target, resolve
+from primus_images.plan.resolve import ResolvedTarget, lock_target, resolve, save_lock
 from primus_images.progress import choose_progress
 from primus_images.release.bump import Outlooks, Place, edit, trial
 from primus_images.release.documents import checkout
@@ -132,7 +132,7 @@ def bump(args: argparse.Namespace) -> int:
     with trial(project.root, new) as tried, choose_progress(args.json) as progress:
         for resolved in (resolve(tried, name) for name in tried.target_names()):
             if resolved.lock and resolved.stale:
-                lock = lock_target(resolved, progress, shared, write=False)
+                lock = lock_target(resolved, progress, shared)
                 locks.append((resolved.lock_name, resolved.lock, lock))
     message = _message(project.versions.components, moves, args.release)
     changes = [
@@ -304,9 +304,9 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             if resolved.lock:
                 files = resolved.lock.files
             gone = [file for file in files if file.name in args.refresh_package]
-            new = lock_target(
-                resolved, progress, shared, refresh=args.refresh, gone=gone, write=not args.dry_run
-            )
+            new = lock_target(resolved, progress, shared, refresh=args.refresh, gone=gone)
+            if not args.dry_run:
+                save_lock(resolved, new)
             changes = compare(resolved.lock, new)
             outcome.append(
                 {

@@ -205,8 +205,8 @@ def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
             targets = ", ".join(target for row in rows for target in row.targets)
             raise InputError(
                 f"no index offers {name} {version} for {targets}",
-                hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and fits "
-                "what it `follows`",
+                hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and "
+                "fits what it `follows`",
             )
     return moves
 
@@ -275,14 +275,16 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         for drift in drifts:
             component, where = resolved.drift_place(drift.pin)
             stale.append({"lock": name, **drift._asdict(), "component": component, "where": where})
-            changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
+            old = drift.locked or "nothing"
+            changed = f"{component or drift.pin}: {old} → {drift.wanted or 'nothing'}"
             lines.append(f"{where}: {name} is stale: {changed}")
         lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
     if stale:
         note(args, *dict.fromkeys(f"  → {resolved.lock_command}" for resolved in targets))
     note(
         args,
-        "not compared, because no source was asked: dependencies, and whether all files are still offered there",
+        "not compared, because no source was asked: dependencies, and whether all files are still "
+        "offered there",
     )
     return answer(args, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
 
@@ -339,7 +341,8 @@ def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
 
 
 def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
-    head = f"{name}: {counted(len(lock.distinct), 'file')}, {sum(f.size for f in lock.distinct) / 1e6:,.1f} MB"
+    megabytes = sum(file.size for file in lock.distinct) / 1e6
+    head = f"{name}: {counted(len(lock.distinct), 'file')}, {megabytes:,.1f} MB"
     if not changes:
         return f"{head}; nothing changed"
     if all(change.old is None for change in changes) and len(changes) == len(lock.files):

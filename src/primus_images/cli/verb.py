@@ -1,8 +1,10 @@
-"""The verbs of the command line with their options, as ``verbs.yaml`` declares them, and the types
-of options.
+"""The verbs of the command line and their options, as ``verbs.yaml`` declares them.
 
-The types are for argparse's ``type=``. They reject invalid values with a message that names the
-option.
+The options of a verb are a frozen dataclass, a subclass of :class:`Options`, and the only parameter
+of the verb's function is annotated with it. :func:`run` fills it from argparse's namespace, so its
+fields are the names (``dest``) of the verb's options in ``verbs.yaml``, which a test compares.
+Options that several verbs share are a base class, and a verb that needs other values makes another
+object with ``dataclasses.replace``.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,10 +44,26 @@ TEXTS: Mapping[str, Mapping[str, Any]] = _DATA["texts"]
 VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
 
 
-def run(verb: str, options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The option that almost every verb has."""
+
+    json: bool
+
+
+def run(verb: str, namespace: argparse.Namespace) -> int:
     """Run a verb and return its exit code. Raises PrimusError."""
-    code: int = _named(f"cli.{VERBS[verb].call}")(options)
+    function = _named(f"cli.{VERBS[verb].call}")
+    code: int = function(options_of(function, namespace))
     return code
+
+
+def options_of(function: Callable[..., int], namespace: argparse.Namespace) -> Any:
+    """Return the namespace as the dataclass that ``function``, which runs a verb, takes."""
+    parameter = next(iter(inspect.signature(function).parameters.values()))
+    if parameter.annotation is argparse.Namespace:
+        return namespace
+    return parameter.annotation(**vars(namespace))
 
 
 class Parser(argparse.ArgumentParser):
@@ -191,14 +210,13 @@ def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
     ]
 
 
-def refuse_others(
-    options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]
-) -> None:
-    """Raise InputError for an option under one of the ``headings`` of a verb that is not the
-    ``chosen`` one.
-    """
+def refuse_others(options: object, verb: str, chosen: str, headings: Iterable[str]) -> None:
+    """Raise InputError for an option under a heading of a verb other than the ``chosen`` one."""
     for heading in parser_of(verb)._action_groups:
-        for action in heading._group_actions if heading.title in set(headings) - {chosen} else ():
+        title = heading.title or ""
+        if title == chosen or title not in headings:
+            continue
+        for action in heading._group_actions:
             if getattr(options, action.dest) != action.default:
                 raise InputError(
                     f"{action.option_strings[-1]} cannot be used with primus {verb} {chosen}"
@@ -206,19 +224,27 @@ def refuse_others(
 
 
 def answer(
-    options: argparse.Namespace, document: object, lines: Iterable[str], *, passed: bool = True
+    options: Options | argparse.Namespace,
+    document: object,
+    lines: Iterable[str],
+    *,
+    passed: bool = True,
 ) -> int:
-    """Print ``document`` with ``--json``, and ``lines`` otherwise. Return the exit code: 0, or 1 if
-    not ``passed``.
+    """Print ``document`` with ``--json``, and ``lines`` otherwise; return the exit code.
+
+    It is 0, or 1 if not ``passed``.
     """
-    for line in [json.dumps(document, indent=2, ensure_ascii=False)] if options.json else lines:
-        print(line)
+    if options.json:
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        for line in lines:
+            print(line)
     if passed:
         return 0
     return 1
 
 
-def note(options: argparse.Namespace, *lines: str) -> None:
+def note(options: Options | argparse.Namespace, *lines: str) -> None:
     """Print lines to standard error, unless ``--json`` asks for one document instead of text."""
     if not options.json:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -273,8 +299,12 @@ def _path(text: str) -> Path:
     """Parse a path, which must not be empty or contain control characters."""
     if re.search(r"[\x00-\x1f\x7f-\x9f]", _text(text)):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
-    # The shell leaves ~ as it is after =, as in --output=~/runs.
-    return Path(os.path.expanduser(text))
+    path = Path(text)
+    try:
+        # The shell leaves ~ as it is after =, as in --output=~/runs.
+        return path.expanduser()
+    except RuntimeError:  # there is no such user
+        return path
 
 
 def _folder(text: str) -> Path:

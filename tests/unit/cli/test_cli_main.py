@@ -1,17 +1,19 @@
 import argparse
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
 import types
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from primus_images.cli.main import main
-from primus_images.cli.verb import TEXTS, VERBS, Verb
+from primus_images.cli.verb import TEXTS, VERBS, Verb, _named, parser_of
 from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
 from tables import table_of
 
@@ -206,3 +208,14 @@ def test_a_clock_that_python_cannot_read_is_a_sentence(
     monkeypatch.undo()
     assert code == 3
     assert "clock is past the year 2262" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_options_of_a_verb_are_the_fields_of_its_dataclass(name: str) -> None:
+    function = _named(f"cli.{VERBS[name].call}")
+    (parameter,) = inspect.signature(function).parameters.values()
+    if parameter.annotation is argparse.Namespace:
+        pytest.skip("its options have no dataclass yet")
+    parser = parser_of(name)
+    names = {action.dest for action in parser._actions} - {"help"}
+    assert {field.name for field in fields(parameter.annotation)} == names

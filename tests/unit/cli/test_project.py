@@ -1,12 +1,13 @@
 """`primus project`: its errors over the committed runs are those that its page states."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from primus_images.cli.image.recipes import Projection, projected
+from primus_images.cli.image.project import Projection, projected
 from primus_images.cli.main import main
 from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
@@ -29,9 +30,8 @@ def run(row: dict) -> tuple[float, Projection]:
             continue
         reached = projected(recipe)
         nodes = max(1, row["gpus"] // 8)
-        return row["tokens_per_second"], reached._replace(
-            tokens_per_second=reached.tokens_per_second * 0.99 ** (nodes.bit_length() - 1)
-        )
+        rate = reached.tokens_per_second * 0.99 ** (nodes.bit_length() - 1)
+        return row["tokens_per_second"], replace(reached, tokens_per_second=rate)
     raise AssertionError(row)
 
 

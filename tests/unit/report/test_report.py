@@ -271,7 +271,7 @@ def test_a_report_inside_a_container_says_how_to_keep_it(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "primus_images.cli.image.train.lost_warning",
+        "primus_images.cli.image.report.lost_warning",
         lambda folder: f"{folder} is inside the container",
     )
     assert main(["report", str(make("run")), "--out", str(tmp_path / "out")]) == 0
@@ -350,8 +350,9 @@ def test_the_old_script_appends_its_rows(
     if not kept:
         file.mkdir()
 
-    def trained(options: Any) -> int:
-        options.output = folder
+    def trained(options: train.TrainOptions) -> int:
+        if options.output and not options.dry_run:
+            shutil.copytree(folder, options.output, dirs_exist_ok=True)
         return 0
 
     monkeypatch.setattr(train, "train", trained)
@@ -360,7 +361,7 @@ def test_the_old_script_appends_its_rows(
     assert main(words) == main(words) == 0
     if not kept:
         assert "Is a directory" in capsys.readouterr().err
-        file = folder / file.name
+        (file,) = here.glob(f"runs/*/{file.name}")
     lines = file.read_text().splitlines()
     assert lines[0] == ",".join(sheets.COLUMNS["benchmark"])
     assert len(lines) == 7

@@ -1,4 +1,5 @@
 import errno
+import importlib.util
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from primus_images.cli.main import main
+from primus_images.recipes.load import entries
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.training.run import failure, processes, start
+from primus_images.training.run import failure, processes, ranks, start
 from primus_images.training.run.job import Job
 from proof_kit import kept
 
@@ -444,3 +446,13 @@ def test_what_is_ended_by_a_signal_is_named(
         == 1
     )
     assert str(failure.cause(tmp_path, 1)).startswith(cause)
+
+
+@pytest.mark.parametrize("backend", ["torchtitan", "megatron", "finetune", "flux", "fsdp"])
+def test_the_command_of_a_rank_names_a_module_that_exists(backend: str, tmp_path: Path) -> None:
+    recipe = next(entry.recipe for entry in entries() if entry.backend == backend)
+    choices = Choices(backend=backend, gpu="mi300x")
+    job = Job(name="job", recipe=resolve(recipe, [], choices), output=tmp_path)
+    words = ranks.argv(job, "python3", {})
+    assert words[-3] == "-m"
+    assert importlib.util.find_spec(words[-2])

@@ -1,19 +1,18 @@
 """The verb that runs a recipe on several machines."""
 
-import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from primus_images.cli.image.finetune import tuned
-from primus_images.cli.image.recipes import resolved
-from primus_images.cli.image.train import passed_on, recipe_of
+from primus_images.cli.image.finetune import tuning_on
+from primus_images.cli.image.request import RecipeOptions, Request
+from primus_images.cli.image.train import PassedOptions, checked_recipe, passed_on
 from primus_images.cli.verb import answer, note, parser_of, refuse_others
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
@@ -21,153 +20,214 @@ from primus_images.gpus.table import arch_of, generation, load_table
 from primus_images.launch import kubernetes, slurm
 from primus_images.launch.plan import Plan
 from primus_images.recipes.choose import CPU
-from primus_images.recipes.recipe import Recipe
 from primus_images.training.run import machine
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes."""
-    refuse_others(args, "launch", args.system, ("slurm", "k8s"))
-    if args.recipe == "finetune":
-        if args.system == "k8s" or args.gpu is None or len(args.overrides) < 2:
-            raise InputError(
-                "fine-tuning on several nodes needs the weights that its settings are taken from",
-                hint="primus launch slurm finetune WEIGHTS DATA --gpu NAME, both on a file system "
-                "of all nodes; on Kubernetes, name a recipe and set weights=",
-            )
-        files = [Path(word).absolute() for word in args.overrides[:2]]
-        args.mounts, args.overrides = [*args.mounts, *files], args.overrides[2:]
-        tuned(args, *map(str, files))
-    return (_kubernetes if args.system == "k8s" else _slurm)(args)
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(RecipeOptions, PassedOptions):
+    """The options of ``launch``: of both systems, of Slurm, and of Kubernetes."""
+
+    system: str
+    image: str
+    name: str
+    environment: Sequence[str]
+    resume_from: str
+    train_for: float | None
+    rate: float
+    restarts: int
+    dry_run: bool
+
+    output: Path | None
+    container: slurm.Container | None
+    mounts: Sequence[Path]
+    partition: str
+    account: str
+    time: str
+    port: int
+    grace: int
+    extra: Sequence[str]
+    wait: bool
+
+    namespace: str
+    queue: str
+    claim: str
+    token_secret: str
+    pull_secret: str
+    rdma: str
+    host_network: bool
+    selector: Sequence[str]
+    cpu: str
+    memory: str
+    shm: str
+    ttl: int
 
 
-def _kubernetes(args: argparse.Namespace) -> int:
-    site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args))
-    plan = _plan(args)
-    objects = kubernetes.manifests(plan, site)
-    document = {"plan": plan.document()}
-    if args.dry_run:
-        text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
-        return answer(
-            args,
-            {**document, "manifests": objects},
-            [*(f"# {line}" for line in plan.lines()), text],
+def launch(options: LaunchOptions) -> int:
+    """Run a recipe on several machines: render the job, then hand it to Slurm or Kubernetes."""
+    refuse_others(options, "launch", options.system, ("slurm", "k8s"))
+    if options.recipe == "finetune":
+        options, request = _fine_tuning(options)
+    else:
+        request = options.request_of(options.recipe)
+    if options.system == "k8s":
+        return _kubernetes(request, options)
+    return _slurm(request, options)
+
+
+def _fine_tuning(options: LaunchOptions) -> tuple[LaunchOptions, Request]:
+    """Return the request for ``finetune WEIGHTS DATA``, and the options with both as mounts."""
+    if options.system == "k8s" or options.gpu is None or len(options.overrides) < 2:
+        raise InputError(
+            "fine-tuning on several nodes needs the weights that its settings are taken from",
+            hint="primus launch slurm finetune WEIGHTS DATA --gpu NAME, both on a file system "
+            "of all nodes; on Kubernetes, name a recipe and set weights=",
         )
-    note(args, *plan.lines())
-    kubernetes.create(objects)
-    job = {"name": kubernetes.name_of(plan, site), "namespace": site.namespace}
-    return answer(
-        args, document | job, ["applied job {name} in namespace {namespace}".format(**job)]
+    weights, data = (Path(word).absolute() for word in options.overrides[:2])
+    options = replace(
+        options, mounts=[*options.mounts, weights, data], overrides=options.overrides[2:]
     )
+    request = tuning_on(options.request_of(""), str(weights), str(data), options)
+    return options, request
 
 
-def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    options = {field.name: getattr(args, field.name) for field in fields(cls) if field.name in args}
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
+def _kubernetes(request: Request, options: LaunchOptions) -> int:
+    site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, options))
+    plan = _plan(request, options)
+    objects = kubernetes.manifests(plan, site)
+    document: dict[str, object] = {"plan": plan.document()}
+    if options.dry_run:
+        text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
+        lines = [*(f"# {line}" for line in plan.lines()), text]
+        return answer(options, {**document, "manifests": objects}, lines)
+    note(options, *plan.lines())
+    kubernetes.create(objects)
+    name = kubernetes.name_of(plan, site)
+    document |= {"name": name, "namespace": site.namespace}
+    return answer(options, document, [f"applied job {name} in namespace {site.namespace}"])
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _of_class(cls: type, options: LaunchOptions) -> dict[str, Any]:
+    """Return the fields of ``cls`` that are options."""
+    values = {}
+    for field in fields(cls):
+        if hasattr(options, field.name):
+            value = getattr(options, field.name)
+            if isinstance(value, list):
+                value = tuple(value)
+            values[field.name] = value
+    return values
+
+
+def _plan(request: Request, options: LaunchOptions) -> Plan:
     limit = None
-    if args.system == "slurm":
-        limit = slurm.limit_of(args.time)
-    if args.train_for is not None:
-        if args.steps is not None:
-            raise InputError("--train-for and --steps both set the steps", hint="leave one out")
+    if options.system == "slurm":
+        limit = slurm.limit_of(options.time)
+    here = options.system == "slurm"  # pods have other files than this machine
+    request = _for_gpu(request, options, here=here)
+    if options.train_for is not None:
         # Options such as --verify-steps are judged by the steps that this sets.
-        rated = Plan(recipe=_recipe(args, resolved), rate=args.rate)
-        if rated.step_seconds is None:
-            raise InputError(
-                f"--train-for: no rate is measured for {rated.recipe.name} there",
-                hint=f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node",
-            )
-        args.steps = int(args.train_for / rated.step_seconds)
-        if not args.steps:
-            raise InputError(
-                f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate"
-            )
-    planned = Plan(recipe=_recipe(args, recipe_of), options=passed_on(args), rate=args.rate)
-    if not args.force:
-        machine.check_prediction(planned.recipe)
-    for sentence in [*planned.warnings(limit), *_contradictions(args, planned.recipe.gpu)]:
+        request = request.with_words(f"steps={_steps(request, options, here=here)}")
+    recipe = checked_recipe(request, options, resumed=bool(options.resume_from), here=here)
+    plan = Plan(recipe=recipe, options=passed_on(options), rate=options.rate)
+    if not options.force:
+        machine.check_prediction(recipe)
+    for sentence in [*plan.warnings(limit), *_contradictions(options, recipe.gpu)]:
         print(f"primus launch: {sentence}", file=sys.stderr)
-    return planned
+    return plan
 
 
-def _contradictions(args: argparse.Namespace, gpu: str) -> Iterator[str]:
-    named = _gpu_of_image(args)
+def _steps(request: Request, options: LaunchOptions, *, here: bool) -> int:
+    """Return the steps that --train-for allows at the measured rate."""
+    if options.steps is not None:
+        raise InputError("--train-for and --steps both set the steps", hint="leave one out")
+    rated = Plan(recipe=request.resolved(here=here), rate=options.rate)
+    if rated.step_seconds is None or options.train_for is None:
+        raise InputError(
+            f"--train-for: no rate is measured for {rated.recipe.name} there",
+            hint=f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node",
+        )
+    steps = int(options.train_for / rated.step_seconds)
+    if not steps:
+        raise InputError(f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate")
+    return steps
+
+
+def _for_gpu(request: Request, options: LaunchOptions, *, here: bool) -> Request:
+    """Return the request for --gpu, or the GPU in the name of the image, or the table's first."""
+    gpu = options.gpu or _gpu_of_image(options)
+    if gpu is not None:
+        return request.with_gpu(gpu)
+    if detect().names:
+        return request
+    try:
+        request.resolved(here=here)
+    except InputError:
+        gpu = load_table().generations[0].name
+        request = request.with_gpu(gpu)
+        request.resolved(here=here)
+        print(
+            f"primus launch: resolved for {gpu}; --gpu NAME names the GPU of the nodes",
+            file=sys.stderr,
+        )
+    return request
+
+
+def _contradictions(options: LaunchOptions, gpu: str) -> Iterator[str]:
+    named = _gpu_of_image(options)
     if named and gpu != CPU and arch_of(generation(gpu)) != arch_of(generation(named)):
         yield (
             f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image "
             f"for {gpu}"
         )
-    if args.image and args.container == "none":
+    if options.image and options.container == "none":
         yield (
-            f"without a container, the nodes run their own primus, not {args.image}: "
+            f"without a container, the nodes run their own primus, not {options.image}: "
             "--container names one"
         )
     if (
-        args.system == "k8s"
-        and not args.claim
-        and args.restarts != parser_of("launch").get_default("restarts")
+        options.system == "k8s"
+        and not options.claim
+        and options.restarts != parser_of("launch").get_default("restarts")
     ):
         yield "--restarts has no effect without --claim, where the checkpoints are"
-    unset = [word for word in args.environment if "=" not in word and word not in os.environ]
+    unset = [word for word in options.environment if "=" not in word and word not in os.environ]
     if unset:
         yield (
             f"--env {unset[0]}: it is not set here, so the ranks have it only where a node sets it"
         )
 
 
-def _gpu_of_image(args: argparse.Namespace) -> str | None:
-    words = re.split(r"[-_.:/]", args.image)
+def _gpu_of_image(options: LaunchOptions) -> str | None:
+    words = re.split(r"[-_.:/]", options.image)
     return next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
 
 
-def _recipe(args: argparse.Namespace, resolve: Callable[..., Recipe]) -> Recipe:
-    """Resolve the recipe by ``resolve`` for --gpu, or the GPU in the name of the image, or else the
-    table's first.
-    """
-    here = args.system == "slurm"  # pods have other files than this machine
-    args.gpu = args.gpu or _gpu_of_image(args)
-    try:
-        return resolve(args, here=here)
-    except InputError:
-        if args.gpu is not None or detect().names:
-            raise
-    args.gpu = load_table().generations[0].name
-    recipe = resolve(args, here=here)
-    print(
-        f"primus launch: resolved for {args.gpu}; --gpu NAME names the GPU of the nodes",
-        file=sys.stderr,
-    )
-    return recipe
-
-
-def _slurm(args: argparse.Namespace) -> int:
-    args.container = args.container or (slurm.container_here() if args.image else "none")
-    plan = _plan(args)
-    options = _of_class(slurm.Site, args) | {
-        "output": (args.output or Path("runs")).absolute(),
-        "mounts": tuple(path.absolute() for path in args.mounts),
-        "resume_from": args.resume_from and str(Path(args.resume_from).absolute()),
-    }
-    site = slurm.Site(**options)
+def _slurm(request: Request, options: LaunchOptions) -> int:
+    container = options.container
+    if not container:
+        container = slurm.container_here() if options.image else "none"
+    options = replace(options, container=container)
+    plan = _plan(request, options)
+    values = _of_class(slurm.Site, options)
+    values["output"] = (options.output or Path("runs")).absolute()
+    values["mounts"] = tuple(path.absolute() for path in options.mounts)
+    if options.resume_from:
+        values["resume_from"] = str(Path(options.resume_from).absolute())
+    site = slurm.Site(**values)
     text = slurm.script(plan, site)
     document: dict[str, Any] = {
         "plan": plan.document(),
         "container": site.container,
         "script": text,
     }
-    if args.dry_run:
-        return answer(args, document, [text.rstrip("\n")])
-    note(args, *plan.lines())
-    code, number = slurm.submit(text, site.output, wait=args.wait)
-    document |= {"job": int(number), "exit_code": code if args.wait else None}
-    answer(
-        args,
-        document,
-        [f"job {number} → {site.output / number}, log {site.output}/slurm-{number}.txt"],
-    )
+    if options.dry_run:
+        return answer(options, document, [text.rstrip("\n")])
+    note(options, *plan.lines())
+    code, number = slurm.submit(text, site.output, wait=options.wait)
+    document["job"] = int(number)
+    document["exit_code"] = None
+    if options.wait:
+        document["exit_code"] = code
+    line = f"job {number} → {site.output / number}, log {site.output}/slurm-{number}.txt"
+    answer(options, document, [line])
     return code

@@ -4,11 +4,12 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from primus_images.cli.verb import answer, parser_of, parser_of_shared, run
+from primus_images.cli.image.train import COMPILED, default_output
+from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
 from primus_images.compat.commands import Request, requested
 from primus_images.compat.translate import read_experiment, recipe_text
 from primus_images.errors import HostError, InputError
@@ -35,10 +36,29 @@ _OF_TORCHRUN = (
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-def compat(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CompatOptions:
+    """The options of ``compat``."""
+
+    command: str
+    words: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(Options):
+    """The options of ``import-exp``."""
+
+    file: Path
+    out: Path | None
+    nodes: int | None
+    allow_unmapped: bool
+
+
+def compat(options: CompatOptions) -> int:
     """Run a command of older documents: find the recipe it asks for and train it."""
     environment = dict(os.environ)
-    if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
+    by_torchrun = _STARTED_BY_TORCHRUN in environment
+    if by_torchrun and environment.get("LOCAL_RANK", "0") != "0":
         return 0
     command = options.command.rpartition("/")[2]
     if command == "pytorch_benchmark_setup.sh" and not options.words:
@@ -53,24 +73,39 @@ def compat(options: argparse.Namespace) -> int:
         precision=chosen.precision,
     )
     request = _for_this_machine(request, chosen)
-    for sentence in request.says:
+    verb, *arguments = request.arguments()
+    for sentence in (*request.says, f"→ primus {' '.join([verb, *arguments])}"):
         print(f"{command}: {sentence}", file=sys.stderr)
-    arguments = request.arguments()
-    print(f"{command}: → primus {' '.join(arguments)}", file=sys.stderr)
-    if not chosen.dry_run:
-        _check_startable(command, request, environment)
-        for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
-            os.environ.pop(name, None)
-    elif request.stage:  # `tune gemm` has no --dry-run
+    if chosen.dry_run and request.stage:  # `tune gemm` has no --dry-run
         resolve(request.recipe, request.words, request.choices)
         return 0
-    more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
-    more += ["--output", chosen.output] if chosen.output else []
-    parsed = parser_of(arguments[0], f"primus compat {command}").parse_args([*arguments[1:], *more])
-    code = run(arguments[0], parsed)
+    if not chosen.dry_run:
+        _check_startable(command, request, environment)
+        if by_torchrun:
+            for name in _OF_TORCHRUN:
+                os.environ.pop(name, None)
+    arguments += _arguments_of_primus(request, chosen)
+    parsed = parser_of(verb, f"primus compat {command}").parse_args(arguments)
+    code = run(verb, parsed)
     if request.benchmark and not chosen.dry_run:
         _write_csv(command, *request.benchmark, parsed.output)
     return code
+
+
+def _arguments_of_primus(request: Request, chosen: argparse.Namespace) -> list[str]:
+    """Return the arguments that pass on primus's own options among those of an old command."""
+    arguments = []
+    if chosen.dry_run:
+        arguments.append("--dry-run")
+    if chosen.json:
+        arguments.append("--json")
+    if chosen.output:
+        arguments += ["--output", chosen.output]
+    elif request.benchmark:
+        # The figures of the run are read from there.
+        output = default_output(request.recipe)
+        arguments += ["--output", str(output), "--compile-cache", str(COMPILED)]
+    return arguments
 
 
 def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
@@ -96,7 +131,10 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
                 hint=f"in the image, on a node with GPUs: primus {name} {shlex.join(words)}",
             )
         image = environment.get("DOCKER_IMAGE")
-        words += ["--image", image] if image else ["--container", "none"]
+        if image:
+            words += ["--image", image]
+        else:
+            words += ["--container", "none"]
         raise HostError(
             "the job is not submitted from here",
             hint=f"on a login node: primus launch slurm {shlex.join(words)}",
@@ -109,8 +147,9 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
-    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does, or else to a file in the
-    run's folder.
+    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does.
+
+    If that cannot be written, they go to a file in the run's folder.
     """
     try:
         rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
@@ -128,7 +167,7 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
         return
 
 
-def import_exp(options: argparse.Namespace) -> int:
+def import_exp(options: ImportOptions) -> int:
     """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with
     their location.
     """
@@ -160,4 +199,5 @@ def import_exp(options: argparse.Namespace) -> int:
     }
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")
-    return answer(options, document, [] if options.out else [text.rstrip("\n")])
+        return answer(options, document, [])
+    return answer(options, document, [text.rstrip("\n")])

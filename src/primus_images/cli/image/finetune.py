@@ -1,17 +1,18 @@
-"""Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be
-trained.
+"""Verbs about your own data: fine-tune a model on it, report what would be trained, and export the
+result.
 """
 
-import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus_images.cli.image.recipes import names_weights, of_name, of_weights
-from primus_images.cli.image.train import newest_checkpoint, train
-from primus_images.cli.verb import answer, note
+from primus_images.cli.image import train
+from primus_images.cli.image.request import RecipeOptions, Request, fine_tuning, names_weights
+from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.recipe import MOCK
@@ -23,51 +24,73 @@ from primus_images.turbo.optimizations import importable
 
 # Documents that are shown, and tokens of each.
 _SAMPLES = 5
-_SHOWN = 2000
+_SAMPLE_TOKENS = 2000
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
+# A part of a document, and whether it is trained.
+Part = tuple[str, bool]
 
-def finetune(options: argparse.Namespace) -> int:
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(train.RunOptions):
+    """The options of ``finetune``."""
+
+    weights: str
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """The options of ``export``."""
+
+    checkpoint: Path
+    folder: Path
+    dtype: str | None
+    tokenizer: Path | None
+
+
+def finetune(options: FinetuneOptions) -> int:
     """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the
     template.
     """
-    tuned(options, options.weights, options.data)
-    return train(options)
+    request = options.request_of("")
+    return train.run(tuning_on(request, options.weights, options.data, options), options)
 
 
-def tuned(options: argparse.Namespace, weights: str, data: str) -> None:
-    """Let ``options`` name the recipe and the settings that fine-tune ``weights`` on ``data``."""
-    options.overrides = [*options.overrides, f"corpus={data}"]
-    recipe = of_weights(options, weights, save_weights="true")
-    same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
-    note(options, f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}")
+def tuning_on(request: Request, weights: str, data: str, options: Options) -> Request:
+    """Return the request for the recipe that fine-tunes ``weights`` on ``data``, and print it."""
+    request = fine_tuning(request.with_words(f"corpus={data}"), weights, to_train=True)
+    choices = request.choices
+    same = shlex.join(["primus", "train", request.recipe, *choices.words(), *request.words])
+    note(
+        options,
+        f"primus: the recipe is {request.recipe}, mode {choices.mode}; the same run: {same}",
+    )
+    return request
 
 
-def data(options: argparse.Namespace) -> int:
+def data(options: RecipeOptions) -> int:
     """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents
     with their mask.
     """
-    if not (options.gpu or options.proxy or names_weights(options.recipe) or detect().names):
-        options.gpu = "mi300x"  # what is read depends on no GPU
-    recipe = of_name(options)
-    if (corpus := corpus_of(recipe)).name == MOCK or recipe.architecture.family == "flux":
+    gpu_is_known = options.gpu or options.proxy or detect().names
+    if not gpu_is_known and not names_weights(options.recipe):
+        options = replace(options, gpu="mi300x")  # what is read depends on no GPU
+    recipe = options.request.resolved()
+    corpus = corpus_of(recipe)
+    if corpus.name == MOCK or recipe.architecture.family == "flux":
         raise InputError(
             "there is no text to report", hint="corpus=FILE names a file, a folder or hf:OWNER/NAME"
         )
     backend_of(recipe).check_data(recipe)
     encoder.without_torch()
     reader = tokens.Reader(corpus)
-    with TemporaryDirectory() as folder:
-        tokens.write(
-            reader, Path(folder), progress=lambda line: print(f"primus: {line}", file=sys.stderr)
-        )
-        written = tokens.stored(Path(folder))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens.write(reader, folder, progress=_print_progress)
+        written = tokens.stored(folder)
         figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
-        count = min(_SAMPLES, figures["documents"])
-        samples = [
-            _sample(reader, written, number * figures["documents"] // count)
-            for number in range(count)
-        ]
+        samples = _samples(reader, written, figures["documents"])
     document = {
         "corpus": corpus.name,
         "tokenizer": corpus.tokenizer,
@@ -79,16 +102,52 @@ def data(options: argparse.Namespace) -> int:
         "bos": reader.encoder.begin,
         "eos": reader.encoder.end,
         **figures,
-        "samples": [
-            [{"text": text, "trained": trained} for text, trained in parts] for parts in samples
-        ],
+        "samples": [[_part_document(part) for part in parts] for parts in samples],
     }
     screen = Screen.of()
-    head = screen.wrap(reader.sentence(figures, recipe.seq_len))
-    return answer(options, document, [*head, *(_marked(parts, screen) for parts in samples)])
+    lines = list(screen.wrap(reader.sentence(figures, recipe.seq_len)))
+    lines += [_marked(parts, screen) for parts in samples]
+    return answer(options, document, lines)
 
 
-def export(options: argparse.Namespace) -> int:
+def _print_progress(line: str) -> None:
+    print(f"primus: {line}", file=sys.stderr)
+
+
+def _samples(reader: tokens.Reader, written: tokens.Tokens, documents: int) -> list[list[Part]]:
+    """Return the parts of a few documents, evenly spread over the corpus."""
+    samples = []
+    count = min(_SAMPLES, documents)
+    for number in range(count):
+        place = written.document(number * documents // count)
+        shown = written.tokens[place][:_SAMPLE_TOKENS].tolist()
+        mask = [1] * len(shown)
+        if written.mask is not None:
+            mask = written.mask[place].tolist()
+        samples.append(reader.encoder.parts(shown, mask))
+    return samples
+
+
+def _part_document(part: Part) -> dict[str, object]:
+    text, trained = part
+    return {"text": text, "trained": trained}
+
+
+def _marked(parts: Sequence[Part], screen: Screen) -> str:
+    """Return a document whose trained parts are green or, without colour, between ⟦ and ⟧."""
+    all_trained = all(trained for _, trained in parts)
+    words = ["\n"]
+    for text, trained in parts:
+        shown = _CONTROL.sub("\ufffd", text)
+        if trained:
+            shown = screen.paint(shown, "green")
+            if not screen.colour and not all_trained:
+                shown = f"⟦{shown}⟧"
+        words.append(shown)
+    return "".join(words)
+
+
+def export(options: ExportOptions) -> int:
     """Write the weights of a checkpoint as a model folder, which transformers and inference engines
     load.
     """
@@ -99,7 +158,7 @@ def export(options: argparse.Namespace) -> int:
             f"--tokenizer {options.tokenizer} is not a folder",
             hint="leave it out for that of the run",
         )
-    checkpoint = newest_checkpoint(options.checkpoint)
+    checkpoint = train.newest_checkpoint(options.checkpoint)
     for package in ("torch", "transformers"):
         if not importable(package):
             raise HostError(
@@ -110,25 +169,6 @@ def export(options: argparse.Namespace) -> int:
 
     missing = write_model(checkpoint, options.folder, options.dtype, options.tokenizer)
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "missing": missing}
-    lines = [
-        f"{checkpoint.name} → {options.folder} for transformers",
-        *(f"– {text}" for text in missing),
-    ]
+    lines = [f"{checkpoint.name} → {options.folder} for transformers"]
+    lines += [f"– {text}" for text in missing]
     return answer(options, document, lines)
-
-
-def _marked(parts: list[tuple[str, bool]], screen: Screen) -> str:
-    before, behind = ("", "") if screen.colour or all(trained for _, trained in parts) else "⟦⟧"
-    texts = [(_CONTROL.sub("\ufffd", text), trained) for text, trained in parts]
-    return "\n" + "".join(
-        before + screen.paint(text, "green") + behind if trained else text
-        for text, trained in texts
-    )
-
-
-def _sample(reader: tokens.Reader, written: tokens.Tokens, number: int) -> list[tuple[str, bool]]:
-    place = written.document(number)
-    numbers = written.tokens[place][:_SHOWN].tolist()
-    return reader.encoder.parts(
-        numbers, [1] * len(numbers) if written.mask is None else written.mask[place].tolist()
-    )

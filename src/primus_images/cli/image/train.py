@@ -1,18 +1,17 @@
-"""Run a recipe on this machine, and compare finished runs."""
+"""Run a recipe on this machine."""
 
-import argparse
 import math
 import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus_images.cli.image.recipes import resolved, short_origin
+from primus_images.cli.image.recipes import short_origin
+from primus_images.cli.image.request import ChoiceOptions, Request
 from primus_images.cli.verb import answer, note, parser_of_shared
 from primus_images.errors import HostError, InputError, PrimusError
 from primus_images.gpus.detect import detect
@@ -20,10 +19,8 @@ from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.weights import another_model
-from primus_images.report import html, sheets
-from primus_images.report.run import Run, read_all
 from primus_images.system.host import lost_warning
-from primus_images.terminal import Screen, Styled, counted
+from primus_images.terminal import Screen, counted
 from primus_images.training.backends.backend import backend_of
 from primus_images.training.judge import proof
 from primus_images.training.run import (
@@ -40,37 +37,99 @@ from primus_images.training.run.job import Job, step_of, steps
 from primus_images.training.run.outcome import Outcome
 from primus_images.training.text import encoder, tokens
 
+COMPILED = Path("runs", ".compile-cache")
 
-def train(options: argparse.Namespace) -> int:
+
+@dataclass(frozen=True, kw_only=True)
+class PassedOptions:
+    """The options of ``train`` that ``launch`` passes on to every node."""
+
+    accept_change: Sequence[str]
+    stall_timeout: int
+    wrap: Sequence[str]
+    verify_steps: int
+    compile_cache: Path | None
+    log: str | None
+    no_preflight: bool
+    burn_in: float | None
+    judge: bool
+    force: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ChoiceOptions, PassedOptions):
+    """The options of the verbs that start a run."""
+
+    output: Path | None
+    resume_from: Path | None
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """The options of ``train``."""
+
+    recipe: str
+
+
+def train(options: TrainOptions) -> int:
     """Run a recipe on this machine: start its ranks, show the loss, and check the results."""
-    # An existing folder that the caller names also gets the reason of a refusal.
-    named: Path | None = options.output
+    return run(options.request_of(options.recipe), options)
+
+
+def run(request: Request, options: RunOptions) -> int:
+    """Run what is requested, and return the exit code."""
     try:
-        return _run(options)
+        return _run(request, options)
     except PrimusError as error:
-        if named and not options.dry_run:
-            outcome.write_refusal(error, named)
+        # An existing folder that the caller names also gets the reason of a refusal.
+        if options.output and not options.dry_run:
+            outcome.write_refusal(error, options.output)
         raise
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(request: Request, options: RunOptions) -> int:
     memory = machine.unlisted_memory()
-    options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
-    recipe = recipe_of(options, memory=memory)
-    cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
+    job = _job(request, options, memory)
+    if options.dry_run:
+        if options.json:
+            print(ranks.job_file(job), end="")
+        else:
+            print(_plan(job), end="")
+        return 0
+    machine.check(job.recipe, force=options.force, memory=memory)
+    start.check_backend(job)
+    if not options.no_preflight:
+        _preflight(job, options.burn_in)
+    encoder.without_torch()
+    job = start.prepare(job, lambda line: note(options, f"primus: {line}"))
+    _print_warnings(job, options)
+    _print_headline(job, options)
+    began = time.monotonic()
+    ended = _followed(job, options)
+    if ended.run.passed:
+        lines = _success(job, ended, time.monotonic() - began)
+    else:
+        lines = _failure(job, ended)
+    shown = map(Screen.of().fit, lines)
+    return answer(options, _document(job, ended), shown, passed=bool(ended.run.passed))
+
+
+def _job(request: Request, options: RunOptions, memory: float | None) -> Job:
+    """Return the job, after all checks that need no machine."""
+    compiled = options.compile_cache
+    if compiled is None and options.output is None:
+        compiled = COMPILED
+    if compiled is not None:
+        compiled = compiled.absolute()
+    if options.log:
+        request = request.with_words(f"{options.log}=true")
+    recipe = checked_recipe(request, options, resumed=bool(options.resume_from), memory=memory)
     if "epochs" in recipe.settings:
-        recipe = _with_steps(recipe, options, memory, cache and cache.absolute())
-    name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = options.output = options.output or Path("runs") / name
-    sources = {
-        "weights": recipe.weights,
-        **{key: recipe.asset(key) for key in recipe.section("assets")},
-    }
-    for key, source in sources.items():
-        if source is not None and output.absolute() == source.absolute():
-            raise InputError(
-                f"--output {output} holds the {key} of the run", hint="choose another --output"
-            )
+        request = _with_steps(request, recipe, options, compiled)
+        recipe = checked_recipe(request, options, resumed=bool(options.resume_from), memory=memory)
+    output = options.output or default_output(recipe.name)
+    _refuse_source(recipe, output)
     checkpoint = None
     if options.resume_from:
         checkpoint = newest_checkpoint(options.resume_from)
@@ -80,7 +139,7 @@ def _run(options: argparse.Namespace) -> int:
         output=output.absolute(),
         resume_from=checkpoint,
         judged=options.judge,
-        compiled=cache and cache.absolute(),
+        compiled=compiled,
         wrap=tuple(options.wrap),
         verify_steps=options.verify_steps,
     )
@@ -90,26 +149,38 @@ def _run(options: argparse.Namespace) -> int:
             f"{checkpoint} is already at step {step} of {job.last_step}", hint="raise --steps"
         )
     if checkpoint:
-        identity.check(
-            checkpoint,
-            recipe,
-            [field for word in options.accept_change for field in word.split(",")],
-        )
+        accepted: list[str] = []
+        for word in options.accept_change:
+            accepted += word.split(",")
+        identity.check(checkpoint, recipe, accepted)
     backend_of(recipe).check_data(recipe)
     backend_of(recipe).check_weights(recipe)
-    if options.dry_run:
-        print(ranks.job_file(job) if options.json else _plan(job), end="")
-        return 0
-    machine.check(recipe, force=options.force, memory=memory)
-    start.check_backend(job)
-    if not options.no_preflight:
-        _preflight(job, options.burn_in)
-    encoder.without_torch()
-    job = start.prepare(job, lambda line: note(options, f"primus: {line}"))
-    others = processes.dropped(os.environ)
-    if others:
+    return job
+
+
+def default_output(recipe: str) -> Path:
+    """Return the folder of a run of ``recipe`` that begins now."""
+    name = Path(recipe).name.removesuffix(".yaml")
+    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _refuse_source(recipe: Recipe, output: Path) -> None:
+    sources = {"weights": recipe.weights}
+    for key in recipe.section("assets"):
+        sources[key] = recipe.asset(key)
+    for key, source in sources.items():
+        if source is not None and output.absolute() == source.absolute():
+            raise InputError(
+                f"--output {output} holds the {key} of the run", hint="choose another --output"
+            )
+
+
+def _print_warnings(job: Job, options: RunOptions) -> None:
+    recipe = job.recipe
+    dropped = processes.dropped(os.environ)
+    if dropped:
         print(
-            f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)",
+            f"primus: not passed to the ranks: {', '.join(dropped)} (of another torchrun)",
             file=sys.stderr,
         )
     lost = lost_warning(job.output)
@@ -118,88 +189,126 @@ def _run(options: argparse.Namespace) -> int:
     if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
         faster = f"`primus tune throughput {recipe.name}` finds the fastest"
         note(options, f"primus: nobody has tuned these settings on {recipe.gpu}; {faster}")
-    note(options, Screen.of(sys.stderr).fit(_headline(job)))
-    if recipe.gpu != CPU and job.trial:
-        note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
+
+
+def _print_headline(job: Job, options: RunOptions) -> None:
+    screen = Screen.of(sys.stderr)
+    note(options, screen.fit(_headline(job)))
+    if job.recipe.gpu != CPU and job.trial:
+        note(options, *screen.wrap(job.trial.sentence(), hanging="  "))
+
+
+def _followed(job: Job, options: RunOptions) -> Outcome:
+    """Start the job, and show its steps until it ends."""
     progress = _Progress(job, live=Screen.of(sys.stderr).colour and not options.json)
-    began = time.monotonic()
+    show: Callable[[str], None] = progress.line
+    if options.json:
+        show = _nothing
     try:
-        ended = start.start(
-            job, (lambda _: None) if options.json else progress.line, options.stall_timeout
-        )
+        return start.start(job, show, options.stall_timeout)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_continue(job)) from None
     finally:
         progress.end()
-    run = ended.run
-    document = {
-        "passed": run.passed,
+
+
+def _nothing(_line: str) -> None:
+    pass
+
+
+def _document(job: Job, ended: Outcome) -> dict[str, object]:
+    result = ended.run
+    off: dict[str, str] = {}
+    if job.trial:
+        off = dict(job.trial.off)
+    document: dict[str, object] = {
+        "passed": result.passed,
         "output": str(job.output),
         "exit_code": ended.exit_code,
-        "seconds": run.seconds,
-        **({"cause": run.cause} if run.cause else {}),
-        **({} if recipe.architecture.has_formula else {"not_judged": proof.unjudged(recipe)}),
-        "recipe_sha256": recipe.digest,
-        "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
+        "seconds": result.seconds,
+        "recipe_sha256": job.recipe.digest,
+        "optimizations": {"used": job.turbo, "off": off},
         "summary": asdict(ended.summary),
-        "verdicts": [asdict(verdict) for verdict in run.verdicts],
+        "verdicts": [asdict(verdict) for verdict in result.verdicts],
     }
-    if run.passed:
-        lines = _success(job, ended, time.monotonic() - began)
-    else:
-        lines = _failure(job, ended)
-    return answer(options, document, map(Screen.of().fit, lines), passed=bool(run.passed))
+    if result.cause:
+        document["cause"] = result.cause
+    if not job.recipe.architecture.has_formula:
+        document["not_judged"] = proof.unjudged(job.recipe)
+    return document
 
 
-def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the words that set the options ``passed`` as in ``options``; none for what has its
-    default.
-    """
+def passed_on(options: PassedOptions) -> tuple[str, ...]:
+    """Return the words that set the options as in ``options``; none for what has its default."""
     words: list[str] = []
     for action in parser_of_shared("passed", "train")._actions:
         value = getattr(options, action.dest)
         name = action.option_strings[-1]
+        if value == action.default:
+            continue
         if isinstance(value, bool):
-            words += [name] * value
-        elif value != action.default:
-            # A command, and a time in seconds, are written otherwise than Python does.
-            if name == "--wrap":
-                text = shlex.join(value)
-            elif isinstance(value, float):
-                text = f"{value}s"
-            else:
-                text = value
-            words += [f"{name}={each}" for each in (text if isinstance(text, list) else [text])]
+            words.append(name)
+        # A command, and a time in seconds, are written otherwise than Python does.
+        elif name == "--wrap":
+            words.append(f"{name}={shlex.join(value)}")
+        elif isinstance(value, float):
+            words.append(f"{name}={value}s")
+        elif isinstance(value, list):
+            words += [f"{name}={item}" for item in value]
+        else:
+            words.append(f"{name}={value}")
     return tuple(words)
 
 
-def recipe_of(
-    options: argparse.Namespace, *, here: bool = True, memory: float | None = None
+def checked_recipe(
+    request: Request,
+    options: PassedOptions,
+    *,
+    resumed: bool,
+    here: bool = True,
+    memory: float | None = None,
 ) -> Recipe:
-    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError for options that exclude
-    each other.
+    """Resolve the recipe of a run. Raises InputError for options that exclude each other.
+
+    ``here`` and ``memory``: as for ``resolve``.
     """
-    recipe = resolved(options, here=here, memory=memory)
-    if options.accept_change and not options.resume_from:
+    recipe = request.resolved(here=here, memory=memory)
+    if options.accept_change and not resumed:
         raise InputError("--accept-change needs --resume-from")
-    if options.judge and (
-        why := "it needs a run from step 1" if options.resume_from else proof.unjudged(recipe)
-    ):
-        raise InputError(f"--judge: {why}")
-    if options.burn_in and (options.no_preflight or recipe.gpu == CPU):
-        if options.no_preflight:
-            raise InputError(
-                "--burn-in tests GPUs before the run, and --no-preflight leaves it out"
-            )
+    if options.judge:
+        _check_judge(recipe, resumed)
+    if options.burn_in:
+        _check_burn_in(recipe, options)
+    if options.verify_steps:
+        _check_verify_steps(recipe, options)
+        if not recipe.deterministic:
+            return request.with_words("deterministic=true").resolved(here=here, memory=memory)
+    return recipe
+
+
+def _check_judge(recipe: Recipe, resumed: bool) -> None:
+    reason = proof.unjudged(recipe)
+    if resumed:
+        reason = "it needs a run from step 1"
+    if reason:
+        raise InputError(f"--judge: {reason}")
+
+
+def _check_burn_in(recipe: Recipe, options: PassedOptions) -> None:
+    if options.no_preflight:
+        raise InputError("--burn-in tests GPUs before the run, and --no-preflight leaves it out")
+    if recipe.gpu == CPU:
         raise InputError(
             "--burn-in tests GPUs before the run, and the recipe is resolved for a CPU"
         )
-    if not options.verify_steps:
-        return recipe
-    why = rules_of(recipe).unverified
-    if why:
+
+
+def _check_verify_steps(recipe: Recipe, options: PassedOptions) -> None:
+    reason = rules_of(recipe).unverified
+    if reason:
         raise InputError(
-            f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs"
+            f"--verify-steps: {reason}",
+            hint="use another backend, or `primus preflight` between runs",
         )
     if "epochs" not in recipe.settings and options.verify_steps > recipe.steps:
         raise InputError(
@@ -209,40 +318,37 @@ def recipe_of(
         raise InputError(
             "--verify-steps and --judge exclude each other: both record what the model computes"
         )
-    if not recipe.deterministic:
-        options.overrides = [*options.overrides, "deterministic=true"]
-        recipe = resolved(options, here=here, memory=memory)
-    return recipe
 
 
 def _with_steps(
-    recipe: Recipe, options: argparse.Namespace, memory: float | None, cache: Path | None
-) -> Recipe:
-    """Return ``recipe`` with the steps of its epochs: the corpus is tokenized, on a GPU into
-    ``cache``, and counted.
+    request: Request, recipe: Recipe, options: RunOptions, compiled: Path | None
+) -> Request:
+    """Return the request with the steps of its epochs.
+
+    The corpus is tokenized and counted: for a GPU in the folder of all its runs, since its own run
+    follows.
     """
-    backend_of(recipe).check_data(recipe)
+    backend = backend_of(recipe)
+    backend.check_data(recipe)
     encoder.without_torch()
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cache").mkdir()
-        job = Job(name="epochs", recipe=recipe, output=folder, judged=options.judge, compiled=cache)
-        if options.dry_run:
-            shared = None
-        else:
+        job = Job(
+            name="epochs", recipe=recipe, output=folder, judged=options.judge, compiled=compiled
+        )
+        shared = None
+        if not options.dry_run:
             shared = start.shared_folder(job)
-        backend_of(recipe).tokenize(job, shared, lambda _: None)
+        backend.tokenize(job, shared, lambda _: None)
         packing = recipe.find(f"{recipe.backend}.packing", False)
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
     epochs = recipe.get("epochs", float)
-    steps = math.ceil(epochs * samples / recipe.global_batch)
+    count = math.ceil(epochs * samples / recipe.global_batch)
     each = f"{counted(samples, 'sample')}, {recipe.global_batch} a step"
-    note(options, f"primus: {epochs:g} epochs of {each}: {counted(steps, 'step')}")
-    options.overrides = [
-        *(word for word in options.overrides if not word.startswith("epochs=")),
-        f"steps={steps}",
-    ]
-    return recipe_of(options, memory=memory)
+    note(options, f"primus: {epochs:g} epochs of {each}: {counted(count, 'step')}")
+    words = [word for word in request.words if not word.startswith("epochs=")]
+    return Request(recipe=request.recipe, choices=request.choices, words=(*words, f"steps={count}"))
 
 
 def _preflight(job: Job, burn_in: float | None) -> None:
@@ -252,20 +358,19 @@ def _preflight(job: Job, burn_in: float | None) -> None:
     from primus_images.system import host, nodes, preflight
 
     alone = job.recipe.get("nodes", int) == 1
-    if alone:
-        where = ""
-    else:
-        where = f"node {host.name_here()}: "
+    node = ""
+    if not alone:
+        node = f"node {host.name_here()}: "
     machine_here = host.Host(output=job.output)
     findings = preflight.preflight(machine_here)
     if burn_in:
         findings += nodes.burn_in(
             machine_here, burn_in, lambda line: print(f"primus: {line}", file=sys.stderr)
         )
-    for finding in sorted(findings, key=lambda each: each.level != "failed"):
-        message = f"{where}{finding.check}: {finding.message}"
+    for finding in sorted(findings, key=lambda finding: finding.level != "failed"):
         if alone and finding.check in preflight.OF_SEVERAL_NODES:
             continue
+        message = f"{node}{finding.check}: {finding.message}"
         if finding.level == "failed":
             raise HostError(
                 message, hint=f"{finding.remedy}; --no-preflight starts the job without this check"
@@ -275,8 +380,9 @@ def _preflight(job: Job, burn_in: float | None) -> None:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or
-    else the newest.
+    """Return the checkpoint that ``path`` is, or the newest of the run that it is.
+
+    Of a run, a complete one is preferred.
     """
     if not path.is_dir():
         raise InputError(
@@ -428,57 +534,3 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
     if (weights := job.output / "weights").is_dir():
         adapters = (weights / "adapter_config.json").exists()
         yield f"  → {weights} for transformers{' and PEFT' * adapters}"
-
-
-def report(options: argparse.Namespace) -> int:
-    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html
-    with curves.
-    """
-    if len(options.runs) > html.MOST_RUNS:
-        raise InputError(
-            f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}"
-        )
-    runs, left_out = read_all(options.runs)
-    for error in left_out:
-        print(f"primus report: left out: {error}", file=sys.stderr)
-    perf = sheets.text_of("perf", map(sheets.perf_row, runs))
-    files = {"perf.csv": perf, **_of_models(runs), "report.html": html.comparison(runs)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (options.out / name).write_text(text, encoding="utf-8")
-    lost = lost_warning(options.out)
-    if lost:
-        print(f"primus: {lost}", file=sys.stderr)
-    paths = [str(options.out / name) for name in files]
-    shown = [
-        {
-            "label": r.label,
-            "recipe": r.recipe,
-            "passed": r.passed,
-            "gpu": r.product or None,
-            **asdict(r.summary),
-        }
-        for r in runs
-    ]
-    verdicts = [
-        Styled(f"✓ {r.label}", "green") if r.passed else Styled(f"✗ {r.label}", "red") for r in runs
-    ]
-    lines = Screen.of().table([("", *verdicts), *html.figures(runs)])
-    return answer(
-        options, {"files": paths, "runs": shown}, [*lines, *(f"  → {path}" for path in paths)]
-    )
-
-
-def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
-    rows: dict[str, list[dict[str, str]]] = {}
-    for run in runs:
-        if "/" in run.recipe:
-            stem = Path(run.recipe).stem
-        else:
-            stem = run.recipe
-        rows.setdefault(re.sub(r"[^A-Za-z0-9._+-]", "_", stem)[:100], []).extend(
-            sheets.benchmark_rows(run)
-        )
-    return {
-        f"perf_{model}.csv": sheets.text_of("benchmark", rows_of) for model, rows_of in rows.items()
-    }

@@ -1,6 +1,5 @@
 """Find the fastest settings of a recipe, or the fastest implementation of its matrix products."""
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -9,12 +8,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from primus_images.cli.image.recipes import resolved
+from primus_images.cli.image.request import RecipeOptions
 from primus_images.cli.verb import answer, note, refuse_others
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
@@ -38,23 +37,58 @@ from primus_images.tuning.gemm import (
     merge,
     read_shapes,
 )
-from primus_images.tuning.throughput import Point, Search, candidates, overlay, search
+from primus_images.tuning.throughput import Point, Result, Search, candidates, overlay, search
 from primus_images.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
 _GIB = 2**30
 
 
-def tune(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(RecipeOptions):
+    """The options of ``tune``: of both kinds, of ``gemm``, and of ``throughput``."""
+
+    what: str
+    folder: Path | None
+
+    stage: str
+    dump_steps: int
+
+    output: Path | None
+    dry_run: bool
+    pairs: int
+    warmup: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The end of a search. ``spread`` is None if the recipe's own settings are the fastest."""
+
+    runs: Search
+    winner: Point
+    gain: float = 0.0
+    spread: float | None = None
+
+    @property
+    def better(self) -> bool:
+        """Whether the gain exceeds the spread."""
+        return self.spread is not None and self.gain > self.spread
+
+
+def tune(options: TuneOptions) -> int:
     """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings
     (`throughput`).
     """
     refuse_others(options, "tune", options.what, ("gemm", "throughput"))
-    recipe = resolved(options)
+    recipe = options.request_of(options.recipe).resolved()
     if options.what == "throughput":
-        return _search(recipe, options)
+        return _tune_throughput(recipe, options)
     place = Place(folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
-    for stage in _STAGES if options.stage == "all" else (options.stage,):
+    stages: Sequence[str] = _STAGES
+    if options.stage != "all":
+        stages = [options.stage]
+    for stage in stages:
         if stage == "dump":
             place.shapes.mkdir(parents=True, exist_ok=True)
             environment = dumping(place, os.environ.get("NODE_RANK", "0"))
@@ -68,7 +102,7 @@ def tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
+def _tune_gemms(recipe: Recipe, place: Place, options: TuneOptions) -> int:
     shapes = read_shapes(place.shapes)
     gpus = list(visible(len(detect().names), os.environ))
     if not gpus:
@@ -76,9 +110,8 @@ def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> in
             "there is no GPU on this machine, or the environment hides all", hint="run it on a GPU"
         )
     key = _key_here(recipe)
-    work = (
-        place.tuned.parent / "work" / key.digest
-    )  # of finished parts, which are valid for one key
+    # Finished parts are valid for one key.
+    work = place.tuned.parent / "work" / key.digest
     with alone(work.parent):
         note(options, f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}")
         validators, rows = measure(shapes, work, gpus)
@@ -102,75 +135,117 @@ def _key_here(recipe: Recipe) -> Key:
 def _train(
     recipe: Recipe,
     environment: Mapping[str, str],
-    options: argparse.Namespace,
+    options: TuneOptions,
     steps: int | None = None,
 ) -> int:
     words = [*recipe.choices.words(), *recipe.overrides]
     if steps:
         key = recipe.knows.key("steps")
-        words = [
-            *(word for word in words if word.partition("=")[0] not in ("steps", key)),
-            f"{key}={steps}",
-        ]
+        words = [word for word in words if word.partition("=")[0] not in ("steps", key)]
+        words.append(f"{key}={steps}")
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     note(options, f"primus tune: {variables} primus train {recipe.name} {' '.join(words)}")
-    command = [
-        sys.executable,
-        "-m",
-        "primus_images.cli.main",
-        "train",
-        recipe.name,
-        *words,
-        *["--json"] * options.json,
-    ]
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("PYTORCH_TUNABLEOP_")
-    }
+    command = [sys.executable, "-m", "primus_images.cli.main", "train", recipe.name, *words]
     # With several stages, the document is that of the stage "tune".
     stdout = None
-    if options.json and options.stage == "all":
-        stdout = sys.stderr
-    return subprocess.run(
-        command, env={**inherited, **environment}, stdout=stdout, check=False
-    ).returncode
+    if options.json:
+        command.append("--json")
+        if options.stage == "all":
+            stdout = sys.stderr
+    variables_of_run = dict(environment)
+    for name, value in os.environ.items():
+        if not name.startswith("PYTORCH_TUNABLEOP_"):
+            variables_of_run.setdefault(name, value)
+    return subprocess.run(command, env=variables_of_run, stdout=stdout, check=False).returncode
 
 
-def _search(requested: Recipe, options: argparse.Namespace) -> int:
-    knows = requested.knows
-    only_here = {knows.key("steps"): options.steps or options.warmup + 10}
-    saving = knows.key("checkpoint")
-    if saving in requested.settings:
-        only_here[saving] = 0
-    if only_here[knows.key("steps")] <= options.warmup:
-        raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
-    measured = [f"{key}={value}" for key, value in only_here.items()]
-    recipe = resolve(options.recipe, requested.overrides, requested.choices, measured)
-    if (total := gpu_bytes(recipe.gpu)) is None:
-        available = None
-    else:
+def _tune_throughput(requested: Recipe, options: TuneOptions) -> int:
+    settings = _settings_to_measure(requested, options)
+    words = [f"{key}={value}" for key, value in settings.items()]
+    recipe = resolve(options.recipe, requested.overrides, requested.choices, words)
+    available = None
+    total = gpu_bytes(recipe.gpu)
+    if total is not None:
         available = USABLE * total
-    unchecked = options.dry_run and not detect().names
-    points = candidates(
-        options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages
-    )
+    missing: Callable[[tuple[str, ...]], Sequence[str]] = missing_packages
+    if options.dry_run and not detect().names:
+        missing = _none_missing
+    points = candidates(options.recipe, recipe, available, missing)
     if options.dry_run:
-        return _show_plan(points, available, options)
+        plan = [_plan_of(point) for point in points]
+        shown = {"available_bytes": available, "plan": plan}
+        return answer(options, shown, _plan_lines(points))
     machine.check(recipe, force=True, memory=machine.unlisted_memory())
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
-    distributions = importlib.metadata.packages_distributions()
-    installed = dict.fromkeys(
-        distributions.get(name.partition(".")[0], [name])[0] for name in ("torch", *knows.packages)
-    )
-    versions = {name: importlib.metadata.version(name) for name in installed}
-    gpus = detect()
-    key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {gpus.sentence()}")
-    folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
     if not options.json:
-        _show_plan(points, available, options)
+        print("\n".join(_plan_lines(points)))
+    versions = _versions(recipe)
+    found = _searched(points, recipe, versions, options)
+    if found.better and options.output and found.winner.recipe:
+        text = overlay(
+            options.recipe,
+            found.winner.recipe,
+            list(settings),
+            _because(found, versions),
+            _command(requested, options),
+            options.output,
+        )
+        write_file(options.output, text)
+    document = _document(found, versions, options)
+    return answer(options, document, _lines(found, options))
+
+
+def _settings_to_measure(recipe: Recipe, options: TuneOptions) -> dict[str, int]:
+    """Return the settings that only the measurement has: few steps, and no checkpoints."""
+    knows = recipe.knows
+    steps = options.steps or options.warmup + 10
+    if steps <= options.warmup:
+        raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
+    settings = {knows.key("steps"): steps}
+    if knows.key("checkpoint") in recipe.settings:
+        settings[knows.key("checkpoint")] = 0
+    return settings
+
+
+def _none_missing(_names: tuple[str, ...]) -> tuple[str, ...]:
+    return ()
+
+
+def _plan_of(point: Point) -> dict[str, object]:
+    plan = point._asdict()
+    del plan["recipe"]
+    return plan
+
+
+def _plan_lines(points: Sequence[Point]) -> list[str]:
+    rows = []
+    for point in points:
+        peak = "–"
+        if point.peak:
+            peak = f"{point.peak / _GIB:,.1f} GiB"
+        row = (str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try")
+        rows.append(row)
+    head = ("micro batch", "checkpointing", "turbo", "predicted", "")
+    return Screen.of().table(rows, head=head, right={0, 3})
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    """Return the versions of PyTorch and of the packages of the recipe's backend."""
+    distributions = importlib.metadata.packages_distributions()
+    versions = {}
+    for package in ("torch", *recipe.knows.packages):
+        name = distributions.get(package.partition(".")[0], [package])[0]
+        versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _searched(
+    points: Sequence[Point], recipe: Recipe, versions: Mapping[str, str], options: TuneOptions
+) -> _Found:
+    key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {detect().sentence()}")
+    folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
     with alone(folder):
-        rows = Search(
+        runs = Search(
             points,
             options.recipe,
             folder,
@@ -179,114 +254,95 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
             pairs=options.pairs,
             say=partial(note, options),
         )
-        winner = search(points, rows.measure)
+        winner = search(points, runs.measure)
         if winner is None:
             # Without the loss of the recipe's own settings, nothing shows that another candidate
             # computes the same.
-            reason = rows.rows[0][1].reason
+            reason = runs.rows[0][1].reason
             raise CheckFailed(
                 f"the recipe's own settings failed: {reason}",
                 hint=f"the log is in {folder}; start from settings that train, such as a smaller "
                 "micro batch",
             )
         if winner is points[0]:
-            evidence = None
-        else:
-            evidence = rows.pairs(winner)
-    # A gain within the spread does not count.
-    better = evidence is not None and evidence[0] > evidence[1]
-    if evidence and better and options.output and winner.recipe:
-        before, after = (statistics.median(rates) for rates in rows.finals)
-        host = "a CPU"
-        if gpus.names:
-            host = gpus.sentence()
-        named = json.dumps(versions).strip("{}").replace('"', "")
-        because = (
-            f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains "
-            f"{after:,.0f} "
-            f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {options.pairs} "
-            "alternating runs each, "
-            f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
-        )
-        words = shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])
-        command = f"primus tune throughput {words}"
-        text = overlay(
-            options.recipe, winner.recipe, list(only_here), because, command, options.output
-        )
-        write_file(options.output, text)
-    return _show_end(rows, winner, evidence, better, versions, options)
+            return _Found(runs=runs, winner=winner)
+        gain, spread = runs.pairs(winner)
+        return _Found(runs=runs, winner=winner, gain=gain, spread=spread)
 
 
-def _show_plan(
-    points: Sequence[Point], available: float | None, options: argparse.Namespace
-) -> int:
-    rows = []
-    for point in points:
-        peak = "–"
-        if point.peak:
-            peak = f"{point.peak / _GIB:,.1f} GiB"
-        rows.append(
-            (str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try")
-        )
-    plan = [
-        {name: value for name, value in point._asdict().items() if name != "recipe"}
-        for point in points
-    ]
-    head = ("micro batch", "checkpointing", "turbo", "predicted", "")
-    lines = Screen.of().table(rows, head=head, right={0, 3})
-    return answer(options, {"available_bytes": available, "plan": plan}, lines)
+def _because(found: _Found, versions: Mapping[str, str]) -> str:
+    """Return the reason that the written recipe gives for its settings."""
+    before, after = (statistics.median(rates) for rates in found.runs.finals)
+    gpus = detect()
+    host = "a CPU"
+    if gpus.names:
+        host = gpus.sentence()
+    software = ", ".join(f"{name}: {version}" for name, version in versions.items())
+    return (
+        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({software}): {found.winner.title} "
+        f"trains {after:,.0f} tokens/s/rank, the recipe's settings {before:,.0f}; medians of "
+        f"{len(found.runs.finals[0])} alternating runs each, gain {found.gain:.1%}, spread "
+        f"{found.spread:.1%}."
+    )
 
 
-def _show_end(
-    rows: Search,
-    winner: Point,
-    evidence: tuple[float, float] | None,
-    better: bool,
-    versions: dict[str, str],
-    options: argparse.Namespace,
-) -> int:
-    written = None
-    if better and options.output:
-        written = str(options.output)
-    document = {
+def _command(requested: Recipe, options: TuneOptions) -> str:
+    words = [options.recipe, *requested.choices.words(), *requested.overrides]
+    return f"primus tune throughput {shlex.join(words)}"
+
+
+def _document(
+    found: _Found, versions: Mapping[str, str], options: TuneOptions
+) -> dict[str, object]:
+    runs = []
+    for point, result in found.runs.rows:
+        runs.append({"settings": point.words, "title": point.title, **asdict(result)})
+    output = None
+    if found.better and options.output:
+        output = str(options.output)
+    return {
         "versions": versions,
-        "runs": [
-            {"settings": point.words, "title": point.title, **asdict(result)}
-            for point, result in rows.rows
-        ],
-        "winner": winner.words,
-        "start_tokens_per_second": rows.finals[0],
-        "winner_tokens_per_second": rows.finals[1],
-        "gain": evidence[0] if evidence else 0.0,
-        "spread": evidence[1] if evidence else None,
-        "better": better,
-        "output": written,
+        "runs": runs,
+        "winner": found.winner.words,
+        "start_tokens_per_second": found.runs.finals[0],
+        "winner_tokens_per_second": found.runs.finals[1],
+        "gain": found.gain,
+        "spread": found.spread,
+        "better": found.better,
+        "output": output,
     }
-    table = [
-        (
-            str(point.batch),
-            point.checkpointing,
-            point.turbo,
-            f"{result.tokens_per_second:,.0f}" if result.tokens_per_second else "–",
-            f"{result.memory_gib:,.1f}" if result.memory_gib else "–",
-            result.reason or ("fastest" if point is winner else ""),
-        )
-        for point, result in rows.rows
-    ]
+
+
+def _lines(found: _Found, options: TuneOptions) -> list[str]:
+    rows = [_result_row(point, result, found.winner) for point, result in found.runs.rows]
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
-    lines = ["", *Screen.of().table(table, head=head, right={0, 3, 4})]
-    if evidence is None:
-        lines.append("the recipe's own settings are the fastest")
-    elif not better:
-        change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
-        lines.append(
-            f"no change: in alternating runs, {winner.title} is {change}; the spread is "
-            f"{evidence[1]:.1%}"
-        )
-    else:
-        gain = (
-            f"{evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} "
-            "pairs of runs"
-        )
-        lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
-    return answer(options, document, [*lines, *([f"→ {written}"] if written else [])])
+    lines = ["", *Screen.of().table(rows, head=head, right={0, 3, 4})]
+    winner = found.winner
+    if found.spread is None:
+        return [*lines, "the recipe's own settings are the fastest"]
+    if not found.better:
+        word = "slower"
+        if found.gain > 0:
+            word = "faster"
+        change = f"{winner.title} is {abs(found.gain):.1%} {word}"
+        line = f"no change: in alternating runs, {change}; the spread is {found.spread:.1%}"
+        return [*lines, line]
+    pairs = len(found.runs.finals[0])
+    gain = f"{found.gain:.1%} faster, spread {found.spread:.1%}, {pairs} pairs of runs"
+    lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
+    if options.output:
+        lines.append(f"→ {options.output}")
+    return lines
+
+
+def _result_row(point: Point, result: Result, winner: Point) -> tuple[str, ...]:
+    rate = "–"
+    if result.tokens_per_second:
+        rate = f"{result.tokens_per_second:,.0f}"
+    memory = "–"
+    if result.memory_gib:
+        memory = f"{result.memory_gib:,.1f}"
+    remark = result.reason
+    if not remark and point is winner:
+        remark = "fastest"
+    return (str(point.batch), point.checkpointing, point.turbo, rate, memory, remark)

@@ -22,7 +22,6 @@ import pytest
 
 from loopback import make_deb, make_wheel
 from primus_images.engine.kinds.debs import root_entries
-from primus_images.engine.workshop import require_space
 from primus_images.errors import HostError
 from primus_images.progress import Progress
 from primus_images.versions.fetch import fetch
@@ -142,17 +141,6 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@root
-def test_too_small_a_disk_is_told_before_the_work(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "4m") as disk:
-        require_space([(disk / "not/yet/there", 1_000_000), (tmp_path, 1)])
-        with pytest.raises(
-            HostError, match=r"the disk that holds \S+disk has 4\.2 MB free, and this build needs"
-        ) as e:
-            require_space([(disk / "store", 3_000_000), (disk / "files", 3_000_000)])
-        assert "about 6.0 MB" in e.value.message
 
 
 @root

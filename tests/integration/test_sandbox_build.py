@@ -12,7 +12,7 @@ from sandbox_kit import Entry, image, needs_busybox, sha
 
 from primus_images import programs as processes
 from primus_images.cli.main import main
-from primus_images.engine.workshop import log_tail, run_isolated
+from primus_images.engine.workshop import Task, log_tail, run_isolated
 from primus_images.errors import HostError
 from primus_images.oci.store import MANIFEST_TYPE
 from primus_images.sandbox import engines
@@ -41,15 +41,13 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
             "read x || echo no-stdin > /out/stdin; "
             "cat /proc/1/environ /proc/1/cmdline > /out/proc 2>/dev/null; true"
         )
-        code = run_isolated(
-            tiny,
-            ["sh", "-c", script],
+        task = Task(
+            argv=["sh", "-c", script],
             inputs={"/in": tmp_path / "src"},
             outputs=tmp_path / "out",
             env={"MAX_JOBS": "2"},
-            log=tmp_path / "build.log",
-            engine=choose(),
         )
+        code = run_isolated(choose(), tiny, task, tmp_path / "build.log")
     finally:
         del os.environ["SECRET_OF_THE_HOST"]
     out = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
@@ -80,9 +78,8 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
 def test_a_failed_build_shows_its_end(tiny, tmp_path):
     log = tmp_path / "log"
     script = "i=0; while [ $i -lt 100 ]; do echo line $i; i=$((i+1)); done; echo oops >&2; exit 4"
-    code = run_isolated(
-        tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path, env={}, log=log, engine=choose()
-    )
+    task = Task(argv=["sh", "-c", script], inputs={}, outputs=tmp_path)
+    code = run_isolated(choose(), tiny, task, log)
     assert code == 4
     assert log_tail(log).splitlines()[-3:] == ["line 99", "oops", f"full log: {log}"]
     assert len(log_tail(log).splitlines()) == 31
@@ -93,10 +90,8 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
     def work(number: int, script: str) -> None:
         place = tmp_path / str(number)
-        log, words = place / "log", ["sh", "-c", script]
-        codes[number] = run_isolated(
-            tiny, words, inputs={}, outputs=place, env={}, log=log, engine=choose()
-        )
+        task = Task(argv=["sh", "-c", script], inputs={}, outputs=place)
+        codes[number] = run_isolated(choose(), tiny, task, place / "log")
 
     def all_of(script: str) -> list[threading.Thread]:
         threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]

@@ -1,1 +1,1 @@
-"""From a plan to an image in the store: what runs, in what order, and how each kind of action runs."""
+"""From a plan to an image in the store: what runs, in what order, and how."""

@@ -11,7 +11,7 @@ from graphlib import TopologicalSorter
 
 from primus_images.engine.kinds import debs, files, wheels
 from primus_images.engine.upkeep import remove_damage
-from primus_images.engine.workshop import Kind, Workshop, require_space_for
+from primus_images.engine.workshop import Kind, Workshop
 from primus_images.errors import CheckFailed
 from primus_images.gates.check import admit
 from primus_images.gates.examined import examine_image
@@ -165,7 +165,6 @@ def _fetch_files(
     absent = [
         file for file in inputs.values() if not workshop.workspace.files.has(file.sha256, file.size)
     ]
-    require_space_for(workshop.workspace, todo, () if offline else absent)
     if not absent:
         return
     # Seam "sources": the network libraries take a third of the start-up time of a build that

@@ -1,12 +1,11 @@
-"""Upkeep of a store and its workspace: remove damaged blobs, and what no image, build or lock
-needs.
+"""Upkeep of a store and its workspace: remove damaged blobs, and what nothing needs.
 
 A workspace contains no input, so removing a file by mistake costs time but never a result.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,22 @@ class Waste:
     size: int
 
 
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _stem(path: Path) -> str:
+    return path.stem
+
+
+def _judged_blob(path: Path) -> str:
+    return path.name.partition("-")[0]
+
+
+def _logged_key(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
+
+
 def find_waste(
     workspace: Workspace,
     locked: Iterable[str],
@@ -45,56 +60,34 @@ def find_waste(
     Raises HostError if the index, a manifest or a config is damaged, because the layers it needs
     are then unknown.
     """
-    store = workspace.store
-    digests, targets, actions, wheels = _needed(store, without)
+    root = workspace.store.root
+    needed = _needed(workspace.store, without)
+    blobs = {digest.removeprefix("sha256:") for digest in needed.blobs}
+    logs = {key[:12] for key in needed.actions}
+    # What a workspace needs in addition to the store.
+    files = {*locked, *needed.wheels}
+    judged = blobs
+    layers = {layer_folder(digest) for digest in needed.blobs}
+    hashes: list[Path] = []
     if caches:
         files = set()
-    else:
-        files = {*locked, *wheels}
-    blobs = {digest.partition(":")[2] for digest in digests}
-    if caches:
         judged = set()
-    else:
-        judged = blobs
-    logs = {key[:12] for key in actions}
-    folder = workspace.folder
-    root = store.root
-    layers = {layer_folder(digest) for digest in digests}
-    storages = _inside(workspace.unpacked)
-    # After a power failure, the files of a container are still there.
-    unpacked = [
-        p
-        for s in storages
-        if not caches
-        for name in ("layers", "containers")
-        for p in _inside(s / name)
-    ]
+        layers = set()
+        hashes = sorted((workspace.folder / "cache").glob("stats*"))
     paths_of = {
         "records of builds": [
-            *(p for p in _inside(root / "targets") if p.stem not in targets),
-            *(p for p in _inside(root / "actions") if p.stem not in actions),
+            *_others(root / "targets", needed.targets, _stem),
+            *_others(root / "actions", needed.actions, _stem),
         ],
-        "layers and manifests": [
-            p for p in _inside(root / "blobs" / "sha256") if p.name not in blobs
-        ],
-        "unpacked layers": [
-            *(p for p in storages if caches or not (p / "layers").exists()),
-            *(p for p in unpacked if p.parent.name == "containers" or p.name not in layers),
-        ],
-        "downloaded files": [
-            p for p in _inside(workspace.files.root / "sha256") if p.name not in files
-        ],
-        "findings of gates": [
-            p for p in _inside(workspace.facts) if p.name.partition("-")[0] not in judged
-        ],
-        "logs": [p for p in _inside(workspace.logs) if p.stem.rpartition("-")[2] not in logs],
+        "layers and manifests": _others(root / "blobs" / "sha256", blobs),
+        "unpacked layers": list(_unneeded_layers(workspace.unpacked, layers)),
+        "downloaded files": _others(workspace.files.root / "sha256", files),
+        "findings of gates": _others(workspace.facts, judged, _judged_blob),
+        "logs": _others(workspace.logs, logs, _logged_key),
         # `primus verify` was killed, or was asked to keep a store that differs.
-        "stores of verify": [p for p in _inside(folder) if p.name.startswith("verify-")],
+        "stores of verify": sorted(workspace.folder.glob("verify-*")),
+        "hashes of files": hashes,
     }
-    if caches:
-        paths_of["hashes of files"] = [
-            p for p in _inside(folder / "cache") if p.name.startswith("stats")
-        ]
     return [
         Waste(kind=kind, paths=tuple(paths), size=sum(map(_size, paths)))
         for kind, paths in paths_of.items()
@@ -102,15 +95,33 @@ def find_waste(
     ]
 
 
-def remove(waste: Sequence[Waste]) -> None:
-    """Remove the files. Raises OSError or HostError if one cannot be removed. An interrupt leaves a
-    valid store.
-    """
-    for path in (path for kind in waste for path in kind.paths):
-        if path.is_dir() and not path.is_symlink():
-            _remove_folder(path)
+def _others(
+    folder: Path, needed: Collection[str], name_of: Callable[[Path], str] = _name
+) -> list[Path]:
+    return [path for path in _inside(folder) if name_of(path) not in needed]
+
+
+def _unneeded_layers(folder: Path, needed: Collection[str]) -> Iterator[Path]:
+    for storage in _inside(folder):
+        if not needed or not (storage / "layers").exists():
+            yield storage
         else:
-            path.unlink(missing_ok=True)
+            yield from _others(storage / "layers", needed)
+            # After a power failure, the files of a container are still there.
+            yield from _inside(storage / "containers")
+
+
+def remove(waste: Sequence[Waste]) -> None:
+    """Remove the files. An interrupt leaves a valid store.
+
+    Raises OSError or HostError if one cannot be removed.
+    """
+    for kind in waste:
+        for path in kind.paths:
+            if path.is_dir() and not path.is_symlink():
+                _remove_folder(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _remove_folder(path: Path) -> None:
@@ -126,36 +137,47 @@ def _remove_folder(path: Path) -> None:
         )
 
 
-def _needed(
-    store: Store, without: Collection[str]
-) -> tuple[set[str], set[str], set[str], set[str]]:
-    """Return the digests of blobs, the names of records of targets, the keys of actions, and the
-    wheels' SHA-256.
-    """
-    blobs = set[str]()
-    targets = set[str]()
-    actions = set[str]()
-    wheels = set[str]()
-    images = {str(entry["digest"]) for name, entry in store.images().items() if name not in without}
-    for digest in images:
-        manifest = json.loads(store.read(digest))
-        config = str(manifest["config"]["digest"])
-        blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
+@dataclass
+class _Needed:
+    """What the images of a store consist of: digests, names of records, keys, SHA-256 of wheels."""
+
+    images: set[str] = field(default_factory=set)
+    blobs: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+    actions: set[str] = field(default_factory=set)
+    wheels: set[str] = field(default_factory=set)
+
+
+def _needed(store: Store, without: Collection[str]) -> _Needed:
+    needed = _Needed()
+    for name, entry in store.images().items():
+        if name not in without:
+            digest = str(entry["digest"])
+            needed.images.add(digest)
+            needed.blobs |= {digest, *_parts(store, digest)}
     for name, record in _records(store, "targets"):
-        if str(record.get("digest")) in images and (keys := _actions_of(record)) is not None:
-            targets.add(name)
-            actions |= keys
+        keys = _actions_of(record)
+        if record.get("digest") in needed.images and keys is not None:
+            needed.targets.add(name)
+            needed.actions |= keys
     for key, _ in _records(store, "actions"):
         layer = store.layer(key)
-        if key not in actions and not (layer and layer.blob.digest in blobs):
+        if layer and layer.blob.digest in needed.blobs:
+            needed.actions.add(key)
+        if key not in needed.actions:
             continue
-        actions.add(key)
         if layer:
-            blobs |= {layer.blob.digest, layer.paths}
+            needed.blobs |= {layer.blob.digest, layer.paths}
         wheel = wheel_of(store, key)
         if wheel:
-            wheels.add(wheel.sha256)
-    return blobs, targets, actions, wheels
+            needed.wheels.add(wheel.sha256)
+    return needed
+
+
+def _parts(store: Store, digest: str) -> list[str]:
+    """Return the digests of the config and layers of an image."""
+    manifest = json.loads(store.read(digest))
+    return [str(blob["digest"]) for blob in (manifest["config"], *manifest["layers"])]
 
 
 def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -173,19 +195,18 @@ def _inside(folder: Path) -> list[Path]:
 
 def _size(path: Path) -> int:
     try:
-        status = path.lstat()
+        size = path.lstat().st_blocks * 512
         if path.is_dir() and not path.is_symlink():
-            inside = sorted(path.iterdir())
-        else:
-            inside = []
+            size += sum(map(_size, path.iterdir()))
     except OSError:
         return 0  # owned by another user, or gone
-    return status.st_blocks * 512 + sum(map(_size, inside))
+    return size
 
 
 def remove_damage(store: Store) -> Iterator[str]:
-    """Read every blob of the store and remove the damaged ones, with the names of images that lack
-    one. Yields one sentence for each. The build then makes again what is missing.
+    """Remove the damaged blobs of the store, and the names of images that lack one.
+
+    Yields one sentence for each. The build then makes again what is missing.
     """
     try:
         images = store.images()
@@ -207,11 +228,7 @@ def remove_damage(store: Store) -> Iterator[str]:
 def _is_whole(store: Store, digest: str) -> bool:
     if not store.blob_path(digest).is_file():
         return False
-    manifest = json.loads(store.read(digest))
-    return all(
-        store.blob_path(entry["digest"]).is_file()
-        for entry in (manifest["config"], *manifest["layers"])
-    )
+    return all(store.blob_path(part).is_file() for part in _parts(store, digest))
 
 
 def _actions_of(record: Mapping[str, Any]) -> set[str] | None:

@@ -1,18 +1,16 @@
-"""Run one action: create its layer or wheel, and record it. :mod:`primus_images.engine.kinds` has
-the code for each kind.
+"""Run one action: create its layer or wheel, and record it.
+
+:mod:`primus_images.engine.kinds` has the code for each kind.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
@@ -27,15 +25,9 @@ from primus_images.progress import Progress
 from primus_images.sandbox.container import Command, LayerRef, Mount, RootFs
 from primus_images.sandbox.engines import Engine, choose
 from primus_images.schema import build_typed
-from primus_images.terminal import bytes_text
 from primus_images.versions.lock import LockedFile
 from primus_images.yamlfile import read_values
 
-# Measured on the images of this repository and rounded down, so that no build that would fit is
-# refused. A layer is at least this fraction of the size of its packages; a base is unpacked once
-# and written to a tar once.
-_LAYER = 0.8
-_BASE_SCRATCH = 5
 _NO_SPACE = (
     "No space left on device",
     "Disk quota exceeded",
@@ -58,6 +50,21 @@ class Wheel:
     size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A command for a sandbox without network.
+
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder
+    ``outputs`` is /out, the only place whose changes are kept. ``env`` adds to the environment of
+    builds and of the image.
+    """
+
+    argv: Sequence[str]
+    inputs: Mapping[str, Path]
+    outputs: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of action: two functions.
@@ -73,8 +80,9 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the store, the fetched files, the progress. ``judge`` collects facts
-    for the gates.
+    """What actions work with: the store, the fetched files, the progress.
+
+    ``judge`` collects facts for the gates.
     """
 
     workspace: Workspace
@@ -95,23 +103,22 @@ class Workshop:
                     result = kind.make(action, self, scratch)
             except InputError as error:
                 # A file that a pin requests is wrong, so report the pin's line.
-                where = error.where or next((i.where for i in action.inputs if i.where), None)
+                lines = [entry.where for entry in action.inputs if entry.where]
+                where = error.where or next(iter(lines), None)
                 raise InputError(
                     f"{action.name}: {error.message}", where=where, hint=error.hint
                 ) from None
             seconds = round(time.monotonic() - begin, 3)
             store.save("actions", action.key, record_of(action, result))
             if isinstance(result, Wheel):
-                what = result.file
+                product = result.file
             else:
-                what = f"{result.blob.size / 1e6:.1f} MB"
-            self.progress.finish(action.key, f"{what}, {seconds:.1f} s")
+                product = f"{result.blob.size / 1e6:.1f} MB"
+            self.progress.finish(action.key, f"{product}, {seconds:.1f} s")
         return seconds
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
-        """Write the entries as the action's layer; see :func:`primus_images.oci.layer.write_layer`
-        for what it raises.
-        """
+        """Write the entries as the action's layer. Raises what ``write_layer`` raises."""
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
         store = self.workspace.store
         facts = list[LayerFacts]()
@@ -140,34 +147,33 @@ class Workshop:
         return self.workspace.files.path(file.sha256)
 
     def read_by(self, action: Action) -> tuple[LockedFile, ...]:
-        """Return the files that the action reads; for ``wheels``, also the wheels that ``build``
-        actions created.
-        """
+        """Return the files that the action reads: fetched ones, and wheels that were built."""
+        if action.kind != "wheels":
+            return action.files
         files = list(action.files)
-        for needed in action.needs if action.kind == "wheels" else ():
+        for needed in action.needs:
             wheel = wheel_of(self.workspace.store, needed.key)
             if wheel is None:
                 raise HostError(f"{needed.name} has no result in the store", hint="build again")
-            files.append(
-                LockedFile(
-                    kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel)
-                )
-            )
+            package = str(needed.spec["package"])
+            files.append(LockedFile(kind="wheel", name=package, version="", **asdict(wheel)))
         return tuple(files)
 
     @contextlib.contextmanager
     def _verified(self, action: Action) -> Iterator[None]:
-        marks: dict[str, tuple[int, ...]] = {}
+        cache = self.workspace.files
+        marks = {}
         for file in self.read_by(action):
-            marks[file.sha256] = self.workspace.files.mark(file.sha256)
+            marks[file] = cache.mark(file.sha256)
             self._verify(file)
         yield
         # apt compares each package with its hash as it reads it, and hard links change the inode's
         # times.
-        if action.kind != "debs" or "over" in action.spec:
-            for file in self.read_by(action):
-                if self.workspace.files.mark(file.sha256) != marks[file.sha256]:
-                    self._verify(file)
+        if action.kind == "debs" and "over" not in action.spec:
+            return
+        for file, mark in marks.items():
+            if cache.mark(file.sha256) != mark:
+                self._verify(file)
 
     def _verify(self, file: LockedFile) -> None:
         if not self.workspace.files.verify(file.sha256):
@@ -186,34 +192,24 @@ class Workshop:
         self.progress.follow(action.key, log)
         return log
 
-    def run_with_tools(
-        self,
-        action: Action,
-        argv: Sequence[str],
-        *,
-        inputs: Mapping[str, Path],
-        outputs: Path,
-        what: str,
-        env: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted
-        at /out.
+    def run_with_tools(self, action: Action, task: Task, what: str) -> None:
+        """Run the task on the layers of the action's tools; ``what`` names it in a message.
 
         Raises CheckFailed with the end of the log if the command fails, HostError if the disk is
         full.
         """
         log = self.log(action)
         store = self.workspace.store
-        layers = [layer for tool in action.tools if (layer := store.layer(tool.key))]
-        if len(layers) < len(action.tools):
-            raise HostError(
-                f"a layer that {action.name} needs is not in the store", hint="build again"
-            )
+        layers = []
+        for tool in action.tools:
+            layer = store.layer(tool.key)
+            if layer is None:
+                raise HostError(
+                    f"a layer that {action.name} needs is not in the store", hint="build again"
+                )
+            layers.append(layer)
         root = root_of_layers(store, self.workspace.unpacked, layers)
-        engine = choose(self.engine)
-        code = run_isolated(
-            root, argv, inputs=inputs, outputs=outputs, env=env, log=log, engine=engine
-        )
+        code = run_isolated(choose(self.engine), root, task, log)
         if code:
             full = disk_is_full(log, store.root)
             if full:
@@ -236,100 +232,45 @@ def wheel_of(store: Store, key: str) -> Wheel | None:
 
 
 def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
-    """Copy a file of this package to ``scratch`` to run it in the sandbox, with the bytes that the
-    key names.
-    """
+    """Copy a file of this package, whose hash is the action's input ``name``, to ``scratch``."""
     data = path.read_bytes()
-    if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (
-        i.value for i in action.inputs if i.name == name
-    ):
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if digest not in [entry.value for entry in action.inputs if entry.name == name]:
         raise CheckFailed(f"{path} changed while the build read it", hint="build again")
     copy = scratch / path.name
     copy.write_bytes(data)
     return copy
 
 
-def require_space_for(
-    workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]
-) -> None:
-    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more
-    space than is free.
-    """
-    bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
-    scratch = max(
-        (_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0
-    )
-    layers = int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))
-    # An ordinary user's mmdebstrap works in the folder for temporary files.
-    if os.geteuid():
-        place = Path(tempfile.gettempdir())
-    else:
-        place = workspace.store.root
-    files = (workspace.folder / "files", sum(file.size for file in absent))
-    require_space([files, (workspace.store.root, layers), (place, scratch)])
-
-
-def require_space(needs: Iterable[tuple[Path, int]]) -> None:
-    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are
-    paths and bytes.
-    """
-    disks: dict[int, tuple[Path, int]] = {}
-    for path, size in needs:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        first, total = disks.get(there.stat().st_dev, (there, 0))
-        disks[there.stat().st_dev] = first, total + size
-    for place, size in disks.values():
-        free = shutil.disk_usage(place).free
-        if free < size:
-            raise HostError(
-                f"the disk that holds {place} has {bytes_text(free)} free, and this build needs "
-                f"about {bytes_text(size)} there",
-                hint="free some space, or keep the store on another disk (--store DIR)",
-            )
-
-
 def disk_is_full(log: Path, *places: Path) -> PrimusError | None:
-    """Return an error if a tool failed because the disk is full, judging by the end of its log or
-    by the disk.
+    """Return an error if a tool failed because the disk of one of ``places`` is full.
+
+    The disk shows it, or the end of the tool's log.
     """
-    full = next(
-        (place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None
-    )
-    if full is None and not any(words in text_if_readable(log, 200_000) for words in _NO_SPACE):
+    full = [place for place in places if place.exists() and os.statvfs(place).f_bavail == 0]
+    text = text_if_readable(log, 200_000)
+    if not full and not any(words in text for words in _NO_SPACE):
         return None
-    place_text = full or places[0]
     return HostError(
-        f"the disk that holds {place_text} is full",
+        f"the disk that holds {[*full, *places][0]} is full",
         hint=f"free some space and run it again: finished work is kept (log: {log})",
     )
 
 
-def run_isolated(
-    root: RootFs,
-    argv: Sequence[str],
-    *,
-    inputs: Mapping[str, Path],
-    outputs: Path,
-    env: Mapping[str, str],
-    log: Path,
-    engine: Engine,
-) -> int:
-    """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
+def run_isolated(engine: Engine, root: RootFs, task: Task, log: Path) -> int:
+    """Run the task in ``root`` as its root user, without network, and return its exit code.
 
-    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder
-    ``outputs`` is /out, the only place whose changes are kept. ``env`` adds to the environment of
-    builds and of the image. The output replaces ``log``. Raises InputError for an invalid input
-    path, and HostError if the machine cannot isolate it.
+    The output replaces ``log``. Raises InputError for an invalid input path, and HostError if the
+    machine cannot isolate it.
     """
-    outputs.mkdir(parents=True, exist_ok=True)
+    task.outputs.mkdir(parents=True, exist_ok=True)
+    mounts = [Mount(source=source, target=target) for target, source in sorted(task.inputs.items())]
+    mounts.append(Mount(source=task.outputs, target="/out", read_only=False))
     command = Command(
-        argv=("/bin/sh", "-c", _PRELUDE, "build", *argv),
-        env={**ENVIRONMENT["every"], **env},
+        argv=("/bin/sh", "-c", _PRELUDE, "build", *task.argv),
+        env={**ENVIRONMENT["every"], **task.env},
         cwd="/",
-        mounts=(
-            *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),
-            Mount(source=outputs, target="/out", read_only=False),
-        ),
+        mounts=tuple(mounts),
         user="0",
         entrypoint=False,
         hostname="build",
@@ -356,14 +297,15 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
 
 
 def digest_of_image(store: Store, target: str, *, ref: str) -> str:
-    """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it
-    is not built.
+    """Return the digest of the image of ``target`` that the store calls ``ref``.
+
+    Raises InputError if it is not built.
     """
     images = store.images()
     if ref not in images:
-        images_text = ", ".join(sorted(images) or ["no image"])
+        names = ", ".join(sorted(images)) or "no image"
         raise InputError(
-            f"{ref} is not built; the store has {images_text}", hint=f"primus build {target}"
+            f"{ref} is not built; the store has {names}", hint=f"primus build {target}"
         )
     return str(images[ref]["digest"])
 

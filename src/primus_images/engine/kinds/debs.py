@@ -1,12 +1,12 @@
-"""``debs`` and ``kernels``: locked Debian packages as the base of an image, or over an image that a
-registry gave; and their GPU code for one architecture, from packages that contain code for many.
+"""``debs`` and ``kernels``: locked Debian packages as a base, and their code for one GPU.
 
 A base is installed by mmdebstrap, without any network. It sees one repository: a folder with
 exactly the locked packages. What depends on the moment or the machine is left out of the layer.
 
-Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's
-own database belongs to the image below and stays as it is; each package leaves its record in
-``var/lib/dpkg/status.d``, where scanners look for packages of images that have no dpkg.
+Over an image that a registry gave, packages are laid straight from their archives, and no
+maintainer script runs. dpkg's own database belongs to the image below and stays as it is; each
+package leaves its record in ``var/lib/dpkg/status.d``, where scanners look for packages of images
+that have no dpkg.
 
 A base is the same for every GPU. What its packages have for one architecture goes into a layer of
 its own, so images for two GPUs share every byte that is not specific to one of them.
@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, cast
 
@@ -42,8 +43,9 @@ _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """Check for mmdebstrap and, for an ordinary user, for user namespaces. Packages on top of an
-    image need neither.
+    """Check for mmdebstrap and, for an ordinary user, for user namespaces.
+
+    Packages on top of an image need neither.
     """
     if all("over" in action.spec for action in actions):
         return
@@ -55,101 +57,104 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Install the packages with mmdebstrap, or unpack them if they go on top of an image."""
-    return shop.write(
-        action, (_over_entries if "over" in action.spec else root_entries)(action, shop, scratch)
-    )
+    if "over" in action.spec:
+        entries = _over_entries(action, shop, scratch)
+    else:
+        entries = root_entries(action, shop, scratch)
+    return shop.write(action, entries)
 
 
 def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
-    """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar
-    file there.
+    """Build the root file system and return its entries, whose bytes are in a tar in ``scratch``.
 
     Raises HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel
     files that it should not.
     """
     kernels = cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {}))
-    debs = sorted(action.files, key=lambda deb: deb.name)
     suite = str(action.spec["suite"])
-    mmdebstrap = need("mmdebstrap", "mmdebstrap")
+    debs = sorted(action.files, key=lambda deb: deb.name)
     log = shop.log(action)
     tar = scratch / "root.tar"
-    mode = "unshare"
-    if os.geteuid() == 0:
-        mode = "root"
-    with _workplace(scratch) as name, log.open("wb") as out:
-        place = Path(name)
-        archive = Path(name, "archive")
-        archive.mkdir()
-        (archive / "Packages").write_bytes(
-            b"\n".join([_publish(deb, shop.file(deb), archive) for deb in debs])
-        )
-        # mmdebstrap finds the essential packages by this name.
-        (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
-        # apt reads them as another user, whatever the umask.
-        for path in (place, archive, archive / "Packages", archive / "Release"):
-            path.chmod(0o755)
+    with _workplace(scratch) as place:
+        archive = _archive(debs, suite, shop, Path(place))
         apart = _own_processes()
         command = [
             *apart,
-            str(mmdebstrap),
-            f"--mode={mode}",
+            str(need("mmdebstrap", "mmdebstrap")),
+            f"--mode={'unshare' if os.geteuid() else 'root'}",
             f"--variant={VARIANT}",
             "--format=tar",
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in TRIM["not_unpacked"]),
             *(f"--dpkgopt=path-include={path}" for path in TRIM["unpacked_still"]),
-            *(
-                f"--dpkgopt=path-exclude={path}"
-                for patterns in kernels.values()
-                for path in patterns
-            ),
+            *(f"--dpkgopt=path-exclude={path}" for path in chain(*kernels.values())),
             "--include=" + ",".join(deb.name for deb in debs),
             suite,
             str(tar),
             f"deb [trusted=yes] copy:{archive} ./",
         ]
-        env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": name}
+        code = _mmdebstrap(command, place, log, apart=bool(apart))
+        # The unfinished root still takes the space now.
+        full = disk_is_full(log, Path(place), scratch) if code else None
+    if full:
+        raise full
+    if code:
+        raise CheckFailed(
+            f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}"
+        )
+    entries = without_empty_merged(list(tar_entries(tar, TRIM["left_out"])))
+    packages = unlisted(entries, kernels) if kernels else []
+    if packages:
+        raise CheckFailed(
+            f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
+            hint="name it under `kernels` of the base, too",
+        )
+    return entries
+
+
+def _archive(debs: Sequence[LockedFile], suite: str, shop: Workshop, place: Path) -> Path:
+    """Return the folder of a repository with exactly these packages."""
+    archive = place / "archive"
+    archive.mkdir()
+    packages = [_publish(deb, shop.file(deb), archive) for deb in debs]
+    (archive / "Packages").write_bytes(b"\n".join(packages))
+    # mmdebstrap finds the essential packages by this name.
+    (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
+    # apt reads them as another user, whatever the umask.
+    for path in (place, archive, archive / "Packages", archive / "Release"):
+        path.chmod(0o755)
+    return archive
+
+
+def _mmdebstrap(command: Sequence[str], place: str, log: Path, *, apart: bool) -> int:
+    env = {
+        **os.environ,
+        "SOURCE_DATE_EPOCH": str(MTIME),
+        "LC_ALL": "C.UTF-8",
+        "TMPDIR": place,
         # An interrupted base is discarded, so dpkg need not flush every file to the disk.
-        env["DPKG_FORCE"] = "unsafe-io"
+        "DPKG_FORCE": "unsafe-io",
         # Bytecode that packages compile on purpose is reproducible; bytecode that imports leave
         # behind is not.
-        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env,
-            start_new_session=bool(apart),
+            start_new_session=apart,
         )
         # Without namespaces, some of its processes may have ids that this user cannot signal, but
         # the terminal can.
         with tracked(process) if apart else process:
-            code = process.wait()
-        # The unfinished root still takes the space now.
-        full = None
-        if code != 0:
-            full = disk_is_full(log, place, scratch)
-    if full is not None:
-        raise full
-    if code != 0:
-        raise CheckFailed(
-            f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}"
-        )
-    entries = without_empty_merged(list(tar_entries(tar, TRIM["left_out"])))
-    if kernels and (packages := unlisted(entries, kernels)):
-        packages_text = " and ".join(packages)
-        raise CheckFailed(
-            f"{packages_text} has files where a pattern of `kernels` leaves them out",
-            hint="name it under `kernels` of the base, too",
-        )
-    return entries
+            return process.wait()
 
 
 def without_empty_merged(entries: Sequence[Entry]) -> list[Entry]:
-    """Leave out folders of a merged /usr that are empty, with their links: not every mmdebstrap
-    creates them.
-    """
+    """Leave out empty folders of a merged /usr, with their links: not every mmdebstrap has them."""
     empty = {
         name
         for name in TRIM["merged"]
@@ -159,8 +164,7 @@ def without_empty_merged(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _own_processes() -> list[str]:
-    """Return how root starts mmdebstrap: in its own namespaces, so that no process or mount
-    outlives it.
+    """Return how root starts mmdebstrap: in namespaces, so that no process or mount outlives it.
 
     An ordinary user's mmdebstrap creates its own; nothing is done if root may not create any.
     """
@@ -205,9 +209,7 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
 def dpkg_deb(
     option: str, path: Path, name: str, stdout: int | IO[bytes] = subprocess.PIPE
 ) -> bytes:
-    """Return the output of dpkg-deb for the package at ``path``. HostError for what is no package,
-    called ``name``.
-    """
+    """Return dpkg-deb's output for the package at ``path``, called ``name`` in a HostError."""
     # Each thread of dpkg-deb allocates its own dictionary.
     env = {**os.environ, "DPKG_DEB_THREADS_MAX": "1"}
     done = subprocess.run(
@@ -222,27 +224,28 @@ def dpkg_deb(
 
 
 def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
-    """Yield the archive's members, whose bytes stay in it, except for paths that match a pattern of
-    ``left_out``.
+    """Yield the archive's members without those that match a pattern of ``left_out``.
+
+    Their bytes stay in the archive.
     """
     with tarfile.open(tar, "r:") as archive:
         for path, member in members(archive):
-            if not path or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
+            if not path or _matches(path, left_out):
                 continue
             if member.type not in MEMBER_KINDS:
                 raise CheckFailed(f"the base contains /{path}, which is not a file, folder or link")
-            headers = (
-                (key.partition("SCHILY.xattr.")[2], value)
-                for key, value in member.pax_headers.items()
-            )
-            xattrs = {
-                name: value.encode("utf-8", "surrogateescape") for name, value in headers if name
-            }
-            size = 0
-            if MEMBER_KINDS[member.type] == "file":
-                size = member.size
+            xattrs = {}
+            for key, value in member.pax_headers.items():
+                _, marker, name = key.partition("SCHILY.xattr.")
+                if marker:
+                    xattrs[name] = value.encode("utf-8", "surrogateescape")
+            size = member.size if MEMBER_KINDS[member.type] == "file" else 0
             source = functools.partial(part, tar, member.offset_data, size)
             yield entry_of(path, member, size=size, xattrs=xattrs, source=source)
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _over_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
@@ -263,14 +266,16 @@ def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
     tar = scratch / f"{deb.sha256}.tar"
     with tar.open("wb") as out:
         dpkg_deb("--fsys-tarfile", path, deb.file, out)
-    record = dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\nStatus: install ok installed\n"
     for entry in tar_entries(tar):
-        if entry.path not in TRIM["merged"] and _unpacked("/" + entry.path):
-            if entry.kind == "hardlink":
-                link = _merged(entry.link)
-            else:
-                link = entry.link
-            yield replace(entry, path=_merged(entry.path), link=link)
+        place = f"/{entry.path}"
+        trimmed = _matches(place, TRIM["not_unpacked"])
+        if entry.path in TRIM["merged"] or (
+            trimmed and not _matches(place, TRIM["unpacked_still"])
+        ):
+            continue
+        link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
+        yield replace(entry, path=_merged(entry.path), link=link)
+    record = dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\nStatus: install ok installed\n"
     yield Entry(path=f"var/lib/dpkg/status.d/{deb.name}", size=len(record), source=record)
 
 
@@ -280,30 +285,24 @@ def _merged(path: str) -> str:
     return path
 
 
-def _unpacked(path: str) -> bool:
-    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["not_unpacked"])
-    return not left_out or any(
-        fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["unpacked_still"]
-    )
-
-
 def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the packages in a base's dpkg database whose files match a pattern of ``kernels``, but
-    that ``kernels`` does not list. No layer would contain these files.
+    """Return the packages whose files match a pattern of ``kernels``, which does not list them.
+
+    The base's dpkg database names the files. No layer would contain them.
     """
-    patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
+    patterns = list(chain(*kernels.values()))
     packages = []
     for entry in entries:
         name = _LIST.fullmatch(entry.path)
         if name and name[1] not in kernels:
-            text = b"".join(entry.chunks()).decode("utf-8", "replace")
-            if any(patterns.match(line) for line in text.splitlines()):
+            files = b"".join(entry.chunks()).decode("utf-8", "replace").splitlines()
+            if any(_matches(file, patterns) for file in files):
                 packages.append(name[1])
     return sorted(packages)
 
 
 def prepare_kernels(actions: Sequence[Action], shop: Workshop) -> None:
-    """Raise HostError if dpkg-deb, which unpacks the packages, is missing and cannot be installed."""
+    """Check for dpkg-deb, which unpacks the packages."""
     need("dpkg-deb", "dpkg")
 
 
@@ -318,8 +317,7 @@ def make_kernels(action: Action, shop: Workshop, scratch: Path) -> Layer:
 
 
 def kernel_files(arch: str | None, deb: Path, patterns: Sequence[str], folder: Path) -> list[Entry]:
-    """Return the package's files and symbolic links whose absolute path matches one of
-    ``patterns``; ``folder`` keeps their bytes.
+    """Return the package's files and symbolic links that match ``patterns``, bytes in ``folder``.
 
     A path that contains names of architectures shows which GPUs the file is for. From any other
     file, code for architectures other than ``arch`` is removed; with None, nothing is. Raises
@@ -328,23 +326,21 @@ def kernel_files(arch: str | None, deb: Path, patterns: Sequence[str], folder: P
     """
     folder.mkdir(parents=True)
     tar = folder / "files.tar"
-    entries = list[Entry]()
     with tar.open("wb") as out:
         dpkg_deb("--fsys-tarfile", deb, deb.name, out)
+    entries = list[Entry]()
     for entry in tar_entries(tar):
-        path = entry.path
-        if entry.kind == "dir" or not any(
-            fnmatch.fnmatchcase("/" + path, pattern) for pattern in patterns
-        ):
+        if entry.kind == "dir" or not _matches(f"/{entry.path}", patterns):
             continue
-        if arch and "gfx" in path and not re.search(rf"{arch}(?![0-9a-f])", path):
+        names_archs = "gfx" in entry.path
+        if arch and names_archs and not re.search(rf"{arch}(?![0-9a-f])", entry.path):
             continue
         if entry.kind == "hardlink":
-            raise CheckFailed(f"/{path} is neither a file nor a symbolic link", hint=_NARROW)
-        pruned = arch and "gfx" not in path and entry.kind == "file"
-        entries.append(
-            _pruned(arch, entry, folder / str(len(entries))) if arch and pruned else entry
-        )
+            raise CheckFailed(f"/{entry.path} is neither a file nor a symbolic link", hint=_NARROW)
+        if arch and not names_archs and entry.kind == "file":
+            entries.append(_pruned(arch, entry, folder / str(len(entries))))
+        else:
+            entries.append(entry)
     return entries
 
 

@@ -1,6 +1,4 @@
-"""``files`` and ``image``: a layer from a folder of the project or from files that the plan
-contains; and a layer of a registry's image, used unchanged.
-"""
+"""``files`` and ``image``: a layer from files of the project or plan, and one of another image."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
 
 
 def adopt(action: Action, shop: Workshop, scratch: Path) -> Layer:
-    """Verify the layer of a registry's image and add it to the store. Its digest does not change."""
+    """Verify the layer of a registry's image and add it to the store, with the same digest."""
     (file,) = action.files
     return adopt_layer(shop.workspace.store, shop.file(file), file.sha256)
 
@@ -28,25 +26,15 @@ def adopt(action: Action, shop: Workshop, scratch: Path) -> Layer:
 def _entries(action: Action) -> Iterator[Entry]:
     to = str(action.spec.get("to", "")).strip("/")
     for name, kind, value in action.tree:
-        if to:
-            path = f"{to}/{name}"
-        else:
-            path = name
+        path = f"{to}/{name}".lstrip("/")
         if kind == "link":
             yield Entry(path=path, kind="symlink", mode=0o777, link=value)
             continue
         source = Path(action.root) / name
         # A file that is gone has no size; the comparison of its hash reports it.
-        size = 0
-        if os.path.lexists(source):
-            size = os.lstat(source).st_size
-        yield Entry(
-            path=path,
-            mode=0o755 if kind == "exec" else 0o644,
-            size=size,
-            source=source,
-            sha256=value,
-        )
+        size = os.lstat(source).st_size if os.path.lexists(source) else 0
+        mode = 0o755 if kind == "exec" else 0o644
+        yield Entry(path=path, mode=mode, size=size, source=source, sha256=value)
     inline = action.spec.get("inline")
     if isinstance(inline, dict):
         yield from inline_entries(inline)

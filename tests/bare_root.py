@@ -156,7 +156,7 @@ def main() -> int:
         words = words[: words.index("--")]
     args = parser.parse_args(words)
 
-    command = readme_line(args.command) + (f" -- {shlex.join(more)}" if more else "")
+    command = f"{readme_line(args.command)} {shlex.join(more)}".strip()
     brought = [f"{name}={value}" for name, value in os.environ.items() if BROUGHT.fullmatch(name)]
     packed = archive(args.suite, args.work)
     root = Path(tempfile.mkdtemp(prefix=f"{args.suite}-", dir=args.work))

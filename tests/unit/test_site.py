@@ -38,7 +38,6 @@ KINDS = (
     "gpus.html",
     "releases.html",
     "measured/suite-2xh200-gpu.html",
-    "measured/golden-curves.html",
     "report.html",
 )
 SCRIPT = (ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8")

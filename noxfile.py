@@ -208,24 +208,13 @@ for _target in TARGETS:
     }
 BENCHMARKS = {
     "bench": ("engine", "Compare the engine with BuildKit (`-- --quick`: a smoke test)."),
+    "bench-finetune": (
+        "finetune",
+        "Compare `primus finetune` with TRL on this machine's GPU (`-- OUT.json`).",
+    ),
     "bench-gpu": (
         "speed",
         "Compare `primus train` with `--turbo off` on this machine's GPUs (`-- OUT.json CASE …`).",
-    ),
-    "bench-generations": (
-        "generations",
-        "Measure what building the AMD generations costs and shares. All files must be fetched "
-        "before.",
-    ),
-    "bench-assembly": (
-        "assembly",
-        "Compare the assembly of a whole image with `docker build`: gigabytes, minutes (`-- cpu "
-        "--repeats 1`).",
-    ),
-    "bench-launcher": (
-        "launcher",
-        "Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- "
-        "--repeats 1`: quick).",
     ),
 }
 

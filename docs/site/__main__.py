@@ -15,8 +15,6 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
-from docs.site.curves import PAGE, curves_html, curves_page
-from docs.site.faults import faults
 from docs.site.models import gpu_page, models_page
 from docs.site.performance import performance
 from docs.site.picker import picker
@@ -45,9 +43,7 @@ STANDS_FOR = {
     "recipes": "models.md",
     "src/primus_images/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
-    "benchmarks/results/silent-faults.json": "measured/silent-faults.md",
     "src/primus_images/recipes/keys": "recipes.md",
-    "benchmarks/golden": f"{PAGE}.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
@@ -72,8 +68,6 @@ def assemble(source: Path) -> list[str]:
         "models.md": models_page(),
         "gpus.md": gpu_page(load_table()),
         "performance.md": performance(ROOT),
-        "measured/silent-faults.md": faults(ROOT),
-        f"{PAGE}.md": curves_page(ROOT),
     }
     texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
     texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
@@ -148,7 +142,7 @@ def main(words: list[str]) -> int:
         return build_main([*settings, "-b", "linkcheck", str(source), str(out / "links")])
     if code := build_main([*settings, str(source), str(html)]):
         return code
-    for name, text in {**picker(ROOT), **rocm_data(ROOT), **curves_html(ROOT)}.items():
+    for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():
         (html / name).write_text(text, "utf-8")
     for_machines(source, html)
     print(html / "index.html")

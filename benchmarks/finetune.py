@@ -10,10 +10,10 @@ depends on neither. A ratio is that of the medians over the runs.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
-import re
 import shlex
 import subprocess
 import sys
@@ -414,7 +414,7 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
 def trl_figures(output: Path) -> dict[str, Any]:
     record = json.loads((output / "trl.json").read_text())
     ends = record["ends"]
-    seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
     timed = seconds[WARMUP_STEPS - 1 :]
     return {
         "tokens_per_second": round(record["tokens"] / median(timed)),

@@ -14,7 +14,8 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.run.metrics import of_recipe_unit
 
-# RECIPE[/BACKEND/MODE]:PRECISION:… of the results *-turbo.json, or RECIPE:BACKEND:MODE:PRECISION:… of
+# RECIPE[/BACKEND/MODE]:PRECISION:… of the results *-turbo.json, or
+# RECIPE:BACKEND:MODE:PRECISION:… of
 # benchmarks/gpu.py.
 _CELL = re.compile(
     r"(?P<recipe>[\w.-]+)[:/](?:(?P<backend>[a-z]+)[:/](?P<mode>[a-z]+):)?(?P<precision>fp8|bf16|mxfp8)\b"

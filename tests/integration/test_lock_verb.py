@@ -227,47 +227,6 @@ def test_a_builds_wheel_that_the_image_lacks_needs_a_version(world: tuple[Kit, S
     assert "native build: the image has no setup" in failed.err
 
 
-def test_a_report_has_every_request_and_no_login(
-    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kit, server = world
-    server.faults.login = ("me", "pass-word")
-    monkeypatch.setenv("PIP_INDEX_URL", server.url.replace("://", "://me:pass-word@") + "/simple")
-    file = tmp_path / "report.log"
-    assert kit.primus("lock", "--report", str(file)).code == 0
-    report = file.read_text()
-    assert "pass-word" not in report
-    assert report.endswith(" locked\n")
-    size = (server.root / "files/helper-1.0-py3-none-any.whl").stat().st_size
-    for words in (
-        rf"uv compile tool on {server.url}/simple, \S+ s: done",
-        rf"primus HEAD {server.url}/files/helper-1\.0-py3-none-any\.whl, \S+ s: 200 .*{size}",
-        r"apt-get update file:\S+, \S+ s: done",
-    ):
-        assert re.search(words, report), words
-
-
-def test_a_report_of_a_lock_that_fails_is_written_too(
-    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kit, server = world
-    server.faults.status["/files/tool-1.0-py3-none-any.whl"] = [404] * 20
-    file = tmp_path / "report.log"
-    assert kit.primus("lock", "--report", str(file)).code != 0
-    assert re.search(r"(?s)uv compile tool .*404 Not Found.* failed: ", file.read_text())
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    assert kit.primus("lock", "--report", str(file)).code == 3
-    line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
-    assert re.search(
-        rf"failed: versions\.yaml:{line}:9: .* does not answer: Connection refused",
-        file.read_text(),
-    )
-    assert kit.primus("lock", "--check", "--report", str(file)).code == 2
-    nowhere = kit.primus("lock", "--report", str(file / "x.log"))
-    assert nowhere.code == 2, nowhere.err
-    assert "Traceback" not in nowhere.err
-
-
 def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, Server]) -> None:
     kit, server = world
     for name, versions in {

@@ -1,53 +1,41 @@
 """Publishing through a registry that answers wrongly or not at all: one sentence, and the next run
-heals. And a registry as the cache of builds: what is wrong in it or on its way is named, and never
-gets into a store.
+heals.
 """
 
 import http.client
-import io
 import json
+import os
 import re
 import shutil
 import subprocess
-import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pytest
-import zstandard
 from test_ship_release import ready as prepared
 
-from amd_channel import registry, restore
+from amd_channel import registry
 from host_tools import needs
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import (
-    INDEX_TYPE,
-    LAYER_TYPES,
-    MANIFEST_TYPE,
-    Blob,
     Store,
-    canonical_json,
     digest_of,
 )
-from primus_images.plan.layers import plan_image
 from primus_images.plan.project import Project
-from primus_images.plan.resolve import resolve
 from primus_images.progress import Progress
-from primus_images.release.artifact import EMPTY, Document, artifact, digest_tag
+from primus_images.release.artifact import EMPTY, artifact
 from primus_images.release.publish import Ready, publish
 from primus_images.release.registry import Repository
-from primus_images.release.statement import BUNDLE, Signer, Trust, payload
+from primus_images.release.statement import Signer, Trust
 from primus_images.release.verification import verify_image
-from project_kit import SOURCE, Kit, Result, make_project
-from tables import table_of
+from project_kit import SOURCE, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
 
@@ -312,301 +300,22 @@ def assert_published(ready: Ready, proxy: Proxy, name: str) -> None:
     assert not there.missing("blobs", [layer.blob.digest for layer in ready.image.layers])
 
 
-@dataclass(frozen=True)
-class Cached:
-    """A project whose image ``digest`` is built, its results in a cache, and the keys of their
-    signer and others.
-    """
-
-    root: Path
-    kit: Kit
-    port: int
-    digest: str
-
-    def there(self, port: int = 0) -> Repository:
-        return Repository(f"127.0.0.1:{port or self.port}/rocm/cache")
-
-    def build(self, store: Path, *words: str, port: int = 0) -> Result:
-        """Build with the cache in another store."""
-        options = ("--cache", self.there(port).name, "--cache-key", str(self.root / "ours.pub"))
-        return self.kit.primus("build", "demo", "--store", str(store), *options, *words)
-
-    def blob(self, digest: str) -> Path:
-        """The registry's own file of a blob."""
-        number = digest.removeprefix("sha256:")
-        return (
-            self.root
-            / "registry/data/docker/registry/v2/blobs/sha256"
-            / number[:2]
-            / number
-            / "data"
-        )
-
-    @property
-    def entry(self) -> tuple[str, bytes]:
-        """Tag and manifest of the first layer's entry."""
-        project = Project(self.kit.root)
-        action = plan_image(resolve(project, "demo"), project.workspace.stats).layers[0]
-        tag = f"{action.kind}-{action.key}"
-        manifest = self.there().manifest(tag)
-        assert manifest
-        return tag, manifest
-
-    @property
-    def layer(self) -> Path:
-        return self.blob(json.loads(self.entry[1])["layers"][0]["digest"])
-
-    def sign(
-        self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b""
-    ) -> None:
-        """Replace the entry's statement by a changed one, signed with the key ``by`` or in another
-        ``envelope``.
-        """
-        there, (_, manifest) = self.there(), self.entry
-        statement = payload(there.documents(digest_of(manifest), BUNDLE)[0].data)
-        change(statement)
-        unsigned(self)
-        data = envelope or Signer(key=str(self.root / f"{by}.key")).bundle(statement)
-        there.attach(
-            [Document(media_type=BUNDLE, name="", data=data)],
-            Blob.of(manifest, MANIFEST_TYPE).descriptor,
-        )
-
-    def swap(self, data: bytes) -> None:
-        """Sign another blob as the entry's layer."""
-        there, blob = self.there(), Blob.of(data, LAYER_TYPES["zstd"])
-        there.upload(blob.digest, io.BytesIO(data))
-        fields = {"digest": blob.digest, "media_type": blob.media_type, "size": blob.size}
-        self.sign(lambda said: said["predicate"]["record"]["layer"].update(blob=fields))
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
-    root = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch, registry(root / "registry") as port:
-        patch.setenv("COSIGN_PASSWORD", "a word")
-        patch.setenv("DOCKER_CONFIG", str(root))
-        for name in ("ours", "others"):
-            words = ["cosign", "generate-key-pair", f"--output-key-prefix={name}"]
-            subprocess.run(words, cwd=root, check=True, capture_output=True)
-        kit = make_project(root / "project", size=100_000)
-        kit.write("parts/alpha/more", bytes(range(256)) * 100)
-        cached = Cached(root, kit, port, kit.build("demo").digest)
-        sent = cached.build(root / "project/.primus/store", "--cache-sign", str(root / "ours.key"))
-        assert "3 results sent" in sent.err, sent.err
-        shutil.copytree(root / "registry/data", root / "whole")
-        yield cached
-
-
-@pytest.fixture
-def cached(whole: Cached, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cached]:
-    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries
-    yield whole
-    restore(whole.root)
-
-
-def assert_built(cached: Cached, result: Result, store: Path, *, downloaded: int) -> None:
-    """The image is the right one, so many of its layers came from the cache, and no blob is
-    damaged.
-    """
-    assert (result.code, result.digest) == (0, cached.digest), result.err
-    assert (result.err.count(" from the cache"), len(re.findall(" built ", result.err))) == (
-        downloaded,
-        3 - downloaded,
-    )
-    blobs = [path.name for path in (store / "blobs/sha256").iterdir()]
-    assert [fault for name in blobs if (fault := Store(store).check(f"sha256:{name}"))] == []
-
-
-@needs("cosign")
-def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(
-    cached: Cached, tmp_path: Path
-) -> None:
-    with Proxy(cached.port) as proxy:
-        words = ("--cache-sign", str(cached.root / "ours.key"))
-        plan = cached.build(tmp_path / "store", "--dry-run", port=proxy.server_port)
-        assert "nothing to build, 3 to download" in plan.out
-        assert not (tmp_path / "store").exists()
-        result = cached.build(tmp_path / "store", port=proxy.server_port)
-        assert_built(cached, result, tmp_path / "store", downloaded=3)
-        proxy.seen.clear()
-        assert (
-            "0 results sent" in cached.build(tmp_path / "store", *words, port=proxy.server_port).err
-        )
-        assert {line.partition(" ")[0] for line in proxy.seen} == {"GET"}
-        shutil.copytree(
-            cached.kit.root,
-            tmp_path / "edited",
-            ignore=shutil.ignore_patterns(".primus"),
-            symlinks=True,
-        )
-        edited = replace(cached, kit=Kit(tmp_path / "edited"))
-        edited.kit.write("parts/alpha/blob", "new")
-        again = edited.build(tmp_path / "other", *words, port=proxy.server_port)
-        assert (again.err.count(" from the cache"), "1 result sent" in again.err) == (2, True), (
-            again.err
-        )
-        # The layer, the statement and the empty config, which every artifact has.
-        assert sum(line.startswith("PUT") and "blobs/uploads" in line for line in proxy.seen) == 2
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pair of keys, whose password is `a word`."""
+    root = tmp_path_factory.mktemp("keys")
+    words = ["cosign", "generate-key-pair", "--output-key-prefix=ours"]
+    environment = {**os.environ, "COSIGN_PASSWORD": "a word"}
+    subprocess.run(words, cwd=root, env=environment, check=True, capture_output=True)
+    return root
 
 
 def flip(data: bytes) -> bytes:
     return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 
-def change(*path: str, value: object) -> Callable[[Any], None]:
-    def put(content: Any) -> None:
-        for part in path[:-1]:
-            content = content[part]
-        content[path[-1]] = value
-
-    return put
-
-
-def of_beta(cached: Cached) -> None:
-    there, (tag, _) = cached.there(), cached.entry
-    other = next(other for other in there.tags("files-") if other != tag)
-    there.tag(tag, there.manifest(other) or b"")
-
-
-def unsigned(cached: Cached) -> None:
-    there, (_, manifest) = cached.there(), cached.entry
-    empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
-    tag = digest_tag(digest_of(manifest))
-    there.request("PUT", f"manifests/{tag}", data=empty, headers={"Content-Type": INDEX_TYPE})
-
-
 NOTHING = f"sha256:{'0' * 64}"
-RECORD = ("predicate", "record", "layer")
-LIES: dict[str, tuple[Callable[[Cached], object], str]] = {
-    "bytes": (
-        lambda c: c.layer.write_bytes(flip(c.layer.read_bytes())),
-        "bytes were sent, which hash to",
-    ),
-    "cut": (
-        lambda c: c.layer.write_bytes(c.layer.read_bytes()[:-20]),
-        "entry of alpha|the cache is not used",
-    ),
-    "longer": (
-        lambda c: c.layer.write_bytes(c.layer.read_bytes() + b"x"),
-        "bytes were sent, which hash to",
-    ),
-    "lost": (lambda c: c.layer.unlink(), "its contents are missing"),
-    "unsigned": (unsigned, "it is not signed"),
-    "by another": (
-        lambda c: c.sign(lambda _: None, by="others"),
-        "its signature is not by .*ours.pub",
-    ),
-    "no envelope": (lambda c: c.sign(lambda _: None, envelope=b"{}"), "its signature is not by"),
-    "of another action": (of_beta, "its statement is about [0-9a-f]{64} for linux/amd64"),
-    "of another kind": (
-        lambda c: c.sign(change("predicateType", value="urn:x:y")),
-        "its signature is not by",
-    ),
-    "another key": (
-        lambda c: c.sign(change("predicate", "key", value="0" * 64)),
-        "its statement is about 0000",
-    ),
-    "another machine": (
-        lambda c: c.sign(change("predicate", "platform", value="linux/arm64")),
-        "for linux/arm64",
-    ),
-    "another subject": (
-        lambda c: c.sign(lambda s: s["subject"][0]["digest"].update(sha256="e" * 64)),
-        "in sha256:ee",
-    ),
-    "no record": (
-        lambda c: c.sign(change("predicate", "record", value={})),
-        "its statement is damaged",
-    ),
-    "odd record": (
-        lambda c: c.sign(change(*RECORD, value={"blob": 5})),
-        "its statement is damaged",
-    ),
-    "another tar": (
-        lambda c: c.sign(change(*RECORD, "diff_id", value=NOTHING)),
-        "describes another layer",
-    ),
-    "other paths": (
-        lambda c: c.sign(change(*RECORD, "paths", value=NOTHING)),
-        "describes another layer",
-    ),
-    "a size": (
-        lambda c: c.sign(change(*RECORD, "blob", "size", value=7)),
-        "bytes were sent, which hash to",
-    ),
-    "no layer": (lambda c: c.swap(b"no layer at all"), "layer sha256:[0-9a-f]{64} cannot be used"),
-    "a bomb": (lambda c: c.swap(zstandard.compress(bytes(1 << 28))), "it is a decompression bomb"),
-    "a path upwards": (
-        lambda c: c.swap(zstandard.compress(tar_of("../up"))),
-        "cannot be used: .*up",
-    ),
-}
-
-
-def tar_of(name: str) -> bytes:
-    member = tarfile.TarInfo(name)
-    return member.tobuf() + bytes(1024)
-
-
-@needs("cosign")
-@pytest.mark.parametrize("lie", LIES)
-def test_what_is_wrong_in_a_cache_is_named_and_built_here(
-    cached: Cached, tmp_path: Path, lie: str
-) -> None:
-    damage, reason = LIES[lie]
-    damage(cached)
-    result = cached.build(tmp_path / "store")
-    assert re.search(reason, result.err), result.err
-    assert_built(cached, result, tmp_path / "store", downloaded=2)
-
-
-@needs("cosign")
-@pytest.mark.parametrize(
-    ("what", "times", "fault", "downloaded", "reason"),
-    [
-        ("GET .*/manifests/files", 2, say(429, Retry_After="0"), 3, ""),
-        ("GET .*/blobs/", 2, CUT, 3, ""),
-        ("GET .*/blobs/", 1, say(503), 3, ""),
-        ("GET ", -1, say(429, Retry_After="3600"), 0, "the cache is not used: .* status 429"),
-        ("GET .*/blobs/", -1, CUT, 0, "the cache is not used: .* does not answer"),
-        ("GET .*/manifests/sha256-", -1, CUT, 0, "the cache is not used: .* does not answer"),
-        (
-            "GET ",
-            -1,
-            say(200, b"<html>Sign in"),
-            0,
-            "the cache is not used: .* does not answer like a registry",
-        ),
-        (
-            "GET .*/manifests/files",
-            -1,
-            say(200, b"{}"),
-            0,
-            "entry of alpha is not used: it is not signed",
-        ),
-        ("GET .*/blobs/", -1, say(200, b"wrong"), 0, "its contents have other bytes"),
-        ("GET .*/manifests/files", -1, say(404), 0, ""),
-        ("GET .*/manifests/files", -1, say(401), 0, "the cache is not used: .* denied access"),
-    ],
-)
-def test_a_fault_on_the_way_from_a_cache_does_not_change_the_image(
-    cached: Cached,
-    tmp_path: Path,
-    what: str,
-    times: int,
-    fault: Fault,
-    downloaded: int,
-    reason: str,
-) -> None:
-    with Proxy(cached.port) as proxy:
-        proxy.what, proxy.times, proxy.fault = what, times, fault
-        result = cached.build(tmp_path / "store", port=proxy.server_port)
-        assert re.search(reason, result.err), result.err
-        assert_built(cached, result, tmp_path / "store", downloaded=downloaded)
-
-
-# What can happen to any one request: of a publish, of `verify --image`, of a build with a cache.
+# What can happen to any one request: of a publish, of `verify --image`.
 ANYWHERE: dict[str, Fault] = {
     "cut": CUT,
     "answer lost": lambda _: None,
@@ -635,22 +344,21 @@ FAULTS = SOURCE.parent / "benchmarks/results/registry-faults.json"
 
 @needs("cosign")
 def test_a_signed_publish_sets_each_tag_once_so_that_none_needs_to_move(
-    built: tuple[Ready, Store], whole: Cached, monkeypatch: pytest.MonkeyPatch
+    built: tuple[Ready, Store], proxy: Proxy, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COSIGN_PASSWORD", "a word")
-    with Proxy(whole.port) as proxy:
-        publish(
-            *built, repository(proxy), Progress(), signer=Signer(key=str(whole.root / "ours.key"))
-        )
+    signer = Signer(key=str(keys / "ours.key"))
+    publish(*built, repository(proxy), Progress(), signing=signer)
     tags = [line for line in proxy.seen if re.match("PUT .*/manifests/(?!sha256:)", line)]
     assert len(tags) == len({*tags}) == 3, "the list of referrers, the announcement, the release"
 
 
 @needs("cosign")
-@pytest.mark.parametrize("way", ["publish", "verify", "cache"])
+@pytest.mark.parametrize("way", ["publish", "verify"])
 def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt(
     built: tuple[Ready, Store],
-    whole: Cached,
+    port: int,
+    keys: Path,
     way: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -661,30 +369,17 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setattr(Trust, "rejects", cache(Trust.rejects))
     monkeypatch.setattr("time.sleep", lambda _: None)
-    trust, signer = (
-        Trust(key=str(whole.root / "ours.pub")),
-        Signer(key=str(whole.root / "ours.key")),
-    )
-    publish(ready, store, f"127.0.0.1:{whole.port}/rocm/verified", Progress(), signer=signer)
-    with Proxy(whole.port) as proxy:
+    trust = Trust(key=str(keys / "ours.pub"))
+    signer = Signer(key=str(keys / "ours.key"))
+    publish(ready, store, f"127.0.0.1:{port}/rocm/verified", Progress(), signing=signer)
+    with Proxy(port) as proxy:
         base = f"127.0.0.1:{proxy.server_port}/rocm"
 
         def act(name: str) -> bool:
             if way == "verify":
                 return verify_image(f"{base}/verified:{ready.tag}", trust).passed
-            if way == "publish":
-                return (
-                    publish(ready, store, f"{base}/{name}", Progress())["digest"]
-                    == ready.image.digest
-                )
-            result = whole.build(tmp_path / name, port=proxy.server_port)
-            assert (result.code, result.digest) == (0, whole.digest), result.err
-            blobs = [path.name for path in (tmp_path / name / "blobs/sha256").iterdir()]
-            assert [
-                fault for blob in blobs if (fault := Store(tmp_path / name).check(f"sha256:{blob}"))
-            ] == []
-            shutil.rmtree(tmp_path / name)
-            return "!" not in result.err
+            done = publish(ready, store, f"{base}/{name}", Progress())
+            return done["digest"] == ready.image.digest
 
         assert act("healthy")
         requests, slow = len(proxy.seen), request.config.getoption("--slow")
@@ -706,31 +401,3 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
         results = json.loads(FAULTS.read_text()) if FAULTS.exists() else {}
         results[way] = {"requests": requests, "faults": counts.total(), **counts}
         FAULTS.write_text(json.dumps(results, indent=1) + "\n")
-
-
-@needs("cosign")
-def test_a_cache_that_only_reads_is_a_sentence_and_the_image_is_built(
-    cached: Cached, tmp_path: Path
-) -> None:
-    with Proxy(cached.port) as proxy:
-        unsigned(cached)
-        proxy.what, proxy.times, proxy.fault = "PUT|POST", -1, say(405)
-        words = ("--cache-sign", str(cached.root / "ours.key"))
-        result = cached.build(tmp_path / "store", *words, port=proxy.server_port)
-        assert (result.code, "status 405" in result.err) == (3, True), result.err
-        assert (
-            cached.kit.primus("build", "demo", "--store", str(tmp_path / "store")).digest
-            == cached.digest
-        )
-    assert "1 result sent" in cached.build(tmp_path / "store", *words).err
-    assert_built(cached, cached.build(tmp_path / "other"), tmp_path / "other", downloaded=3)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"), table_of("publish_faults.options_of_a_cache_fit_together")
-)
-def test_options_of_a_cache_fit_together(
-    tmp_path: Path, words: tuple[str, ...], reason: str
-) -> None:
-    result = make_project(tmp_path / "project").primus("build", "demo", *words)
-    assert (result.code, reason in result.err) == (2, True), result.err

@@ -25,7 +25,7 @@ from primus_images.release import publish as publishing
 from primus_images.release.artifact import Document
 from primus_images.release.documents import GATES
 from primus_images.release.policy import Policy
-from primus_images.release.publish import Ready, prepare, publish
+from primus_images.release.publish import Needs, Ready, prepare, publish
 from primus_images.release.registry import Repository
 from primus_images.versions.lock import Lock, dumps
 from project_kit import SOURCE, Kit, make_project
@@ -65,14 +65,8 @@ def ready(kit: Kit, target: str = "demo") -> Ready:
     kit.build(target)
     project = Project(kit.root)
     plan = plan_image(resolve(project, target), project.workspace.stats)
-    checked = prepare(
-        plan,
-        project.workspace,
-        records=kit.root / "none",
-        preview=False,
-        policy=Policy(),
-        progress=Progress(),
-    )
+    needs = Needs(records=kit.root / "none", preview=False, policy=Policy())
+    checked = prepare(plan, project.workspace, needs, Progress())
     return replace(checked, objections=())
 
 

@@ -31,6 +31,7 @@ from primus_images.plan.resolve import resolve
 from primus_images.progress import Progress
 from primus_images.release.artifact import Document, artifact, digest_tag
 from primus_images.release.documents import VALIDATION, documents
+from primus_images.release.git import Checkout
 from primus_images.release.policy import Policy
 from primus_images.release.publish import Ready, publish
 from primus_images.release.registry import Repository
@@ -118,7 +119,7 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     assert image
     examined = examine_image(image, project.workspace, Progress())
     evidence = (
-        *documents(image, judge(examined), examined.facts, "c" * 40, ()),
+        *documents(image, judge(examined), examined.facts, Checkout("c" * 40, [])),
         record(digest_of(image.config), image.digest),
     )
     return Ready(image=image, tag=TAG, documents=evidence, objections=()), project.workspace.store
@@ -191,7 +192,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ready, store = small_image(make_project(root / "project"))
     with registry(root / "registry") as port:
         name = f"127.0.0.1:{port}/rocm/primus"
-        publish(ready, store, name, Progress(), signer=Signer(key=str(root / "ours.key")))
+        publish(ready, store, name, Progress(), signing=Signer(key=str(root / "ours.key")))
         shutil.copytree(root / "registry/data", root / "whole")
         yield World(root, name, ready, Repository(name).documents(ready.image.digest))
 
@@ -493,7 +494,7 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     ),
     # The owner of the key is wrong, or lies.
     "bill without a package": (
-        resigned("sbom.spdx", put("relationships", value=lambda r: r[1:])),
+        resigned("sbom.spdx", put("relationships", value=lambda r: [r[0], *r[2:]])),
         "sbom.*small 1.0 is in the image, sbom.* has no such wheel",
     ),
     "bill with a package more": (
@@ -501,7 +502,7 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
             "sbom.spdx",
             put(
                 "relationships",
-                value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}],
+                value=lambda r: [*r, {**r[1], "relatedSpdxElement": r[2]["spdxElementId"]}],
             ),
         ),
         "sbom.*tool 1.0 is in sbom.*, the image has no such",
@@ -671,7 +672,7 @@ def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
         Project(world.root / "project"),
     )
     publish(
-        more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours"))
+        more, store.workspace.store, world.name, Progress(), signing=Signer(key=world.key("ours"))
     )
     assert (world.verify().faults, len(world.verify().validations)) == ([], 2)
     layers = list[str]()
@@ -715,7 +716,7 @@ def test_a_policy_names_what_a_release_lacks(world: World, policy: Policy, lacki
 def test_signing_elsewhere_ends_with_the_tag(world: World, tmp_path: Path) -> None:
     project = Project(world.root / "project")
     there = Repository(f"{world.name}/later")
-    publish(world.ready, project.workspace.store, there.name, Progress(), later=tmp_path / "sign")
+    publish(world.ready, project.workspace.store, there.name, Progress(), signing=tmp_path / "sign")
     assert there.digest(TAG) is None
     kit = Kit(tmp_path)
     nobody = kit.primus("sign", "sign")

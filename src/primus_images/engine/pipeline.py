@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -48,8 +48,7 @@ KINDS: Mapping[str, Kind] = {
 class Options:
     """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and
     layers again, ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the
-    gates judge the image, ``pull`` gets the results of actions that a cache has into the store.
-    ``spent`` gets the seconds of each stage.
+    gates judge the image. ``spent`` gets the seconds of each stage.
     """
 
     offline: bool = False
@@ -57,7 +56,6 @@ class Options:
     engine: str = "auto"
     quiet: bool = False
     judge: bool = True
-    pull: Callable[[Iterable[Action], Workshop], None] = lambda *_: None
     spent: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -102,25 +100,12 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
         workshop = Workshop(
             workspace=workspace, progress=progress, engine=options.engine, judge=options.judge
         )
-        with options.stage("cache"):
-            _pull(workshop, layers, options)
         with options.stage("fetch"):
             _fetch_files(workshop, plans, ordered(layers, workshop.done), offline=options.offline)
         with options.stage("build"):
             ran = _run_actions(workshop, ordered(layers, workshop.done))
         with options.stage("check"):  # compose → gates → index
             return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
-
-
-def _pull(workshop: Workshop, layers: Iterable[Action], options: Options) -> None:
-    # First the layers, then what those need that the cache lacks.
-    level = {action.key: action for action in layers}
-    while todo := [action for action in level.values() if not workshop.done(action)]:
-        options.pull(todo, workshop)
-        missing = [action for action in todo if not workshop.done(action)]
-        level = {
-            needed.key: needed for action in missing for needed in (*action.needs, *action.tools)
-        }
 
 
 def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules: str) -> Built:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from primus_images.oci.store import Blob, Store
+from primus_images.oci.store import Store
 from primus_images.plan.action import Action, ImagePlan, stored, tree_record
 from primus_images.terminal import PLAIN, Screen, Styled, bytes_text
 
@@ -135,27 +135,22 @@ def explain_text(
     return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])
 
 
-def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob]) -> list[dict[str, Any]]:
-    """Return one row per layer: name, kind, key, ``build``, ``download`` or ``reuse``, and the
-    known bytes.
+def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
+    """Return one row per layer: name, kind, key, ``build`` or ``reuse``, and the known bytes.
 
-    ``bytes`` is the compressed size of a layer in the store or of its blob in ``cached`` (by the
-    action's key), else the size of the files it is made from.
+    ``bytes`` is the compressed size of a layer in the store, else the size of the files that it is
+    made from.
     """
     rows = []
     for action in plan.layers:
         layer = store.layer(action.key)
-        if layer:
-            blob = layer.blob
-        else:
-            blob = cached.get(action.key)
         row = {
             "name": action.name,
             "kind": action.kind,
             "key": action.key,
-            "do": "reuse" if layer else "download" if blob else "build",
-            "bytes": blob.size if blob else _source_bytes(action),
-            "digest": blob.digest if blob else None,
+            "do": "reuse" if layer else "build",
+            "bytes": layer.blob.size if layer else _source_bytes(action),
+            "digest": layer.blob.digest if layer else None,
             "inputs": len(action.files) or len(action.tree),
         }
         rows.append(row)
@@ -175,20 +170,16 @@ def outline_text(
     *,
     full: bool = True,
 ) -> str:
-    """Return the layers as text: ``+`` to build, with the reason, ``<`` to download from the cache,
-    ``=`` to reuse; then their number and bytes.
+    """Return the layers as text: ``+`` to build, with the reason, and ``=`` to reuse.
+
+    Then follow their number and bytes.
 
     ``changed`` are the changes since the last build, None if there was none. Without ``full``,
     layers to reuse are only counted, and so are all layers of an image that was never built.
     """
-    build, download, reuse = (
-        [row for row in rows if row["do"] == do] for do in ("build", "download", "reuse")
-    )
-    signs = {
-        "build": Styled("+", "green"),
-        "download": Styled("<", "cyan"),
-        "reuse": Styled("=", "dim"),
-    }
+    build = [row for row in rows if row["do"] == "build"]
+    reuse = [row for row in rows if row["do"] == "reuse"]
+    signs = {"build": Styled("+", "green"), "reuse": Styled("=", "dim")}
     if full:
         shown = rows
     elif changed is not None:
@@ -208,11 +199,6 @@ def outline_text(
     what = "nothing to build"
     if build:
         what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}"
-    what += (
-        f", {len(download)} to download ({bytes_text(sum(r['bytes'] for r in download))})"
-        if download
-        else ""
-    )
     count = f"{what}, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
     if changed is None:
         count = f"not built yet: {count}"

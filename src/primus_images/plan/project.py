@@ -162,7 +162,7 @@ class Workspace:
         self.store = store
         self.folder = folder
         self.files = FileCache(folder / "files")
-        # runc takes no root below a symbolic link, as `primus triage` makes one.
+        # runc takes no root below a symbolic link, as a scratch project makes one.
         self.unpacked = (
             folder.parent / folder.readlink() if folder.is_symlink() else folder
         ) / "unpacked"

@@ -3,7 +3,7 @@
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,22 +18,26 @@ from primus_images.gates.rules.coherence import rocm_version
 from primus_images.plan.project import Project
 from primus_images.plan.request import request_of
 from primus_images.plan.resolve import ResolvedTarget
-from primus_images.versions.components import Component, Pin
+from primus_images.versions.components import Component, Pin, Versions
 from primus_images.versions.lock import normalised
 from primus_images.versions.wheels import fits_together, offered
 from primus_images.yamlfile import Document
 
 Place = tuple[str, int]
 """A component, and the number of its pin."""
+Moves = Mapping[Place, str]
+"""The new versions of pins."""
 # The newest versions of a package that are tried; each takes seconds to resolve.
 _TRIES = 6
 
 
 class Outlook(NamedTuple):
-    """What one pin could be. ``newest`` is the newest version of its index, and ``compatible`` the
-    newest one that fits the other pins; None if the pin is at it. ``moves`` are the new versions of
-    all pins that move to the compatible one. ``behind`` is the component's reason for an older one,
-    ``error`` tells why a source could not be asked.
+    """What one pin could be.
+
+    ``newest`` is the newest version of its index, and ``compatible`` the newest one that fits the
+    other pins; None if the pin is at it. ``moves`` are the new versions of all pins that move to
+    the compatible one. ``behind`` is the component's reason for an older one, ``error`` tells why a
+    source could not be asked.
     """
 
     component: str
@@ -41,16 +45,27 @@ class Outlook(NamedTuple):
     package: str
     targets: tuple[str, ...]
     pinned: str
-    moves: Mapping[Place, str]
+    moves: Moves
     compatible: str | None = None
     newest: str | None = None
     behind: str | None = None
     error: str = ""
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """The new versions by component."""
+        return named(self.moves)
+
+
+def named(moves: Moves) -> dict[str, str]:
+    """Return component → new version."""
+    return {name: version for (name, _), version in moves.items()}
+
 
 class Outlooks:
-    """Asks the indexes about the pins of a project. ``uses`` are the pins from indexes, with their
-    targets.
+    """Asks the indexes about the pins of a project.
+
+    ``uses`` are the pins from indexes, with their targets.
     """
 
     def __init__(self, targets: Iterable[ResolvedTarget]) -> None:
@@ -61,41 +76,35 @@ class Outlooks:
         self._needs: dict[tuple[str, str, str], dict[str, str]] = {}
         for resolved in targets:
             for component, pin in resolved.pins.items():
-                if pin.wheel or pin.sdist:
+                if _package(pin):
                     self.uses.setdefault((component, pin.place), []).append(resolved)
 
-    def of(
-        self, place: Place, exact: str | None = None, before: Mapping[Place, str] | None = None
-    ) -> Outlook:
+    def of(self, place: Place, exact: str | None = None, before: Moves | None = None) -> Outlook:
         """Ask about one pin, after the moves ``before``, which those of the answer contain.
 
         ``exact`` is taken even if it does not fit, because locking then tells the reason.
         """
         pin = self._pin(place)
         users = self.uses[place]
-        targets = tuple(user.name for user in users)
-        behind = users[0].versions.components[place[0]].behind
         outlook = Outlook(
             component=place[0],
             channel=pin.channel,
             package=_package(pin),
-            targets=targets,
+            targets=tuple(user.name for user in users),
             pinned=pin.version or "",
             moves={},
-            behind=behind,
+            behind=users[0].versions.components[place[0]].behind,
         )
         try:
             if not self._offered(place):
                 raise HostError(f"no index lists a file of {outlook.package}")
             if self._leader(users[0], place[0]):
-                outlook = outlook._replace(
-                    newest=next((str(version) for version in self._newer(place)), None)
-                )
+                newest = next(self._newer(place), None)
+                outlook = outlook._replace(newest=str(newest) if newest else None)
             for versions in islice(self._steps(place, exact), _TRIES):
                 outlook = outlook._replace(newest=outlook.newest or versions[place])
-                if exact:
-                    moves = {**(before or {}), **versions}
-                else:
+                moves: Moves | None = {**(before or {}), **versions}
+                if not exact:
                     moves = self._fit(versions, before or {})
                 if moves is not None:
                     return outlook._replace(compatible=versions[place], moves=moves)
@@ -107,93 +116,112 @@ class Outlooks:
         return self.uses[place][0].pins[place[0]]
 
     def _steps(self, place: Place, exact: str | None) -> Iterator[dict[Place, str]]:
-        pin = self._pin(place)
-        user = self.uses[place][0]
-        leader = self._leader(user, place[0])
+        """Yield the moves to each newer version of a pin, the newest first.
+
+        What must move with it is in them.
+        """
+        leader = self._leader(self.uses[place][0], place[0])
         if leader:
-            above = (leader, user.pins[leader].place)
-            steps = ()
-            if above in self.uses:
-                steps = self._steps(above, None)
-            now = {place: self._named(user, user.pins, place[0]) or pin.version or ""}
-            several = (
-                moves
-                for moves in chain(steps, [now])
-                if moves.get(place, pin.version) != pin.version
-            )
-            yield from (moves for moves in several if exact in (None, moves[place]))
+            yield from self._steps_after(leader, place, exact)
             return
         for version in self._newer(place, exact):
-            rocm = _rocm(pin, version)
             moves = {place: str(version)}
-            for member in self._train(place):
-                own = self._pin(member)
-                fits = [
-                    v
-                    for v in self._offered(member)
-                    if (_rocm(own, v) == rocm if rocm else v == version)
-                ]
-                moves |= {member: str(max(fits, key=partial(_order, own)))} if fits else {}
-            if moves.keys() >= self._train(place):
+            train = self._train(place)
+            for member in train:
+                fitting = self._same_train(self._pin(place), version, member)
+                if fitting:
+                    moves[member] = str(fitting)
+            if moves.keys() >= train:
                 yield moves | self._followers(place, str(version))
 
+    def _steps_after(
+        self, leader: str, place: Place, exact: str | None
+    ) -> Iterator[dict[Place, str]]:
+        """Yield the moves of a pin that follows its leader: with the leader's, then alone."""
+        user = self.uses[place][0]
+        pinned = self._pin(place).version
+        above = (leader, user.pins[leader].place)
+        alone = {place: self._named(user, user.pins, place[0]) or pinned or ""}
+        steps: Iterator[dict[Place, str]] = iter(())
+        if above in self.uses:
+            steps = self._steps(above, None)
+        for moves in chain(steps, [alone]):
+            version = moves.get(place, pinned)
+            if version != pinned and exact in (None, version):
+                yield moves
+
     def _newer(self, place: Place, exact: str | None = None) -> Iterator[Version]:
+        """Yield the newer versions of the same build, the newest first, or only ``exact``."""
         pin = self._pin(place)
         old = Version(pin.version or "")
-        for version in sorted(self._offered(place), key=partial(_order, pin), reverse=True):
-            newer = (
-                _order(pin, version) > _order(pin, old)
-                and version.is_prerelease <= old.is_prerelease
-            )
-            if _build(version) == _build(old) and (str(version) == exact if exact else newer):
+        order = partial(_order, pin)
+        for version in sorted(self._offered(place), key=order, reverse=True):
+            if exact:
+                wanted = str(version) == exact
+            else:
+                stable = version.is_prerelease <= old.is_prerelease
+                wanted = stable and order(version) > order(old)
+            if wanted and _build(version) == _build(old):
                 yield version
 
     def _train(self, place: Place) -> set[Place]:
-        """Return the other pins that must move with this one: of the same ROCm, or held ones of the
-        same version.
+        """Return the other pins that must move with this one.
+
+        They are those of the same ROCm, or held ones of the same version.
         """
         pin = self._pin(place)
         user = self.uses[place][0]
-        held = {
-            name: other for name, other in user.pins.items() if user.versions.components[name].held
-        }
-        rocm = _rocm(pin, Version(pin.version or ""))
-        return {
-            (name, other.place)
-            for name, other in held.items()
-            if place[0] in held and name != place[0] and (other.wheel or other.sdist)
-            if (
-                _rocm(other, Version(other.version or "")) == rocm
-                if rocm
-                else other.version == pin.version
-            )
-        }
+        components = user.versions.components
+        if not components[place[0]].held:
+            return set()
+        rocm = _rocm_of(pin)
+        members = set()
+        for name, other in user.pins.items():
+            if name == place[0] or not components[name].held or not _package(other):
+                continue
+            same = _rocm_of(other) == rocm if rocm else other.version == pin.version
+            if same:
+                members.add((name, other.place))
+        return members
+
+    def _same_train(self, pin: Pin, version: Version, member: Place) -> Version | None:
+        """Return the newest version of ``member`` that belongs to ``version`` of ``pin``."""
+        other = self._pin(member)
+        rocm = _rocm(pin, version)
+        fitting = []
+        for candidate in self._offered(member):
+            same = _rocm(other, candidate) == rocm if rocm else candidate == version
+            if same:
+                fitting.append(candidate)
+        return max(fitting, key=partial(_order, other), default=None)
 
     def _leader(self, user: ResolvedTarget, name: str) -> str | None:
-        """Return the component whose wheel names the version of ``name``. What is of a ROCm moves
-        with that instead.
+        """Return the component whose wheel names the version of ``name``.
+
+        What is of a ROCm moves with that instead.
         """
         pin = user.pins[name]
         leader = user.versions.components[name].follows
-        if leader in user.pins and pin.wheel and not _rocm(pin, Version(pin.version or "")):
+        if leader in user.pins and pin.wheel and not _rocm_of(pin):
             return leader
         return None
 
     def _followers(self, place: Place, version: str) -> dict[Place, str]:
+        """Return the moves of pins that follow this one."""
         moves: dict[Place, str] = {}
         for user in self.uses[place]:
             pins = {**user.pins, place[0]: replace(user.pins[place[0]], version=version)}
             for name, pin in user.pins.items():
-                if (
-                    self._leader(user, name) == place[0]
-                    and (new := self._named(user, pins, name)) != pin.version
-                ):
-                    moves |= {(name, pin.place): new} if new else {}
+                if self._leader(user, name) == place[0]:
+                    new = self._named(user, pins, name)
+                    if new and new != pin.version:
+                        moves[name, pin.place] = new
         return moves
 
     def _named(self, user: ResolvedTarget, pins: Mapping[str, Pin], name: str) -> str | None:
-        """Return the version of ``name`` that its leader's wheel of pip's index names. Other builds
-        may name none.
+        """Return the version of ``name`` that its leader's wheel of pip's index names.
+
+        Other builds may name none.
         """
         leader = self._leader(user, name) or ""
         package = normalised(pins[leader].loaded_as(leader))
@@ -212,113 +240,142 @@ class Outlooks:
             self._needs[key] = fits_together(request, (), ()) or {}
         return self._needs[key].get(normalised(pins[name].wheel or ""))
 
-    def _fit(
-        self, moves: Mapping[Place, str], before: Mapping[Place, str]
-    ) -> dict[Place, str] | None:
+    def _fit(self, moves: Moves, before: Moves) -> dict[Place, str] | None:
         """Return ``before`` and ``moves`` with what other held pins become.
 
         None if they contradict each other, or if a target that uses ``moves`` cannot be resolved.
         """
         result = {**moves, **before}
-        done = set()
-        if any(result[place] != version for place, version in moves.items()) or not _allowed(
-            self.uses, result
-        ):
+        contradicts = any(result[place] != version for place, version in moves.items())
+        if contradicts or not _allowed(self._versions, result):
             return None
-        held = any(self.uses[place][0].versions.components[place[0]].held for place in moves)
-        for user in {user.name: user for place in moves for user in self.uses[place]}.values():
-            pins = {
-                name: replace(pin, version=result.get((name, pin.place), pin.version))
-                for name, pin in user.pins.items()
-            }
+        users = {user.name: user for place in moves for user in self.uses[place]}
+        resolved = set()
+        for user in users.values():
+            pins = _moved_pins(user, result)
+            if self._follows_another(user, pins, moves):
+                return None
             request = request_of(user.versions, user.name, user.choice, pins, user.extras)
-            led = {name: leader for name in pins if (leader := self._leader(user, name))}
-            for name, leader in led.items():
-                moved = {(name, pins[name].place), (leader, pins[leader].place)} & moves.keys()
-                if moved and self._named(user, pins, name) not in (None, pins[name].version):
-                    return None
-            free = {
-                name: normalised(pin.wheel)
-                for name, pin in pins.items()
-                if pin.wheel
-                and user.versions.components[name].held
-                and "+" not in (pin.version or "")
-                if held and (name, pin.place) not in result
-            }
-            loose = {
-                w: (name, pins[name].place)
-                for name, w in free.items()
-                if led.get(name, name) in free
-            }
+            loose = self._loose(user, pins, moves, result)
             # Targets of one channel often differ in nothing that an index knows.
             key = repr((sorted(request.wheels.items()), sorted(request.provided.items())))
-            if key in done:
+            if key in resolved:
                 continue
-            done.add(key)
-            builds = [
-                f"{n}!={v}" for n, place in loose.items() for v in self._offered(place) if v.local
-            ]
-            versions = fits_together(request, loose, builds)
+            resolved.add(key)
+            versions = fits_together(request, loose, self._local_builds(loose))
             if versions is None:
                 return None
-            result |= {
-                place: versions[name]
-                for name, place in loose.items()
-                if versions[name] != request.wheels[name]
-            }
+            for wheel, place in loose.items():
+                if versions[wheel] != request.wheels[wheel]:
+                    result[place] = versions[wheel]
         return result
+
+    @property
+    def _versions(self) -> Versions:
+        users = next(iter(self.uses.values()))
+        return users[0].versions
+
+    def _follows_another(self, user: ResolvedTarget, pins: Mapping[str, Pin], moves: Moves) -> bool:
+        """Whether a moved pin, or one with a moved leader, is not what the leader's wheel names."""
+        for name, pin in pins.items():
+            leader = self._leader(user, name)
+            if leader is None:
+                continue
+            moved = (name, pin.place) in moves or (leader, pins[leader].place) in moves
+            if moved and self._named(user, pins, name) not in (None, pin.version):
+                return True
+        return False
+
+    def _loose(
+        self, user: ResolvedTarget, pins: Mapping[str, Pin], moves: Moves, result: Moves
+    ) -> dict[str, Place]:
+        """Return the wheels that may become newer, with their pins.
+
+        They are other held ones, if a held one moves. A follower needs a leader that may, too.
+        """
+        components = user.versions.components
+        if not any(components[name].held for name, _ in moves):
+            return {}
+        free = {}
+        for name, pin in pins.items():
+            held = components[name].held and (name, pin.place) not in result
+            if held and pin.wheel and "+" not in (pin.version or ""):
+                free[name] = pin
+        loose = {}
+        for name, pin in free.items():
+            if (self._leader(user, name) or name) in free:
+                loose[normalised(pin.wheel or "")] = (name, pin.place)
+        return loose
+
+    def _local_builds(self, loose: Mapping[str, Place]) -> list[str]:
+        """Return constraints that exclude local builds."""
+        constraints = []
+        for wheel, place in loose.items():
+            for version in self._offered(place):
+                if version.local:
+                    constraints.append(f"{wheel}!={version}")
+        return constraints
 
     def _offered(self, place: Place) -> set[Version]:
         user = self.uses[place][0]
         pin = self._pin(place)
-        key = (normalised(_package(pin)), "wheel" if pin.wheel else "sdist", user.choice.channel)
+        kind = "wheel" if pin.wheel else "sdist"
+        key = (normalised(_package(pin)), kind, user.choice.channel)
         if key not in self._offers:
-            self._offers[key] = offered(key[0], user.request, key[1])
+            self._offers[key] = offered(key[0], user.request, kind)
         return self._offers[key]
 
 
-def edit(
-    text: str, document: Document, components: Mapping[str, Component], moves: Mapping[Place, str]
-) -> str:
+def _moved_pins(user: ResolvedTarget, moves: Moves) -> dict[str, Pin]:
+    pins = {}
+    for name, pin in user.pins.items():
+        pins[name] = replace(pin, version=moves.get((name, pin.place), pin.version))
+    return pins
+
+
+def edit(text: str, document: Document, components: Mapping[str, Component], moves: Moves) -> str:
     """Return the text of versions.yaml with the pins moved. Comments and all else stay.
 
     With a ROCm, what is inside its packages and has its number moves, and so do the tools of
     builds.
     """
     lines = text.split("\n")
-    every = dict(moves)
-    tools = {}
-    for (name, number), version in moves.items():
+    moves = dict(moves)
+    rocms: dict[str, str] = {}
+    for (name, number), version in list(moves.items()):
         pin = components[name].pins[number]
-        old, new = (
-            str(rocm_version(normalised(_package(pin)), v) or "")
-            for v in (pin.version or "", version)
-        )
+        old = rocm_version(normalised(_package(pin)), pin.version or "")
+        new = rocm_version(normalised(_package(pin)), version)
         if old and new:
-            tools[old] = new
-            inside = (
-                (n, i, p) for n, c in components.items() for i, p in enumerate(c.pins) if p.inside
-            )
-            every |= {
-                (n, i): new for n, i, p in inside if p.channel == pin.channel and p.version == old
-            }
-    for (name, number), version in every.items():
+            rocms[str(old)] = str(new)
+            for place in _inside(components, pin.channel, str(old)):
+                moves[place] = str(new)
+    for (name, number), version in moves.items():
         line, column = document.places["components", name, "pins", number, "version"]
+        pinned = components[name].pins[number].version or ""
         before = lines[line - 1][: column - 1]
         after = lines[line - 1][column - 1 :]
-        lines[line - 1] = before + after.replace(
-            components[name].pins[number].version or "", version, 1
-        )
+        lines[line - 1] = before + after.replace(pinned, version, 1)
     text = "\n".join(lines)
-    for old, new in tools.items():
-        text = re.sub(rf"\b(rocm[a-z-]*)=={re.escape(old)}\b", rf"\1=={new}", text)
+    for old_rocm, new_rocm in rocms.items():
+        tool = rf"\b(rocm[a-z-]*)=={re.escape(old_rocm)}\b"
+        text = re.sub(tool, rf"\1=={new_rocm}", text)
     return text
+
+
+def _inside(components: Mapping[str, Component], channel: str, version: str) -> Iterator[Place]:
+    """Yield the pins of what is inside packages of this ROCm."""
+    for name, component in components.items():
+        for number, pin in enumerate(component.pins):
+            if pin.inside and pin.channel == channel and pin.version == version:
+                yield name, number
 
 
 @contextmanager
 def trial(root: Path, text: str) -> Iterator[Project]:
-    """Yield the project with another text of versions.yaml, in a folder of its own. Write nothing
-    to it.
+    """Yield the project with another text of versions.yaml, in a folder of its own.
+
+    Write nothing to it.
     """
     with tempfile.TemporaryDirectory(prefix="primus-bump-") as name:
         folder = Path(name)
@@ -334,26 +391,26 @@ def _package(pin: Pin) -> str:
 
 def _rocm(pin: Pin, version: Version) -> tuple[int, ...]:
     rocm = rocm_version(normalised(_package(pin)), str(version))
-    if rocm:
-        return rocm.release
-    return ()
+    return rocm.release if rocm else ()
 
 
-def _order(pin: Pin, version: Version) -> tuple[str | tuple[int, ...] | Version, ...]:
+def _rocm_of(pin: Pin) -> tuple[int, ...]:
+    return _rocm(pin, Version(pin.version or ""))
+
+
+def _order(pin: Pin, version: Version) -> tuple[tuple[int, ...], Version, Version]:
     # PEP 440 sorts +rocm10.1 before +rocm7.15.
     return _rocm(pin, version), Version(version.public), version
 
 
 def _build(version: Version) -> str:
-    # A ROCm moves to another one.
-    if "rocm" in (version.local or ""):
-        return "rocm"
-    return version.local or ""
+    """Return the local build of a version. A ROCm moves to another one."""
+    local = version.local or ""
+    return "rocm" if "rocm" in local else local
 
 
-def _allowed(uses: Mapping[Place, Sequence[ResolvedTarget]], moves: Mapping[Place, str]) -> bool:
+def _allowed(versions: Versions, moves: Moves) -> bool:
     """Return whether versions.yaml accepts the moves: its components' ``needs``."""
-    versions = next(iter(uses.values()))[0].versions
     components = dict(versions.components)
     for (name, number), version in moves.items():
         pins = list(components[name].pins)

@@ -1,32 +1,24 @@
 """What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of
-them. Known vulnerabilities: OSV data against a bill of materials, with accepted ones, and OpenVEX.
-
-https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's entries are about
-source packages.
+them.
 """
 
 import json
 import re
-import zipfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, Literal
-
-from debian.debian_support import NativeVersion
-from packaging.version import Version
+from typing import Any
 
 from primus_images.errors import CheckFailed, InputError, nearest
 from primus_images.gates.rules import gates
 from primus_images.refusals import refusal
 from primus_images.release.artifact import Document
-from primus_images.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form, licence_names
+from primus_images.release.documents import GATES, IN_TOTO, SPDX, VALIDATION
+from primus_images.release.licences import licence_names
+from primus_images.release.vulnerabilities import audit, load_accepted
 from primus_images.schema import build
-from primus_images.terminal import counted, some
-from primus_images.versions.lock import normalised
+from primus_images.terminal import some
 from primus_images.yamlfile import read
 
 # Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
@@ -49,6 +41,14 @@ class Policy:
     refused_licences: tuple[str, ...] = ()
     osv: str | None = None
     accepted: str | None = None
+
+
+def of_project(root: Path, path: Path | None) -> Policy:
+    """Return the policy in ``path``, or without one, that of the project."""
+    file = path or root / "policy.yaml"
+    if path or file.exists():
+        return load(file)
+    return Policy()
 
 
 def load(path: Path) -> Policy:
@@ -227,248 +227,6 @@ def _passed(record: Mapping[str, Any], policy: Policy, preview: bool) -> bool:
     return (
         bool(record["verdicts"]) and ran and failed <= {f"gate {gate}" for gate in policy.forgiven}
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """A vulnerability that a release may have, until somebody has looked again."""
-
-    id: str
-    package: str = ""
-    status: Literal["not_affected", "affected"] = "not_affected"
-    reason: str
-    review: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _List:
-    accepted: tuple[Accepted, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vulnerability:
-    """One entry of OSV that concerns one package. ``fixed`` is the version that mends it; "" if
-    there is none.
-    """
-
-    id: str
-    aliases: tuple[str, ...]
-    summary: str
-    package: str
-    version: str
-    purl: str
-    fixed: str
-    accepted: Accepted | None = None
-
-    def is_open(self, today: date) -> bool:
-        """Whether it is not accepted, or must be reviewed."""
-        return self.accepted is None or self.accepted.review < today.isoformat()
-
-    def sentence(self, today: date) -> str:
-        """Return what it is, and what to do."""
-        names = ", ".join((self.id, *self.aliases[:1]))
-        if self.fixed:
-            mended = f"{self.fixed} mends it"
-        else:
-            mended = _UNMENDED
-        late = ""
-        if self.accepted:
-            until = f"accepted until {self.accepted.review}"
-            if self.is_open(today):
-                late = f"; it was {until}: review it"
-            else:
-                late = f"; {until}: {self.accepted.reason}"
-        return f"{self.package} {self.version}: {names}: {self.summary} ({mended}){late}"
-
-
-def load_accepted(path: Path | str | None) -> tuple[Accepted, ...]:
-    """Read a file of accepted vulnerabilities. Raises InputError."""
-    accepted = ()
-    if path:
-        accepted = build(_List, read(Path(path))).accepted
-    for number, rule in enumerate(accepted):
-        if any((rule.id, rule.package) == (other.id, other.package) for other in accepted[:number]):
-            package = rule.package or "every package"
-            raise InputError(
-                f"{rule.id} is judged twice for {package}",
-                where=str(path),
-                hint="keep one of the two",
-            )
-    return accepted
-
-
-def audit(
-    bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]
-) -> tuple[list[Vulnerability], list[str]]:
-    """Return the vulnerabilities in ``osv`` (a file, a folder or a zip archive) of the packages in
-    an SPDX document, and a sentence for each ecosystem of its packages that no entry is about.
-
-    What only a build needed is left out. Raises InputError if the data cannot be read.
-    """
-    packages: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    release = ""
-    unseen = Counter[str]()
-    for ecosystem, name, place in _packages(bill):
-        unseen[ecosystem] += 1
-        packages.setdefault((ecosystem, name), []).append(place)
-        if name == "base-files":
-            release = place["version"].partition(".")[0]
-    findings: set[Vulnerability] = set()
-    for where, entry in _entries(osv):
-        try:
-            for affected in (
-                entry["id"] and not entry.get("withdrawn") and entry.get("affected")
-            ) or ():
-                # Records about commits alone name no package.
-                about = {"ecosystem": "", "name": "", **(affected.get("package") or {})}
-                ecosystem, _, of = about["ecosystem"].partition(":")
-                unseen.pop(ecosystem, None)
-                if ecosystem == "PyPI":
-                    name = normalised(about["name"])
-                else:
-                    name = about["name"]
-                # Debian's entries have a row for each of its releases that has the vulnerability.
-                elsewhere = release and of not in ("", release)
-                for place in () if elsewhere else packages.get((ecosystem, name), ()):
-                    fixed = _affects(affected, ecosystem, place["version"])
-                    if fixed is not None:
-                        findings.add(_finding(entry, place, fixed, accepted))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not an OSV entry", where=where) from None
-    missing = (
-        f"no entry is about {name}: {counted(n, 'package')} not looked up"
-        for name, n in unseen.items()
-    )
-    return sorted(findings, key=lambda finding: (finding.package, finding.id)), [*missing]
-
-
-def _finding(
-    entry: Mapping[str, Any], place: Any, fixed: str, accepted: Sequence[Accepted]
-) -> Vulnerability:
-    # Debian's entries name their CVE as upstream. An advisory for several is none of them.
-    upstream = entry.get("upstream") or ()
-    names = (entry["id"], *(entry.get("aliases") or ()), *(upstream if len(upstream) == 1 else ()))
-    name, *aliases = dict.fromkeys(map(str, names))
-    summary = shorten(
-        entry.get("summary") or entry.get("details") or "no summary", _LONGEST, placeholder=" …"
-    )
-    rule = next(
-        (r for r in accepted if r.id in names and r.package in ("", place["package"])), None
-    )
-    return Vulnerability(
-        id=name, aliases=tuple(aliases), summary=summary, fixed=fixed, accepted=rule, **place
-    )
-
-
-def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    try:
-        tools = {
-            r["spdxElementId"]
-            for r in bill["relationships"]
-            if r["relationshipType"] == "BUILD_TOOL_OF"
-        }
-        for package in bill["packages"]:
-            purl = next((r["referenceLocator"] for r in package.get("externalRefs", ())), "")
-            place = {"package": package["name"], "version": package["versionInfo"], "purl": purl}
-            if purl.lower().startswith("pkg:pypi/") and package["SPDXID"] not in tools:
-                yield "PyPI", normalised(package["name"]), place
-            if purl.lower().startswith("pkg:deb/") and package["SPDXID"] not in tools:
-                source = _SOURCE.fullmatch(package.get("sourceInfo", ""))
-                name, version = (
-                    source.groups() if source else (package["name"], package["versionInfo"])
-                )
-                yield "Debian", name, {**place, "version": version}
-    except (KeyError, TypeError, AttributeError):
-        why = ""
-        raise InputError(
-            f"not an SPDX document in JSON{why}",
-            hint="name a target, or a file that `primus sbom TARGET --json` wrote",
-        ) from None
-
-
-def _entries(osv: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each entry with the name of its file."""
-    name = ""
-    try:
-        for name, text in _texts(osv):
-            content = json.loads(text)
-            yield from (
-                (name, entry) for entry in (content if isinstance(content, list) else [content])
-            )
-    except (OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"OSV data cannot be read: {error}", where=str(osv)) from None
-    except (ValueError, RecursionError):
-        raise InputError("not an OSV entry", where=name) from None
-    if not name:
-        raise InputError("no OSV data: there is no .json file", where=str(osv))
-
-
-def _texts(osv: Path) -> Iterator[tuple[str, bytes]]:
-    if osv.suffix == ".zip":
-        with zipfile.ZipFile(osv) as archive:
-            yield from (
-                (name, archive.read(name)) for name in archive.namelist() if name.endswith(".json")
-            )
-    else:
-        if osv.is_dir():
-            paths = sorted(osv.rglob("*.json"))
-        else:
-            paths = [osv]
-        yield from ((str(path), path.read_bytes()) for path in paths)
-
-
-def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:
-    """Return the version that mends it, "" if none is known, or None if ``version`` is not
-    affected.
-    """
-    order: Any = NativeVersion
-    if ecosystem == "PyPI":
-        order = Version
-        version = version.partition("+")[0]  # a local build has the faults of its version
-    versions = affected.get("versions") or ()
-    inside = version in versions
-    fixes = list[str]()
-    try:
-        mine = order(version)
-        for events in (
-            r["events"] for r in affected.get("ranges") or () if r["type"] == "ECOSYSTEM"
-        ):
-            pairs = [pair for event in events for pair in event.items() if pair[0] != "limit"]
-            since = False
-            for kind, at in sorted(pairs, key=lambda pair: (pair[1] != "0", order(pair[1]))):
-                reached = at == "0" or mine >= order(at)
-                fixes += [at] if kind == "fixed" and not reached else []
-                if reached and (kind != "last_affected" or mine != order(at)):
-                    since = kind == "introduced"
-            inside = inside or since
-    except (
-        ValueError
-    ):  # what cannot be compared is affected, unless all versions that are, are listed
-        if inside or not versions:
-            return ""
-        return None
-    if inside:
-        return min(fixes, key=order, default="")
-    return None
-
-
-def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str, Any]:
-    """Return the findings as OpenVEX 0.2.0, at the time ``now``."""
-    statements = []
-    for finding in findings:
-        accepted = finding.accepted
-        if finding.fixed:
-            update = f"update to {finding.fixed}"
-        else:
-            update = _UNMENDED
-        reason, status = (accepted.reason, accepted.status) if accepted else (update, "affected")
-        action, impact = (reason, None) if status == "affected" else (None, reason)
-        about = {"id": finding.id, "aliases": list(finding.aliases), "purl": finding.purl}
-        statements.append(
-            form("vex_statement", **about, status=status, action=action, impact=impact)
-        )
-    identity = f"https://openvex.dev/docs/primus-{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{now}"
-    return form("vex", identity=identity, now=now, statements=statements)
 
 
 def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:

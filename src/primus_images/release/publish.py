@@ -19,10 +19,11 @@ from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.recipes.recipe import misstated
 from primus_images.release.artifact import Document
-from primus_images.release.documents import VALIDATION, checkout, documents
+from primus_images.release.documents import VALIDATION, documents
+from primus_images.release.git import checkout
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.registry import Repository, plain_http, require_tag
-from primus_images.release.statement import RELEASE_TAG, Signer, bundles, statements, write_request
+from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
 from primus_images.schema import read_json
 from primus_images.versions.remotes import skopeo
 
@@ -34,7 +35,7 @@ _PATIENCE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A checked image, its future tag, its documents, and the reasons why it may not be published."""
+    """A checked image, its future tag and documents, and why it may not be published."""
 
     image: Composed
     tag: str
@@ -51,38 +52,48 @@ class Ready:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an image needs to be published, and the folder of its validations."""
+
+    records: Path
+    policy: Policy
+    preview: bool
+
+
 def prepare(
     plan: ImagePlan,
     workspace: Workspace,
-    *,
-    records: Path,
-    policy: Policy,
-    preview: bool,
+    needs: Needs,
     progress: Progress,
 ) -> Ready:
     """Check the built image again, and create its documents. Nothing is sent.
 
-    ``records`` is the folder of validations. ``policy`` says what the image needs. Raises
-    InputError if the store does not contain exactly this image.
+    Raises InputError if the store does not contain exactly this image.
     """
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
     image = examined.image
-    commit, edited = checkout(resolved.root)
-    papers = documents(image, judge(examined), examined.facts, commit, edited)
+    source = checkout(resolved.root)
+    papers = documents(image, judge(examined), examined.facts, source)
     content = digest_of(image.config)
-    validations = [
-        record
-        for record in _records(records / resolved.name)
-        if record["image"]["content"] == content
-    ]
-    every = (*papers, *map(_validation, validations))
-    evidence = replace(evidence_in(every), commit=commit, edited=edited)
+    validations = []
+    for record in _records(needs.records / resolved.name):
+        if record["image"]["content"] == content:
+            validations.append(_validation(record))
+    every = (*papers, *validations)
+    evidence = replace(evidence_in(every), commit=source.commit, edited=source.edited)
+    tag = resolved.ref
+    if needs.preview and not resolved.choice.suffix:
+        tag = f"{resolved.ref}-preview"
     return Ready(
         image=image,
-        tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
+        tag=tag,
         documents=every,
-        objections=(*objections(evidence, policy, preview=preview), *forbidden_in(papers, policy)),
+        objections=(
+            *objections(evidence, needs.policy, preview=needs.preview),
+            *forbidden_in(papers, needs.policy),
+        ),
     )
 
 
@@ -91,16 +102,13 @@ def publish(
     store: Store,
     repository: str,
     progress: Progress,
-    *,
-    signer: Signer | None = None,
-    later: Path | None = None,
+    signing: Signer | Path | None = None,
 ) -> dict[str, Any]:
-    """Push the image and its documents, sign it as ``signer``, and set its tag last, so that no tag
-    lacks evidence.
+    """Push the image and its documents, sign it, and set its tag last: no tag lacks evidence.
 
-    With ``later``, what must be signed is written to that folder, and no tag is set before it is.
-    The tag of a preview is moved; that of a release never is. Raises CheckFailed if the tag of a
-    release already names another image, or if there are objections.
+    ``signing`` is who signs, or a folder. What must be signed is then written to that folder, and
+    no tag is set before it is. The tag of a preview is moved; that of a release never is. Raises
+    CheckFailed if the tag of a release already names another image, or if there are objections.
     """
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
@@ -109,30 +117,37 @@ def publish(
     before = _free(there, ready.tag, digest)
     blobs = [digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
     missing = there.missing("blobs", blobs)
-    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
-    sent = sum(sizes.get(blob, 0) for blob in missing)
     # A tag that names the image was answered with its manifest.
     if missing or (before != digest and there.digest(digest) is None):
-        _push(ready, store, there, missing, sent, progress)
-    ref = f"{repository}:{ready.tag}"
-    about = statements(ready.documents, ready.tag, digest)
-    if not later and (signer or before != digest):
-        finish(there, ready.tag, ready.subject, about, signer, ready.documents)
+        _push(ready, store, there, missing, progress)
+    request = Request(
+        ref=f"{repository}:{ready.tag}",
+        subject=ready.subject,
+        statements=statements(ready.documents, ready.tag, digest),
+    )
+    to_sign = None
+    if isinstance(signing, Path):
+        there.attach(ready.documents, ready.subject)
+        to_sign = request.write(signing)
+    elif signing or before != digest:
+        finish(there, request, signing, ready.documents)
     else:
         there.attach(ready.documents, ready.subject)
-    request = None
-    if later:
-        request = write_request(later, ref, ready.subject, about)
     return {
-        "ref": ref,
+        "ref": request.ref,
         "digest": digest,
         "new": before != digest,
-        "bytes_sent": sent,
+        "bytes_sent": _bytes(ready, missing),
         "bytes": ready.image.size,
         "attached": [document.name for document in ready.documents],
-        "signed": signer is not None,
-        "to_sign": str(request) if request else None,
+        "signed": isinstance(signing, Signer),
+        "to_sign": str(to_sign) if to_sign else None,
     }
+
+
+def _bytes(ready: Ready, blobs: Sequence[str]) -> int:
+    """Return the bytes of those of the image's layers that are among ``blobs``."""
+    return sum(layer.blob.size for layer in ready.image.layers if layer.blob.digest in blobs)
 
 
 def _announce(there: Repository, tag: str, manifest: bytes) -> None:
@@ -146,11 +161,17 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
     mine = f"{tag}{_ANNOUNCED}{digest[7:19]}"
     there.tag(mine, manifest)
     others = [other for other in there.tags(f"{tag}{_ANNOUNCED}") if other != mine]
-    for _ in range(1 + (min(others) < mine) if others else 0):
+    rounds = 0
+    if others:
+        rounds = 2 if min(others) < mine else 1
+    for _ in range(rounds):
         time.sleep(_PATIENCE)
         if there.digest(tag) is not None:
             break
-    now = there.digest(tag)
+    _require_first(there, tag, there.digest(tag), digest)
+
+
+def _require_first(there: Repository, tag: str, now: str | None, digest: str) -> None:
     if now not in (None, digest):
         raise CheckFailed(
             f"another publish was first: {there.name}:{tag} is {now}",
@@ -159,91 +180,88 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
 
 
 def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
-    """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the
-    new one.
+    """Let a moving tag (``latest-cpu``) name a published release.
 
-    Raises InputError for a tag of a release or its documents, which never moves, for a release of
-    another target, and for one that was not published: that a publisher announced it is not enough.
+    Returns the old digest and the new one. Raises InputError for a tag of a release or its
+    documents, which never moves, for a release of another target, and for one that was not
+    published: that a publisher announced it is not enough.
     """
+    _require_moving(tag, release)
+    before = there.digest(tag)
+    digest = None
+    if _ANNOUNCED not in release:
+        digest = there.digest(release)
+    if digest is None:
+        others = [other for other in there.tags("v") if _ANNOUNCED not in other]
+        raise InputError(
+            f"{there.name} has no {release}; its releases: {', '.join(others) or 'none'}",
+            hint="primus publish publishes one",
+        )
+    if before != digest:  # a registry that forbids moving tags also refuses this one
+        there.tag(tag, there.manifest(release) or b"")
+    _require_set(there, tag, there.digest(tag), digest)
+    return before, digest
+
+
+def _require_moving(tag: str, release: str) -> None:
+    """Raise InputError unless ``tag`` may move to ``release``."""
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
         raise InputError(
             f"{tag} is a tag of a release, which never moves by hand",
             hint="move one such as latest-cpu",
         )
-    for option, word in (("TAG", tag), ("RELEASE", release.removeprefix("sha256:"))):
-        require_tag(word, option)
-    targets = [
-        word.partition(_ANNOUNCED)[0].removesuffix("-preview").partition("-")[2]
-        for word in (tag, release)
-    ]
-    if tag.startswith("latest-") and (
-        targets[0] != targets[1] or not re.fullmatch(RELEASE_TAG, release)
-    ):
+    require_tag(tag, "TAG")
+    require_tag(release.removeprefix("sha256:"), "RELEASE")
+    is_release = re.fullmatch(RELEASE_TAG, release) and _target_of(tag) == _target_of(release)
+    if tag.startswith("latest-") and not is_release:
         raise InputError(
             f"{release} is not the name of a release of the target of {tag}",
             hint="name one, like v26.11-cpu for latest-cpu; a tag that does not begin with "
             "latest- can stand for any image",
         )
-    before = there.digest(tag)
-    if _ANNOUNCED in release:
-        digest = None
-    else:
-        digest = there.digest(release)
-    if digest is None:
-        others = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
-        raise InputError(
-            f"{there.name} has no {release}; its releases: {others}",
-            hint="primus publish publishes one",
-        )
-    if before != digest:  # a registry that forbids moving tags also refuses this one
-        there.tag(tag, there.manifest(release) or b"")
-    _check_tag(there, tag, there.digest(tag), digest)
-    return before, digest
 
 
-def _check_tag(there: Repository, tag: str, now: str | None, digest: str) -> None:
+def _target_of(tag: str) -> str:
+    name = tag.partition(_ANNOUNCED)[0].removesuffix("-preview")
+    return name.partition("-")[2]
+
+
+def _require_set(there: Repository, tag: str, now: str | None, digest: str) -> None:
     if now != digest:
-        now_text = now or "nothing"
         raise HostError(
-            f"{there.name}:{tag} names {now_text} after it was set to {digest}", hint="run it again"
+            f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}",
+            hint="run it again",
         )
 
 
 def finish(
     there: Repository,
-    tag: str,
-    subject: Mapping[str, Any],
-    about: list[dict[str, Any]],
+    request: Request,
     signer: Signer | None,
     documents: Sequence[Document] = (),
 ) -> int:
-    """Sign the statements ``about`` the pushed image ``subject``, attach them and ``documents`` at
-    once (the list of referrers may be a tag that cannot be moved), and set its tag. Returns the
-    number of statements.
+    """Sign the statements of a pushed image, attach them and ``documents``, and set its tag.
 
-    Raises CheckFailed if the image is missing, or if the tag of a release already names another
-    one.
+    They are attached at once, because the list of referrers may be a tag that cannot be moved.
+    Returns the number of statements. Raises CheckFailed if the image is missing, or if the tag of a
+    release already names another one.
     """
-    digest = str(subject["digest"])
+    digest = str(request.subject["digest"])
+    _, _, tag = request.ref.rpartition(":")
     before = _free(there, tag, digest)
     manifest = there.manifest(digest)
     if manifest is None or digest_of(manifest) != digest:
         raise CheckFailed(f"{there.name} does not have the image {digest}", hint="publish it again")
-    there.attach([*documents, *(bundles(there, digest, about, signer) if signer else ())], subject)
+    signed = bundles(there, digest, request.statements, signer) if signer else []
+    there.attach([*documents, *signed], request.subject)
     if before is None and not tag.endswith("-preview"):
         _announce(there, tag, manifest)
     if before != digest:
         there.tag(tag, manifest)
         now = there.digest(tag)
-        if now not in (None, digest):
-            raise CheckFailed(
-                f"another publish was first: {there.name}:{tag} is {now}",
-                hint="raise `release` in versions.yaml",
-            )
-        _check_tag(there, tag, now, digest)
-    if signer:
-        return len(about)
-    return 0
+        _require_first(there, tag, now, digest)
+        _require_set(there, tag, now, digest)
+    return len(request.statements) if signer else 0
 
 
 def _free(there: Repository, tag: str, digest: str) -> str | None:
@@ -258,32 +276,24 @@ def _free(there: Repository, tag: str, digest: str) -> str | None:
 
 
 def _push(
-    ready: Ready, store: Store, there: Repository, missing: list[str], size: int, progress: Progress
+    ready: Ready, store: Store, there: Repository, missing: Sequence[str], progress: Progress
 ) -> None:
-    progress.start(
-        "push",
-        f"push {len(missing)} of {len(ready.image.layers) + 1} blobs, {size / 1e6:.1f} MB",
-        None,
-    )
+    number = len(ready.image.layers) + 1
+    size = f"{_bytes(ready, missing) / 1e6:.1f} MB"
+    progress.start("push", f"push {len(missing)} of {number} blobs, {size}", None)
     there.check_uploads()
-    trust = "--dest-tls-verify=true"
-    if plain_http(there.name):
-        trust = "--dest-tls-verify=false"
+    tls = "false" if plain_http(there.name) else "true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
+    destination = f"docker://{there.name}@{ready.image.digest}"
+    options = ("--quiet", "--preserve-digests", f"--dest-tls-verify={tls}")
     try:
-        skopeo(
-            "copy",
-            "--quiet",
-            "--preserve-digests",
-            trust,
-            source,
-            f"docker://{there.name}@{ready.image.digest}",
-        )
+        skopeo("copy", *options, source, destination)
     except HostError:
         # skopeo also refuses damaged blobs, but says that the registry failed.
-        wrong = next(filter(None, map(store.check, (*missing, ready.image.digest))), "")
-        if wrong:
-            raise HostError(wrong, hint="primus build --rehash rebuilds it") from None
+        for digest in (*missing, ready.image.digest):
+            damage = store.check(digest)
+            if damage:
+                raise HostError(damage, hint="primus build --rehash rebuilds it") from None
         raise
     progress.finish("push")
 

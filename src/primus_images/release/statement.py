@@ -20,7 +20,7 @@ from primus_images.files import write_file
 from primus_images.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus_images.programs import captured
 from primus_images.release.artifact import Document
-from primus_images.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
+from primus_images.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, statement
 from primus_images.release.registry import Repository, reference
 from primus_images.schema import read_json
 
@@ -32,6 +32,8 @@ BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bo
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
 _REQUEST = "request.json"
+# The facts of a run that prove its precision.
+_PRECISION = ("matmul_dtypes", "matmul_flops", "gpu_kernels")
 _KEYLESS = "without --key, cosign needs the servers of Sigstore"
 # How cosign's errors begin that are about the key or the trusted root, not about the signature.
 _UNJUDGED = ("loading verifier from key opts", "setting trusted material")
@@ -39,112 +41,110 @@ _COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
 
 
 def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dict[str, Any]]:
-    """Return the statements about the image ``digest``, whose name is ``tag``: its signature, which
-    names all ``documents`` by their hashes, then one for each bill of materials, provenance and
-    validation.
+    """Return the statements about the image ``digest``, whose name is ``tag``.
+
+    They are its signature, which names all ``documents`` by their hashes, then one for each bill of
+    materials, provenance and validation.
     """
     hashes = {document.name: digest_of(document.data) for document in documents}
-    about: list[tuple[str, dict[str, Any]]] = [(SIGNATURE, {"documents": hashes})]
+    result = [statement(tag, digest, SIGNATURE, {"documents": hashes})]
     for document in documents:
         content = json.loads(document.data)
         if document.media_type in BILLS:
-            about.append((BILLS[document.media_type], content))
+            result.append(statement(tag, digest, BILLS[document.media_type], content))
         elif document.media_type == IN_TOTO:
-            about.append((PROVENANCE, content["predicate"]))
+            result.append(statement(tag, digest, PROVENANCE, content["predicate"]))
         elif document.media_type == VALIDATION:
-            about.append((TEST_RESULT, test_result(content, document.data)))
-    return [statement_about(tag, digest, kind, predicate) for kind, predicate in about]
-
-
-def statement_about(
-    name: str, digest: str, kind: str, predicate: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the in-toto statement of the type ``kind`` about the artifact ``digest``."""
-    return form(
-        "statement",
-        name=name,
-        sha256=digest.removeprefix("sha256:"),
-        kind=kind,
-        predicate=predicate,
-    )
+            predicate = test_result(content, document.data)
+            result.append(statement(tag, digest, TEST_RESULT, predicate))
+    return result
 
 
 def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """Return in-toto's test-result for a validation record, whose file is ``data``, with the
-    extension ``primus``.
+    """Return in-toto's test-result for a validation record, with the extension ``primus``.
 
-    Raises KeyError, TypeError or AttributeError if it is not a record.
+    ``data`` is its file. Raises KeyError, TypeError or AttributeError if it is not a record.
+    See https://in-toto.io/attestation/test-result/v0.1.
     """
     recipe = record["recipe"]
     facts = record["facts"]
-    verdicts = record["verdicts"]
-    return form(
-        "test_result",
-        result="PASSED" if record["passed"] else "FAILED",
-        recipe_name=f"recipe {recipe['name']}",
-        recipe_sha256=recipe["sha256"],
-        suite_sha256=record["suite"]["sha256"],
-        record_sha256=digest_of(data).removeprefix("sha256:"),
-        passed=[v["name"] for v in verdicts if v["passed"] and not v.get("skipped")],
-        failed=[v["name"] for v in verdicts if not v["passed"] and not v.get("skipped")],
-        recipe={
-            key: value for key, value in recipe.items() if key not in ("settings", "description")
-        },
-        hardware={"gpu": record["gpu"], **record["machine"]},
-        precision={key: facts.get(key) for key in ("matmul_dtypes", "matmul_flops", "gpu_kernels")},
-        seeds=[facts.get("seed")],
-        runs=[job["name"] for job in record["jobs"] if job["ran"]],
-        wrap=record.get("wrap"),
-        **{key: record[key] for key in ("image", "made", "suite", "not_run")},
-    )
+    verdicts = [verdict for verdict in record["verdicts"] if not verdict.get("skipped")]
+    about = dict(recipe)
+    about.pop("settings", None)
+    about.pop("description", None)
+    sha256 = digest_of(data).removeprefix("sha256:")
+    extension = {
+        "image": record["image"],
+        "made": record["made"],
+        "recipe": about,
+        "suite": record["suite"],
+        "hardware": {"gpu": record["gpu"], **record["machine"]},
+        "precision": {key: facts.get(key) for key in _PRECISION},
+        "seeds": [facts.get("seed")],
+        "runs": [job["name"] for job in record["jobs"] if job["ran"]],
+        "not_run": record["not_run"],
+    }
+    if "wrap" in record:
+        extension["wrap"] = record["wrap"]
+    return {
+        "result": "PASSED" if record["passed"] else "FAILED",
+        "configuration": [
+            {"name": f"recipe {recipe['name']}", "digest": {"sha256": recipe["sha256"]}},
+            {"name": "suite", "digest": {"sha256": record["suite"]["sha256"]}},
+            {"name": "record", "digest": {"sha256": sha256}},
+        ],
+        "passedTests": [verdict["name"] for verdict in verdicts if verdict["passed"]],
+        "failedTests": [verdict["name"] for verdict in verdicts if not verdict["passed"]],
+        "primus": extension,
+    }
 
 
 class Signer(NamedTuple):
-    """Who signs: the owner of ``key`` (a file or the address of a key service), or without one, an
-    identity that cosign asks its provider for (keyless; the signature is entered in the public
-    transparency log).
+    """Who signs: the owner of ``key`` (a file or the address of a key service).
+
+    Without a key, it is an identity that cosign asks its provider for (keyless); the signature is
+    entered in the public transparency log.
     """
 
     key: str | None
 
-    def bundle(self, statement: Mapping[str, Any]) -> bytes:
-        """Return the signed envelope. The password of the key comes from COSIGN_PASSWORD; a key's
-        signature is entered in no log. Raises HostError.
+    def bundle(self, content: Mapping[str, Any]) -> bytes:
+        """Return the signed envelope of a statement. Raises HostError.
+
+        The password of the key comes from COSIGN_PASSWORD. A key's signature is entered in no log.
         """
         with tempfile.TemporaryDirectory(prefix="primus-sign-") as name:
-            content = Path(name) / "statement.json"
+            file = Path(name) / "statement.json"
             bundle = Path(name) / "bundle.json"
-            content.write_bytes(canonical_json(statement))
-            words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
+            file.write_bytes(canonical_json(content))
+            words = ["--yes", "--statement", str(file), "--bundle", str(bundle)]
             if self.key:
-                key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"]
-            else:
-                key = []
-            self._accept(cosign(*words, *key))
+                words += ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"]
+            self._accept(cosign("attest-blob", *words))
             return bundle.read_bytes()
 
     def check(self, option: str) -> None:
-        """Raise InputError if the key is a file that does not exist, HostError if cosign cannot
-        sign with it.
+        """Raise InputError if the key is a file that does not exist.
+
+        Raises HostError if cosign cannot sign with it.
         """
         check_key(self.key, option, "cosign.key")
         if self.key:
             self._accept(cosign("public-key", "--key", self.key))
 
     def _accept(self, problem: str) -> None:
-        if problem:
-            hint = f"{_KEYLESS}; --sign-later signs elsewhere"
-            if self.key:
-                hint = "check the key, and COSIGN_PASSWORD, its password"
-            raise HostError(
-                f"cosign failed: {problem}", hint=_COSIGN if "unknown flag" in problem else hint
-            )
+        if not problem:
+            return
+        hint = f"{_KEYLESS}; --sign-later signs elsewhere"
+        if "unknown flag" in problem:
+            hint = _COSIGN
+        elif self.key:
+            hint = "check the key, and COSIGN_PASSWORD, its password"
+        raise HostError(f"cosign failed: {problem}", hint=hint)
 
 
 class Trust(NamedTuple):
-    """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches
-    for.
-    """
+    """Whose signatures count: a ``key``'s, or an ``identity``'s that ``issuer`` confirms."""
 
     key: str | None = None
     identity: str | None = None
@@ -156,34 +156,23 @@ class Trust(NamedTuple):
         Raises HostError if cosign can judge no signature: it is missing, it cannot read the key, or
         without a key, it does not reach Sigstore.
         """
+        words = ["--check-claims=false", "--type", kind]
+        if self.key:
+            words += ["--key", self.key, "--insecure-ignore-tlog"]
+        if self.identity:
+            words += ["--certificate-identity", self.identity]
+        if self.issuer:
+            words += ["--certificate-oidc-issuer", self.issuer]
         with tempfile.NamedTemporaryFile(prefix="primus-bundle-") as file:
             file.write(bundle)
             file.flush()
-            if self.key:
-                by = ["--key", self.key, "--insecure-ignore-tlog"]
-            else:
-                by = []
-            by += ["--certificate-identity", self.identity] if self.identity else []
-            by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
-            words = (
-                "verify-blob-attestation",
-                "--bundle",
-                file.name,
-                "--check-claims=false",
-                "--type",
-                kind,
-                *by,
-            )
-            problem = cosign(*words)
-            if problem.startswith(_UNJUDGED):
-                if self.key:
-                    hint = "name the public key, such as cosign.pub"
-                else:
-                    hint = _KEYLESS
-                raise HostError(f"cosign cannot verify signatures: {problem}", hint=hint)
-            if problem:
-                return f"its signature is not by {self.key or self.identity} (cosign: {problem})"
+            problem = cosign("verify-blob-attestation", "--bundle", file.name, *words)
+        if not problem:
             return ""
+        if problem.startswith(_UNJUDGED):
+            hint = "name the public key, such as cosign.pub" if self.key else _KEYLESS
+            raise HostError(f"cosign cannot verify signatures: {problem}", hint=hint)
+        return f"its signature is not by {self.key or self.identity} (cosign: {problem})"
 
 
 def check_key(key: str | None, option: str, example: str = "cosign.pub") -> None:
@@ -214,32 +203,36 @@ def cosign(*words: str) -> str:
 
 
 def bundles(
-    there: Repository, digest: str, about: Sequence[Mapping[str, Any]], by: Signer
+    there: Repository, digest: str, unsigned: Sequence[Mapping[str, Any]], signer: Signer
 ) -> list[Document]:
-    """Sign the statements ``about`` the image ``digest``. Returns them without those to which a
-    signature of this key is attached already.
+    """Sign the statements ``unsigned`` about the image ``digest``.
+
+    Returns them without those to which a signature of this key is attached already.
     """
     before = {_signed_by(bundle.data) for bundle in there.documents(digest, BUNDLE)}
-    signed = [
-        Document(media_type=BUNDLE, name="", data=by.bundle(statement)) for statement in about
-    ]
-    return [bundle for bundle in signed if _signed_by(bundle.data) not in before]
+    new = []
+    for content in unsigned:
+        data = signer.bundle(content)
+        if _signed_by(data) not in before:
+            new.append(Document(media_type=BUNDLE, name="", data=data))
+    return new
 
 
 def payload(bundle: bytes) -> dict[str, Any]:
-    """Return the statement in a bundle, whose signature is not verified. Raises what damaged JSON
-    raises.
+    """Return the statement in a bundle, whose signature is not verified.
+
+    Raises what damaged JSON raises.
     """
+    envelope = json.loads(bundle)["dsseEnvelope"]
     # cosign also accepts the other alphabet of base64, whose characters b64decode would skip.
-    statement: dict[str, Any] = json.loads(
-        b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True)
-    )
-    return statement
+    content: dict[str, Any] = json.loads(b64decode(envelope["payload"], validate=True))
+    return content
 
 
 def _signed_by(bundle: bytes) -> tuple[str, str]:
-    """Return the payload of a bundle and the mark of its key. Every keyless signature has a
-    certificate of its own.
+    """Return the payload of a bundle and the mark of its key.
+
+    Every keyless signature has a certificate of its own.
     """
     try:
         content = json.loads(bundle)
@@ -249,45 +242,51 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
         return "", ""
 
 
-def write_request(
-    folder: Path, ref: str, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]]
-) -> Path:
-    """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that
-    ``ref`` will name.
+class Request(NamedTuple):
+    """What is to be signed elsewhere: statements about the image ``subject``.
+
+    ``ref`` is the name that the image gets, and ``subject`` its descriptor.
     """
-    path = folder / ref.rpartition(":")[2] / _REQUEST
-    write_file(path, canonical_json({"ref": ref, "subject": subject, "statements": about}))
-    return path
+
+    ref: str
+    subject: Mapping[str, Any]
+    statements: Sequence[Mapping[str, Any]]
+
+    def write(self, folder: Path) -> Path:
+        """Write the request to a folder of the tag below ``folder``."""
+        path = folder / self.ref.rpartition(":")[2] / _REQUEST
+        write_file(path, canonical_json(self._asdict()))
+        return path
 
 
-def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
-    """Return what :func:`write_request` wrote: reference, descriptor and statements of each image.
+def requests(folder: Path) -> list[Request]:
+    """Return the requests of all images below ``folder``.
 
     Raises InputError if there is none, or if a statement is about another image or tag than its
     request.
     """
-    result = []
-    for path in sorted(folder.glob(f"*/{_REQUEST}")):
-        content: Any = read_json(path).data
-        try:
-            ref = content["ref"]
-            subject = content["subject"]
-            about = content["statements"]
-            names = {
-                (s["name"], f"sha256:{s['digest']['sha256']}")
-                for each in about
-                for s in each["subject"]
-            }
-            _, tag, _ = reference(ref, f"{path}:")
-            if subject["mediaType"] != MANIFEST_TYPE or names != {(tag, subject["digest"])}:
-                raise TypeError
-        except (KeyError, TypeError, AttributeError):
-            raise InputError(
-                "not a request of `primus publish --sign-later`", where=str(path)
-            ) from None
-        result.append((ref, subject, about))
+    result = [_read_request(path) for path in sorted(folder.glob(f"*/{_REQUEST}"))]
     if not result:
         raise InputError(
             f"nothing to sign in {folder}", hint=f"primus publish TARGET --sign-later {folder}"
         )
     return result
+
+
+def _read_request(path: Path) -> Request:
+    content: Any = read_json(path).data
+    try:
+        request = Request(content["ref"], content["subject"], content["statements"])
+        _, tag, _ = reference(request.ref, f"{path}:")
+        names = set()
+        for unsigned in request.statements:
+            for subject in unsigned["subject"]:
+                names.add((subject["name"], f"sha256:{subject['digest']['sha256']}"))
+        about = {(tag, request.subject["digest"])}
+        if request.subject["mediaType"] != MANIFEST_TYPE or names != about:
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(
+            "not a request of `primus publish --sign-later`", where=str(path)
+        ) from None
+    return request

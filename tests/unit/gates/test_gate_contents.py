@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, image_with, member
-from primus_images.cli.host.images import largest
+from primus_images.cli.host.why_size import largest
 from primus_images.errors import HostError
 from primus_images.gates import examined
 from primus_images.gates.contents import Stated, Trace, stated_in, stated_in_library

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from primus_images.release.policy import audit
+from primus_images.release.vulnerabilities import audit
 from project_kit import Kit
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -19,21 +19,16 @@ from primus_images.gates.examined import LayerFacts
 from primus_images.oci.store import digest_of
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
-from primus_images.release.documents import (
-    Licences,
-    bill,
-    cyclonedx,
-    licences,
-    listing,
-    purl,
-    statement,
-)
+from primus_images.release.bills import contents, cyclonedx, listing, purl, spdx
+from primus_images.release.documents import provenance as provenance_of
+from primus_images.release.git import Checkout
+from primus_images.release.licences import Licences, licences
 from primus_images.release.registry import plain_http
 from primus_images.versions.lock import Lock, LockedFile, load
-from tables import table_of, text_of
+from tables import text_of
 
 ROOT = Path(__file__).parents[3]
-LOCKS = sorted((ROOT / "images/locks").glob("*/*.json"))
+LOCKS = [ROOT / f"images/locks/{name}.json" for name in ("pypi/cpu", "pypi/h200", "debian/mi355x")]
 DIGEST = "sha256:" + "a" * 64
 BASES = {"pypi": "bookworm", "debian": "rocm-preview"}
 
@@ -137,12 +132,13 @@ def declared(lock: Lock) -> Licences:
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
 def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     lock = read(path)
-    document = bill(image(lock, recipes="recipes"), "c" * 40, ["README.md"], declared(lock))
+    source = Checkout("c" * 40, ["README.md"])
+    inside = contents(image(lock, recipes="recipes"), source, declared(lock))
+    document = spdx(inside)
     parsed = JsonLikeDictParser().parse(json.loads(json.dumps(document)))
     assert [m.validation_message for m in validate_full_spdx_document(parsed)] == []
     assert (
-        JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(document)))
-        is None
+        JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(inside))) is None
     )
     assert len(document["packages"]) == len(lock.files) + 2
     assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
@@ -151,10 +147,13 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
 
 def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     lock = read(ROOT / "images/locks/pypi/h200.json")
-    document = bill(image(lock), None, (), Licences())
+    inside = contents(image(lock), Checkout(None, []), Licences())
+    document = spdx(inside)
     names = {package["SPDXID"]: package for package in document["packages"]}
     kinds: dict[str, set[str]] = {}
     for relation in document["relationships"]:
+        if relation["relationshipType"] == "DESCRIBES":
+            continue
         tool = relation["relationshipType"] == "BUILD_TOOL_OF"
         package = names[relation["spdxElementId" if tool else "relatedSpdxElement"]]
         kinds.setdefault(relation["relationshipType"], set()).add(package["packageFileName"])
@@ -163,7 +162,7 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     }
     assert kinds["GENERATED_FROM"] == {"transformer_engine_torch-2.20.2.tar.gz"}
     assert any(name.startswith("g++") for name in kinds["BUILD_TOOL_OF"])
-    lines = listing(document).splitlines()
+    lines = listing(inside).splitlines()
     assert len(lines) == len(lock.files)
     assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [
         ["2.20.2", "built", "from", "licence", "not", "declared"]
@@ -171,7 +170,14 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "version", "file", "url"), table_of("release_documents.package_urls")
+    ("kind", "name", "version", "file", "url"),
+    [
+        ("wheel", "torch", "2.13.0+cpu", "t.whl", "pkg:pypi/torch@2.13.0%2Bcpu?file_name=t.whl"),
+        ("deb", "g++", "4:12-1", "g_amd64.deb", "pkg:deb/debian/g%2B%2B@4:12-1?arch=amd64"),
+        ("deb", "tzdata", "2026a", "tzdata_all.deb", "pkg:deb/debian/tzdata@2026a?arch=all"),
+        ("layer", "ubuntu-01", "sha256:x", "f.tar.gz", "pkg:oci/ubuntu-01@sha256:f0"),
+        ("git", "aiter", "0.1", "aiter.tar", "pkg:generic/aiter@0.1?checksum=sha256:f0"),
+    ],
 )
 def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -> None:
     locked = LockedFile(kind=kind, name=name, version=version, file=file, size=1, sha256="f0")  # type: ignore[arg-type]
@@ -180,7 +186,7 @@ def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -
 
 def test_provenance_names_the_commit_every_file_and_every_key() -> None:
     lock = read(ROOT / "images/locks/pypi/cpu.json")
-    provenance = statement(
+    provenance = provenance_of(
         image(lock), "c" * 40, [Document(media_type="x", name="lock.json", data=b"a")]
     )
     assert provenance["subject"] == [{"name": "v26.11-x", "digest": {"sha256": "a" * 64}}]
@@ -217,7 +223,14 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("repository", "plain"), table_of("release_documents.registries_without_tls")
+    ("repository", "plain"),
+    [
+        ("localhost:5000/a", True),
+        ("127.0.0.1:5/a", True),
+        ("localhost.example.com/a", False),
+        ("127.example.com/a", False),
+        ("docker.io/a/b", False),
+    ],
 )
 def test_only_registries_of_this_machine_are_asked_without_tls(
     repository: str, plain: bool

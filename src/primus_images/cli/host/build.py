@@ -4,9 +4,9 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-from primus_images.cli.host.common import cache_of, resolved_targets
+from primus_images.cli.host.common import resolved_targets
 from primus_images.cli.verb import answer, note
 from primus_images.gates.rules import rules_hash
 from primus_images.oci.store import Store
@@ -25,7 +25,7 @@ def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Show what a build would do, layer by layer: + build, < download from the cache, = reuse."""
+    """Show what a build would do, layer by layer: + build, = reuse."""
     plans, workspace = _planned(args)
     return _print_plans(plans, workspace.store, args, full=args.full)
 
@@ -46,7 +46,6 @@ def explain(args: argparse.Namespace) -> int:
 def build(args: argparse.Namespace) -> int:
     """Build images. Rebuilds only what changed; the last line is the manifest digest."""
     begin = time.monotonic()
-    cache = cache_of(args)
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
     for target in targets:
@@ -78,14 +77,10 @@ def build(args: argparse.Namespace) -> int:
             quiet=args.json,
             spent=spent,
         )
-        images = build_images(
-            plans, workspace, replace(options, pull=cache.pull) if cache else options
-        )
+        images = build_images(plans, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     note(args, _summary(images, seconds, spent))
-    if cache:
-        cache.push(plans, workspace)
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
     return answer(args, document, [built.image.digest for built in images])
 
@@ -93,15 +88,7 @@ def build(args: argparse.Namespace) -> int:
 def _print_plans(
     plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False
 ) -> int:
-    cache = cache_of(args)
-    missing = {
-        a.key: a for plan in plans for a in plan.layers if store.layer(a.key) is None
-    }.values()
-    if cache:
-        cached = cache.look_up(missing)
-    else:
-        cached = {}
-    outlines = [(plan, outline(store, plan, cached)) for plan in plans]
+    outlines = [(plan, outline(store, plan)) for plan in plans]
     document = [
         {"target": p.resolved.name, "ref": p.ref, "key": p.key, "layers": rows}
         | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}

@@ -3,14 +3,10 @@
 import argparse
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from primus_images.errors import InputError
 from primus_images.plan.project import Project, Workspace
 from primus_images.plan.resolve import ResolvedTarget, resolve
-
-if TYPE_CHECKING:
-    from primus_images.release.cache import Cache
 
 
 def target_names() -> Sequence[str]:
@@ -53,15 +49,3 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
     """Like :func:`resolved_target`, for verbs that take several targets."""
     project = open_project(args)
     return [resolve(project, name) for name in targets_of(project, args)], project.workspace
-
-
-def cache_of(args: argparse.Namespace) -> "Cache | None":
-    """Return the cache that the options of the cache name, if any. Raises InputError, and HostError
-    without cosign.
-    """
-    if not (args.cache or args.cache_key or args.cache_sign):
-        return None
-    # Seam "registry": most builds use no cache, and need none of the network libraries.
-    from primus_images.release.cache import Cache
-
-    return Cache.of_options(args)

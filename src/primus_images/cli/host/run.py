@@ -9,10 +9,9 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from primus_images.cli.host.common import cache_of, resolved_target
+from primus_images.cli.host.common import resolved_target
 from primus_images.cli.verb import answer, note
 from primus_images.engine.pipeline import Options, build
 from primus_images.engine.workshop import root_of_image
@@ -147,13 +146,8 @@ def validate(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _show(cells, resolved, args)
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-    cache = cache_of(args)
-    if cache:
-        options = replace(options, pull=cache.pull)
     (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
     workspace.stats.save()
-    if cache:
-        cache.push([built.image.plan], workspace)
     validated = validate_cells(
         built.image.plan,
         workspace,

@@ -1,0 +1,214 @@
+"""`primus bump`: pins moved to newer versions, and their locks, as one commit."""
+
+import argparse
+import calendar
+import difflib
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.version import Version
+
+from primus_images.cli.host.common import open_project
+from primus_images.cli.host.lock import compare, resolved_or_all, summary
+from primus_images.cli.verb import answer
+from primus_images.errors import HostError, InputError, nearest
+from primus_images.files import write_file
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import lock_target, resolve
+from primus_images.progress import choose_progress
+from primus_images.release.bump import Moves, Outlooks, edit, named, trial
+from primus_images.release.git import checkout
+from primus_images.schema import notes_of
+from primus_images.versions.components import Component, Versions
+from primus_images.versions.lock import Lock, Shared, dumps
+from primus_images.waits import answer_of
+
+
+class _Relocked(NamedTuple):
+    name: str
+    old: Lock
+    new: Lock
+
+
+def bump(args: argparse.Namespace) -> int:
+    """Move pins to the newest version that fits the other pins, or to VERSION, and lock.
+
+    Held trains move together.
+    """
+    args.target = []
+    project = open_project(args)
+    if args.release:
+        _require_later(args.release, project.versions.release)
+    with answer_of("the Python indexes"):
+        moves = _moves(args)
+    old = (project.root / "versions.yaml").read_text(encoding="utf-8")
+    new = edit(old, project.versions_document, project.versions.components, moves)
+    if args.release:
+        dated = project.versions.supported_until is not None
+        new = _begin(new, args.release, datetime.now(tz=UTC).date(), dated=dated)
+    locks = _relock(project, new, quiet=args.json)
+    message = ""
+    lines = ["nothing moves: pins are as named, or the newest that fit"]
+    if new != old:
+        message = _message(project.versions.components, moves, args.release)
+        lines = [*_difference(old, new), *map(_summary, locks), "", message]
+    changes = []
+    for relocked in locks:
+        rows = [change._asdict() for change in compare(relocked.old, relocked.new)]
+        changes.append({"lock": relocked.name, "changes": rows})
+    answer(args, {"moves": named(moves), "locks": changes, "message": message}, lines)
+    if new != old and (args.write or args.commit):
+        texts = {"versions.yaml": new}
+        for relocked in locks:
+            texts[relocked.name] = dumps(relocked.new)
+        if args.commit:
+            _require_committed(project.root, texts)
+        for name, text in texts.items():
+            write_file(project.root / name, text)
+        if args.commit:
+            _commit(project.root, list(texts), message)
+    return 0
+
+
+def _require_later(name: str, current: str) -> None:
+    pattern = notes_of(Versions)["release"]["pattern"]
+    if not re.fullmatch(pattern, name) or Version(name) <= Version(current):
+        raise InputError(
+            f"--release {name!r} is not the name of a release after the current one, {current}",
+            hint=f"its form is vYY.N, like {current}, and it must be later; to "
+            "go back to an earlier one, edit `release` in versions.yaml",
+        )
+
+
+def _moves(args: argparse.Namespace) -> Moves:
+    outlooks = Outlooks(resolved_or_all(args))
+    names = list(dict.fromkeys(name for name, _ in outlooks.uses))
+    moves: Moves = {}
+    for name, version in list(_requested(args, names)):
+        # After those that moved already, so that all of them fit each other.
+        moves = _moved(outlooks, name, version, moves)
+    return moves
+
+
+def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the components to move, each with the version that is asked for, if any."""
+    if not args.component:
+        if not args.release:
+            yield from ((name, None) for name in names)
+        return
+    seen = set()
+    for word in args.component:
+        name, equals, version = word.replace("==", "=").partition("=")
+        if equals and not version:
+            raise InputError(
+                f"{name}= names no version",
+                hint=f"{name} takes the newest that fits, {name}=VERSION a certain one",
+            )
+        if name in seen:
+            raise InputError(f"{name} is named twice", hint="name one version of it")
+        if name not in names:
+            raise InputError(
+                f"no pin of a Python index is called {name!r}{nearest(name, names)}",
+                hint="primus outdated --json lists those that can be moved",
+            )
+        seen.add(name)
+        yield name, version or None
+
+
+def _moved(outlooks: Outlooks, name: str, version: str | None, moves: Moves) -> Moves:
+    """Return ``moves`` with those of one component."""
+    found = False
+    targets: list[str] = []
+    places = [place for place in outlooks.uses if place[0] == name]
+    if version is None:
+        places = [place for place in places if place not in moves]
+    for place in places:
+        outlook = outlooks.of(place, version, moves)
+        if outlook.error:
+            raise HostError(
+                f"{name}: {outlook.error}", hint="name the components that can be moved"
+            )
+        found = found or outlook.compatible is not None
+        targets += outlook.targets
+        moves = outlook.moves or moves
+    if version and not found:
+        raise InputError(
+            f"no index offers {name} {version} for {', '.join(targets)}",
+            hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and "
+            "fits what it `follows`",
+        )
+    return moves
+
+
+def _begin(text: str, name: str, today: date, *, dated: bool) -> str:
+    """Return the text of versions.yaml with a new release, which begins today."""
+    if not dated:
+        text = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", text, count=1)
+    entries = {"release": name, "created": today, "supported_until": _six_months_after(today)}
+    for key, value in entries.items():
+        text = re.sub(rf"(?m)^{key}:[^#\n]*?( +#.*)?$", rf"{key}: {value}\1", text, count=1)
+    return text
+
+
+def _six_months_after(day: date) -> date:
+    year = day.year + (day.month > 6)
+    month = (day.month + 5) % 12 + 1
+    _, last = calendar.monthrange(year, month)
+    return day.replace(year=year, month=month, day=min(day.day, last))
+
+
+def _relock(project: Project, text: str, *, quiet: bool) -> list[_Relocked]:
+    """Resolve the locks that are stale with ``text`` as versions.yaml, and write none."""
+    locks = []
+    shared: Shared = {}
+    with trial(project.root, text) as tried, choose_progress(quiet) as progress:
+        for name in tried.target_names():
+            resolved = resolve(tried, name)
+            if resolved.lock and resolved.stale:
+                new = lock_target(resolved, progress, shared)
+                locks.append(_Relocked(resolved.lock_name, resolved.lock, new))
+    return locks
+
+
+def _difference(old: str, new: str) -> Iterator[str]:
+    lines = (old.split("\n"), new.split("\n"))
+    return difflib.unified_diff(*lines, "old", "versions.yaml", n=0, lineterm="")
+
+
+def _summary(relocked: _Relocked) -> str:
+    return summary(relocked.name, relocked.new, compare(relocked.old, relocked.new))
+
+
+def _message(components: Mapping[str, Component], moves: Moves, release: str | None) -> str:
+    lines = []
+    for (name, number), version in moves.items():
+        lines.append(f"{name} {components[name].pins[number].version} → {version}")
+    if not release and len(lines) == 1:
+        return f"Bump {lines[0]}"
+    title = f"Begin {release}" if release else f"Bump {len(lines)} pins"
+    if not lines:
+        return title
+    return "\n".join([title, "", *lines])
+
+
+def _require_committed(root: Path, texts: Mapping[str, str]) -> None:
+    edited = sorted(set(texts) & set(checkout(root).edited))
+    if edited:
+        raise InputError(
+            f"{', '.join(edited)} was changed and not committed",
+            hint="commit it first, or --write",
+        )
+
+
+def _commit(root: Path, names: Sequence[str], message: str) -> None:
+    command = ["git", "-C", str(root), "commit", "-qm", message, "--", *names]
+    done = subprocess.run(command, capture_output=True, errors="replace", check=False)
+    if done.returncode:
+        raise HostError(
+            f"git does not commit: {done.stderr.strip()}",
+            hint="the files are written; commit them",
+        )

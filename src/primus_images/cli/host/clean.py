@@ -1,0 +1,63 @@
+"""`primus clean`: what of the store and the workspace can go."""
+
+import argparse
+from collections.abc import Collection
+
+from primus_images.cli.host.common import open_project
+from primus_images.cli.verb import answer
+from primus_images.errors import InputError, did_you_mean
+from primus_images.plan.project import Project
+from primus_images.terminal import Screen, bytes_text
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Free disk space: remove what no image, lock or last build needs."""
+    # Seam "upkeep": the engine is slow to import.
+    from primus_images.engine.upkeep import find_waste, remove
+
+    project = open_project(args)
+    store = project.workspace.store
+    with project.workspace.alone():
+        _require_images(args.image, store.images())
+        needed = _locked_files(project)
+        waste = find_waste(project.workspace, needed, without=args.image, caches=args.caches)
+        if not args.dry_run:
+            for name in set(args.image):
+                store.untag(name)
+            remove(waste)
+    size = sum(item.size for item in waste)
+    rows = []
+    table = []
+    for item in waste:
+        rows.append({"kind": item.kind, "number": len(item.paths), "bytes": item.size})
+        table.append((item.kind, f"{len(item.paths):,}", bytes_text(item.size)))
+    lines = ["nothing to remove"]
+    if waste:
+        verb = "would free" if args.dry_run else "freed"
+        lines = Screen.of().table(table, head=("what", "number", "size"), right=(1, 2))
+        lines.append(f"{verb} {bytes_text(size)}")
+    document = {
+        "removed": not args.dry_run,
+        "images": sorted(set(args.image)),
+        "waste": rows,
+        "bytes": size,
+    }
+    return answer(args, document, lines)
+
+
+def _require_images(names: Collection[str], images: Collection[str]) -> None:
+    for name in names:
+        if name not in images:
+            listed = ", ".join(sorted(images)) or "none"
+            hint = did_you_mean(name, images) or f"images: {listed}"
+            raise InputError(f"the store has no image called {name!r}", hint=hint)
+
+
+def _locked_files(project: Project) -> set[str]:
+    """Return the hashes of the files in all locks."""
+    hashes = set()
+    for path in sorted((project.root / "images" / "locks").glob("*/*.json")):
+        lock = project.lock(path)
+        if lock:
+            hashes |= {file.sha256 for file in lock.files}
+    return hashes

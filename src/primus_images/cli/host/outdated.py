@@ -1,0 +1,48 @@
+"""`primus outdated`: pins that have newer versions."""
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+
+from primus_images.cli.host.lock import resolved_or_all
+from primus_images.cli.verb import answer
+from primus_images.errors import HostError
+from primus_images.release.bump import Outlook, Outlooks
+from primus_images.terminal import Screen, counted
+from primus_images.waits import answer_of
+
+_HEAD = ("component", "channel", "targets", "pinned", "compatible", "newest")
+
+
+def outdated(args: argparse.Namespace) -> int:
+    """List the pins that have newer versions, and the newest that fits the other pins."""
+    outlooks = Outlooks(resolved_or_all(args))
+    with answer_of("the Python indexes"), ThreadPoolExecutor(4) as pool:
+        pins = list(pool.map(outlooks.of, outlooks.uses))
+    movable = [outlook for outlook in pins if outlook.newest or outlook.error]
+    screen = Screen.of()
+    lines = screen.table([_row(outlook) for outlook in movable], head=_HEAD)
+    current = counted(len(pins) - len(movable), "pin")
+    lines.append(f"{current} of {len(pins)} at the newest version")
+    reasons = [f"{outlook.component}: {outlook.behind}" for outlook in movable if outlook.behind]
+    for reason in dict.fromkeys(reasons):
+        lines += screen.wrap(reason, hanging="  ")
+    document = [{**outlook._asdict(), "moves": outlook.versions} for outlook in pins]
+    answer(args, document, lines)
+    if any(outlook.error for outlook in pins):
+        return HostError.exit_code
+    return 0
+
+
+def _row(outlook: Outlook) -> tuple[str, ...]:
+    best = outlook.error or outlook.compatible or "–"
+    others = [name for name in outlook.versions if name != outlook.component]
+    if others:
+        best += f" (with {', '.join(others)})"
+    return (
+        outlook.component,
+        outlook.channel,
+        ", ".join(outlook.targets),
+        outlook.pinned,
+        best,
+        outlook.newest or "–",
+    )

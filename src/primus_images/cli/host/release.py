@@ -1,0 +1,53 @@
+"""`primus release`: an image for other tools."""
+
+import argparse
+
+from primus_images.cli.host.common import open_project
+from primus_images.cli.verb import answer
+from primus_images.errors import InputError
+from primus_images.files import write_file
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.release.history import IMAGE
+from primus_images.release.mad import mad_files
+from primus_images.release.registry import require_repository
+
+
+def release(args: argparse.Namespace) -> int:
+    """Write what madengine needs to train the recipes of an image."""
+    project = open_project(args)
+    target = _built_target(project, args.target)
+    if args.folder.exists() and any(args.folder.iterdir()):
+        raise InputError(f"{args.folder} is not empty", hint="name a new folder")
+    require_repository(args.repository or f"docker.io/{IMAGE}", "--from")
+    # podman reads no name with both a tag and a digest.
+    digest = project.workspace.store.images()[target.ref]["digest"]
+    reference = f"{args.repository or IMAGE}@{digest}"
+    paths = []
+    for name, text in mad_files(target, reference).items():
+        path = args.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+        paths.append(str(path))
+    document = {"image": reference, "files": paths}
+    return answer(args, document, [reference, *(f"  → {path}" for path in paths)])
+
+
+def _built_target(project: Project, requested: str | None) -> ResolvedTarget:
+    """Return the target ``requested``, or the only one whose image the store has."""
+    names = [requested] if requested else project.target_names()
+    images = project.workspace.store.images()
+    targets = [resolve(project, name) for name in names]
+    built = [target for target in targets if target.ref in images]
+    pinned = project.versions.release
+    if not built:
+        raise InputError(
+            f"the store has no such image of {pinned}",
+            hint=f"primus build {requested or 'TARGET'}",
+        )
+    if len(built) > 1:
+        listed = ", ".join(target.name for target in built)
+        raise InputError(
+            f"the store has images for {listed} of {pinned}", hint="choose one with --target"
+        )
+    return built[0]

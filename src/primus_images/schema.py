@@ -89,12 +89,12 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: Mapping[str, A
         return _value(inner, data, doc, key, meta)
     if dataclasses.is_dataclass(hint):
         return _dataclass(cast(type, hint), data, doc, key)
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(data, list):
             raise _wrong("a list", data, doc, key)
         if len(data) < meta.get("least", 0):
             raise InputError(f"{key[-1]} is an empty list", where=doc.where(key), hint=meta["doc"])
-        return tuple(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
+        return origin(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
     if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise _wrong("a mapping", data, doc, key)

@@ -1,29 +1,28 @@
 """Run all gates on an image, and decide whether a build may name it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from primus_images.errors import CheckFailed
-from primus_images.gates.examined import Examined, GateReport
+from primus_images.gates.examined import Examined, Finding, GateReport
 from primus_images.gates.rules import gates
-from primus_images.gates.rules.coverage import gpu_libraries
+from primus_images.gates.rules.coverage import GpuLibrary, gpu_libraries
 from primus_images.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
 _PASSED = Styled("✓", "green")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
-    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, with the targets
-    of their code.
-    """
+    """The verdict of the gates on one image, and its GPU libraries."""
 
     target: str
     ref: str
     digest: str
-    reports: tuple[GateReport, ...]
-    libraries: tuple[dict[str, Any], ...] = ()
+    reports: Sequence[GateReport]
+    libraries: Sequence[GpuLibrary] = ()
 
     @property
     def passed(self) -> bool:
@@ -32,26 +31,22 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as JSON data, for ``--json`` and for evidence."""
-        gates = [{**asdict(report), "passed": report.passed} for report in self.reports]
-        fields = {
+        return {
             "target": self.target,
             "ref": self.ref,
             "digest": self.digest,
             "passed": self.passed,
+            "gates": [{**asdict(report), "passed": report.passed} for report in self.reports],
+            "libraries": [library._asdict() for library in self.libraries],
         }
-        return {**fields, "gates": gates, "libraries": list(self.libraries)}
 
 
 def judge(examined: Examined) -> Outcome:
     """Run every gate on an image."""
-    image = examined.image
-    return Outcome(
-        target=image.plan.resolved.name,
-        ref=image.plan.ref,
-        digest=image.digest,
-        reports=tuple(replace(gate.judge(examined), gate=name) for name, gate in gates().items()),
-        libraries=tuple(library._asdict() for library in gpu_libraries(examined)),
-    )
+    plan = examined.image.plan
+    reports = [replace(gate.judge(examined), gate=name) for name, gate in gates().items()]
+    libraries = gpu_libraries(examined)
+    return Outcome(plan.resolved.name, plan.ref, examined.image.digest, reports, libraries)
 
 
 def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
@@ -59,23 +54,34 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
-        # A gate that passed with a warning, such as a key in a published package, must not look
-        # like a clean one.
-        warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
-        sign = screen.paint(
-            _SIGNS["warning"] if warned else _PASSED if report.passed else _SIGNS["error"]
-        )
-        lines += screen.wrap(
-            report.summary, f"  {sign} {report.gate:<{width}}  ", " " * (width + 6)
-        )
+        sign = screen.paint(_sign_of(report))
+        head = f"  {sign} {report.gate:<{width}}  "
+        lines += screen.wrap(report.summary, head, " " * (width + 6))
         for finding in report.findings:
-            inside = finding.layer and finding.path
-            place = " ".join(filter(None, (finding.layer, ("/" if inside else "") + finding.path)))
             sign = screen.paint(_SIGNS[finding.severity])
-            lines += screen.wrap(
-                f"{place + ': ' if place else ''}{finding.message}", f"      {sign} ", " " * 8
-            )
+            lines += screen.wrap(_sentence_of(finding), f"      {sign} ", " " * 8)
     return "\n".join(lines)
+
+
+def _sign_of(report: GateReport) -> Styled:
+    severities = {finding.severity for finding in report.findings}
+    # A gate that passed with a warning, such as a key in a published package, must not look like a
+    # clean one.
+    for severity in ("error", "warning"):
+        if severity in severities:
+            return _SIGNS[severity]
+    return _PASSED
+
+
+def _sentence_of(finding: Finding) -> str:
+    place = finding.layer
+    if finding.layer and finding.path:
+        place = f"{finding.layer} /{finding.path}"
+    elif finding.path:
+        place = finding.path
+    if place:
+        return f"{place}: {finding.message}"
+    return finding.message
 
 
 def admit(examined: Examined) -> tuple[str, ...]:
@@ -90,15 +96,14 @@ def admit(examined: Examined) -> tuple[str, ...]:
             f"{plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
             hint="only an image of a preview channel may fail one",
         )
-    return tuple(_sentence(report) for report in outcome.reports if not report.passed)
+    return tuple(_summary_of(report) for report in outcome.reports if not report.passed)
 
 
-def _sentence(report: GateReport) -> str:
+def _summary_of(report: GateReport) -> str:
     first, *others = report.errors
-    more = ""
+    message = first.message
+    if first.path:
+        message = f"{first.path}: {message}"
     if others:
-        more = f" (and {len(others)} more)"
-    return (
-        f"{report.gate}: {report.summary}; "
-        f"{first.path + ': ' if first.path else ''}{first.message}{more}"
-    )
+        message += f" (and {len(others)} more)"
+    return f"{report.gate}: {report.summary}; {message}"

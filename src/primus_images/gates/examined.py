@@ -1,5 +1,4 @@
-"""The input of a gate, an image with the facts about its layers, and its output, a report with
-findings.
+"""The input of a gate, an image with facts about its layers, and its output, a report.
 
 Facts are collected in one pass over the files of a layer, while the layer is written. They depend
 only on the layer's bytes and on the rules, so they are cached by its digest and the hash of this
@@ -19,7 +18,7 @@ from typing import IO, Literal, NamedTuple
 from primus_images.errors import InputError
 from primus_images.files import read_sealed, write_sealed
 from primus_images.gates import contents
-from primus_images.gates.contents import Code, Library, Stated, Trace, code_in, library_of
+from primus_images.gates.contents import Code, Library, Stated, Trace
 from primus_images.gates.rules import rules_hash
 from primus_images.oci.layer import reference, walk
 from primus_images.oci.store import Layer
@@ -37,29 +36,30 @@ _IN_MEMORY = 16 << 20
 Severity = Literal["error", "warning", "note"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LayerFacts:
-    """Facts about a layer. ``folders`` maps each folder to the bytes of its files, ``unreadable``
-    paths to reasons. ``copyrights`` maps Debian packages to the text about their licences, or to a
-    package with the same one.
+    """Facts about a layer.
+
+    ``folders`` maps each folder to the bytes of its files, ``unreadable`` paths to reasons.
+    ``copyrights`` maps Debian packages to the text about their licences, or to a package with the
+    same one.
     """
 
-    folders: Mapping[str, int] = field(default_factory=dict)
-    code: tuple[Code, ...] = ()
-    libraries: tuple[Library, ...] = ()
-    stated: tuple[Stated, ...] = ()
-    traces: tuple[Trace, ...] = ()
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    copyrights: Mapping[str, str] = field(default_factory=dict)
+    folders: dict[str, int] = field(default_factory=dict)
+    code: list[Code] = field(default_factory=list)
+    libraries: list[Library] = field(default_factory=list)
+    stated: list[Stated] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    copyrights: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """One sentence about one thing. An ``error`` fails the gate. ``layer`` and ``path`` may be
-    empty.
+    """One sentence about one thing. An ``error`` fails the gate.
 
-    ``path`` is a path in the image without a leading slash or, for gates that judge the pins,
-    ``file:line:col`` of the project.
+    ``layer`` and ``path`` may be empty. ``path`` is a path in the image without a leading slash or,
+    for gates that judge the pins, ``file:line:col`` of the project.
     """
 
     severity: Severity
@@ -70,13 +70,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class GateReport:
-    """One gate's result. ``summary`` states briefly what was examined, so that an empty list of
-    findings is not misread. ``gate`` is the gate's name, which
-    :func:`primus_images.gates.check.judge` adds.
+    """One gate's result.
+
+    ``summary`` states briefly what was examined, so that an empty list of findings is not misread.
+    ``gate`` is the gate's name, which :func:`primus_images.gates.check.judge` adds.
     """
 
     summary: str
-    findings: tuple[Finding, ...] = ()
+    findings: Sequence[Finding] = ()
     gate: str = ""
 
     @property
@@ -91,9 +92,7 @@ class GateReport:
 
 
 class Examined(NamedTuple):
-    """An image, the facts about its layers by name (bottom first), and the workspace with its
-    store.
-    """
+    """An image, the facts about its layers by name (bottom first), and its workspace."""
 
     image: Composed
     facts: Mapping[str, LayerFacts]
@@ -108,55 +107,52 @@ class Examined(NamedTuple):
 def observe(
     members: Iterable[Member], machine_paths: Sequence[bytes] = (), scratch: Path | None = None
 ) -> LayerFacts:
-    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file
-    may contain. Large files are copied to the folder ``scratch``, or to that for temporary files.
+    """Examine every member once.
+
+    ``machine_paths`` are paths of the build machine, which no file may contain. Large files are
+    copied to the folder ``scratch``, or to that for temporary files.
     """
-    folders: dict[str, int] = {}
-    code = list[Code]()
-    libraries = list[Library]()
-    stated = list[Stated]()
-    traces = list[Trace]()
-    unreadable = dict[str, str]()
-    copyrights = dict[str, str]()
+    facts = LayerFacts()
     for member in members:
-        path = member.path
-        size = member.size
-        traces += contents.path_traces(path, member.kind)
-        documented = contents.NAMES["copyright"].fullmatch(path)
-        if documented and member.kind == "symlink" and not documented[2]:
-            copyrights[documented[1]] = member.link.rpartition("/")[2]
-        if member.kind != "file":
-            continue
-        folder = path.rpartition("/")[0]
-        folders[folder] = folders.get(folder, 0) + size
-        with _contents(member, scratch) as (stream, data):
-            traces += contents.traces_in(path, data, machine_paths)
-            is_elf = data[:4] == contents.ELF
-            try:
-                code += filter(None, [code_in(path, stream, size)])
-                if is_elf:
-                    libraries += filter(None, [library_of(path, stream, size)])
-                    stated += contents.stated_in_library(path, data)
-            except ValueError as error:
-                unreadable[path] = str(error)
-            is_text = size <= _TEXT_SIZE and (
-                documented or contents.states_versions(path) or contents.reads_text(path)
-            )
-            if is_text and not is_elf:
-                text = data[:].decode("utf-8", "replace")
-                stated += contents.stated_in(path, text)
-                traces += contents.text_traces(path, text)
-                if documented and documented[2]:
-                    copyrights[documented[1]] = text
-    return LayerFacts(
-        folders=folders,
-        code=tuple(code),
-        libraries=tuple(libraries),
-        stated=tuple(stated),
-        traces=tuple(traces),
-        unreadable=unreadable,
-        copyrights=copyrights,
-    )
+        folder, _, name = member.path.rpartition("/")
+        facts.traces += contents.path_traces(member.path, member.kind)
+        if member.kind == "symlink" and folder == "usr/share/doc":
+            facts.copyrights[name] = member.link.rpartition("/")[2]
+        if member.kind == "file":
+            facts.folders[folder] = facts.folders.get(folder, 0) + member.size
+            with _contents(member, scratch) as (stream, data):
+                facts.traces += contents.traces_in(member.path, data, machine_paths)
+                _observe_file(facts, member, stream, data)
+    return facts
+
+
+def _observe_file(facts: LayerFacts, member: Member, stream: IO[bytes], data: bytes | mmap) -> None:
+    path = member.path
+    is_elf = data[:4] == contents.ELF
+    try:
+        code = contents.code_in(path, stream, member.size)
+        if code is not None:
+            facts.code.append(code)
+        if is_elf:
+            library = contents.library_of(path, stream, member.size)
+            if library is not None:
+                facts.libraries.append(library)
+            facts.stated += contents.stated_in_library(path, data)
+    except ValueError as error:
+        facts.unreadable[path] = str(error)
+    if not is_elf and member.size <= _TEXT_SIZE:
+        _observe_text(facts, path, data)
+
+
+def _observe_text(facts: LayerFacts, path: str, data: bytes | mmap) -> None:
+    copyright_file = contents.named("copyright", path)
+    if not (copyright_file or contents.states_versions(path) or contents.may_hold_login(path)):
+        return
+    text = data[:].decode("utf-8", "replace")
+    facts.stated += contents.stated_in(path, text)
+    facts.traces += contents.login_in(path, text)
+    if copyright_file:
+        facts.copyrights[copyright_file["package"]] = text
 
 
 @contextlib.contextmanager
@@ -174,30 +170,34 @@ def _contents(member: Member, scratch: Path | None) -> Iterator[tuple[IO[bytes],
 
 
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:
-    """Return the paths of this machine that no image may contain, but not those that folders of an
-    image may have.
+    """Return the paths of this machine that no image may contain.
+
+    Those that folders of an image may have are not among them.
     """
     paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
 
 
 def _cache_path(workspace: Workspace, layer: Layer) -> Path:
-    return workspace.facts / f"{layer.blob.digest.removeprefix('sha256:')}-{rules_hash()[:16]}.json"
+    digest = layer.blob.digest.removeprefix("sha256:")
+    return workspace.facts / f"{digest}-{rules_hash()[:16]}.json"
 
 
 def save(workspace: Workspace, layer: Layer, facts: LayerFacts) -> None:
-    """Write the facts about the layer to the cache. Failures are ignored: the next check reads the
-    blob.
+    """Write the facts about the layer to the cache.
+
+    Failures are ignored: the next check reads the blob.
     """
     path = _cache_path(workspace, layer)
     with contextlib.suppress(OSError, InputError):
-        for old in path.parent.glob(path.name.partition("-")[0] + "-*"):
-            old.unlink(missing_ok=True)
+        digest = path.name.partition("-")[0]
+        for of_other_rules in path.parent.glob(f"{digest}-*"):
+            of_other_rules.unlink(missing_ok=True)
         write_sealed(path, asdict(facts))
 
 
 def examine_layer(workspace: Workspace, name: str, layer: Layer, progress: Progress) -> LayerFacts:
-    """Return the layer's facts: from the cache, or by reading the blob, whose digest is verified.
+    """Return the layer's facts: from the cache, or from the blob, whose digest is verified.
 
     Raises HostError if the blob cannot be read or is damaged.
     """
@@ -222,8 +222,9 @@ def examine_image(image: Composed, workspace: Workspace, progress: Progress) -> 
 
 
 def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
-    """Examine the stored image of the plan. Raises InputError if the store does not hold exactly
-    this image.
+    """Examine the stored image of the plan.
+
+    Raises InputError if the store does not hold exactly this image.
     """
     image = stored(workspace.store, plan)
     if image is None:

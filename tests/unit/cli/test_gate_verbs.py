@@ -49,7 +49,7 @@ def test_a_clean_image_passes_and_says_what_was_looked_at(kit: Kit) -> None:
     for gate, summary in {
         "coherence": "no package of the ROCm train",
         "coverage": "no GPU architecture to cover",
-        "litter": "secrets, apt settings, caches, build paths",
+        "litter": "secrets, logins, caches, build paths",
     }.items():
         assert re.search(rf"✓ {gate} +{summary}", result.out)
     assert kit.primus("check", "--all").code == 2, "other is not built"
@@ -154,7 +154,7 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     )
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     lines = [
-        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a "
+        "  ✗ litter: secrets, logins, caches, build paths; opt/beta/env: secret: a "
         "Hugging Face token",
         "  ✗ budget: ",
     ]

@@ -24,7 +24,7 @@ from primus_images.oci.tar import Entry
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.sandbox.container import LayerRef
-from tables import table_of, text_of
+from tables import text_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 # Put together here, so that no scanner takes this file for a leak.
@@ -76,7 +76,7 @@ def test_versions_that_equal_the_lock_pass() -> None:
     report = versions_inside(
         [layer], wheels={"a": "1.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4+abc"}
     )
-    assert report.findings == ()
+    assert report.findings == []
     assert report.summary == "1 wheel, 1 deb, 1 header"
 
 
@@ -134,22 +134,12 @@ def test_a_library_states_its_version(path: str, text: bytes, name: str, version
     assert versions == ([(name, version)] if name else [])
 
 
-def test_a_component_inside_anothers_files_is_compared_with_what_the_library_states() -> None:
+def test_a_library_states_the_version_of_a_component() -> None:
     layer = ("l", [stated("library", "rccl", "2.29.1"), stated("library", "hipblaslt", "1.2")])
-    report = versions_inside(
-        [layer],
-        wheels={},
-        debs={},
-        components={"rccl": "2.30.4", "hipblaslt": "1.2.2"},
-        inside={
-            "rccl": "rocm-sdk-libraries",
-            "hipblaslt": "libhipblaslt1",
-            "miopen": "rocm-sdk-libraries",
-        },
-    )
+    pins = {"rccl": "2.30.4", "hipblaslt": "1.2.2", "miopen": "3.5"}
+    report = versions_inside([layer], wheels={}, debs={}, components=pins)
     assert [(f.severity, f.message) for f in report.findings] == [
         ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
-        ("note", "miopen is pinned inside rocm-sdk-libraries, and no file of it states a version"),
     ]
 
 
@@ -206,7 +196,15 @@ def test_programs_modules_and_own_copies_share_no_name() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "rule"),
     [
-        *table_of("gate_contents.litter"),
+        ("etc/pip.conf", "[global]\nindex-url = https://user:secret@host/simple\n", "credentials"),
+        ("root/.netrc", "machine h login u password p\n", "credentials"),
+        ("etc/apt/auth.conf.d/x.conf", "machine h login u password p\n", "credentials"),
+        ("opt/x.py", "# /tmp/pip-req-build-8x3k/src\n", "build path"),
+        ("opt/x.py", "# /srv/build/tree/file\n", "build path"),
+        ("var/lib/apt/lists/host_dists", "x", "cache"),
+        ("root/.cache/pip/http/a", "x", "cache"),
+        ("home/u/.cache/uv/a", "x", "cache"),
+        ("tmp/left", "x", "cache"),
         ("opt/x.env", f"TOKEN={TOKEN}\n", "secret"),
     ],
 )
@@ -220,7 +218,10 @@ def test_litter_is_found(path: str, text: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        *table_of("gate_contents.no_litter"),
+        ("etc/pip.conf", "[global]\nindex-url = https://host/simple\n"),
+        ("opt/x.py", "open('/home/user/data') # /tmp/x, /tmp/pipeline\n"),
+        ("var/lib/apt/lists/lock", ""),
+        ("usr/share/doc/pip/copyright", "x"),
         (
             "opt/x.py",
             "hf_"
@@ -290,7 +291,7 @@ def judged(**layers: tuple[str, Sequence[Trace]]) -> GateReport:
     folder = Path("/home/me/project/.primus")
     image = SimpleNamespace(
         image=SimpleNamespace(plan=SimpleNamespace(layers=actions), config=b"{}"),
-        facts={name: LayerFacts(traces=tuple(seen)) for name, (_, seen) in layers.items()},
+        facts={name: LayerFacts(traces=list(seen)) for name, (_, seen) in layers.items()},
         workspace=SimpleNamespace(folder=folder, store=SimpleNamespace(root=folder / "store")),
     )
     return litter.judge(image)  # type: ignore[arg-type]
@@ -310,7 +311,17 @@ def test_published_packages_warn_where_our_own_files_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "kind", "seen", "fails"), table_of("gate_contents.files_of_the_maker")
+    ("layer", "kind", "seen", "fails"),
+    [
+        # compiled in the source that was built
+        ("built", "wheels", "/home/maker/dk/kernel", False),
+        # of this machine
+        ("built", "wheels", "/home/me/project/parts/x.cpp", True),
+        # of the build
+        ("built", "wheels", "/root/x.cpp", True),
+        ("primus", "files", "/home/maker/dk/kernel", True),
+        ("torch", "wheels", "/home/maker/dk/kernel", False),
+    ],
 )
 def test_a_source_may_bring_compiled_files_of_its_maker(
     layer: str, kind: str, seen: str, fails: bool

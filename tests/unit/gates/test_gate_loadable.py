@@ -6,8 +6,7 @@ import pytest
 from gpu_files import elf, image_with
 from primus_images.gates.contents import Library, library_of
 from primus_images.gates.examined import Finding, LayerFacts
-from primus_images.gates.rules.loadable import judge, toolkit_of
-from tables import table_of
+from primus_images.gates.rules.loadable import cuda_versions, judge
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))
@@ -20,12 +19,25 @@ def findings(*files: tuple[str, bytes]) -> Sequence[Finding]:
         library = library_of(path, io.BytesIO(data), len(data))
         assert library is not None
         libraries.append(library)
-    return judge(image_with({"one": LayerFacts(libraries=tuple(libraries))})).findings
+    return judge(image_with({"one": LayerFacts(libraries=libraries)})).findings
 
 
-@pytest.mark.parametrize(("path", "toolkits"), table_of("gate_loadable.a_path_names_its_toolkit"))
-def test_a_path_names_its_toolkit(path: str, toolkits: dict[str, list[int]]) -> None:
-    assert toolkit_of(path) == {name: {*versions} for name, versions in toolkits.items()}
+@pytest.mark.parametrize(
+    ("path", "versions"),
+    [
+        ("a/nvidia_cutlass_dsl/cu12/lib/libx.so", {12}),
+        ("a/_cutlass_ir.cu13.cpython-311-x86_64-linux-gnu.so", {13}),
+        ("a/libbitsandbytes_cuda118.so", {11}),
+        ("usr/local/cuda-12.4/lib/libx.so", {12}),
+        ("cu12/cu13/libx.so", {12, 13}),
+        ("a/libcudart.so.13", set()),
+        ("a/libcusparse.so.12", set()),
+        ("a/_C_cutlass_90a.abi3.so", set()),
+        ("a/libacu12.so", set()),
+    ],
+)
+def test_a_path_names_its_cuda(path: str, versions: set[int]) -> None:
+    assert cuda_versions(path) == versions
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from packaging.version import Version
 
 from primus_images.errors import CheckFailed
 from primus_images.gates.contents import PATTERNS
-from primus_images.gates.examined import Examined, Finding, GateReport, Severity
+from primus_images.gates.examined import Examined, Finding, GateReport
 from primus_images.plan.resolve import ResolvedTarget
-from primus_images.terminal import some
-from primus_images.versions.lock import name_of, normalised, upstream
+from primus_images.terminal import counted, some
+from primus_images.versions.lock import LockedFile, name_of, normalised, upstream
 
-_SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Names and versions of packages of the ROCm train.
 _TRAIN = {name: re.compile(pattern) for name, pattern in PATTERNS["train"].items()}
+_ARCH_PREFIXES = {"cu": "sm_", "rocm": "gfx"}
 
 
 class Package(NamedTuple):
@@ -35,27 +35,35 @@ class Package(NamedTuple):
         """The ROCm version in the package's version; None if there is none."""
         if self.kind == "wheel":
             return rocm_version(self.name, self.version)
-        return _parsed(
-            _TRAIN["debs"].fullmatch(self.name) and _TRAIN["own"].match(upstream(self.version))
-        )
+        if _TRAIN["debs"].fullmatch(self.name):
+            return _version_of(_TRAIN["own"].match(upstream(self.version)))
+        return None
+
+    @property
+    def stem(self) -> str:
+        """The name of a Debian library package without the number of its soname."""
+        return _TRAIN["soname"].sub("", self.name)
+
+
+class _OfTrain(NamedTuple):
+    """A package of the ROCm train, and its ROCm version."""
+
+    package: Package
+    rocm: Version
 
 
 def rocm_version(name: str, version: str) -> Version | None:
-    """Return the ROCm version in a package's own number or in its local segment; None if there is
-    none.
-    """
+    """Return the ROCm version in a package's own number or local segment, or None."""
     public, _, local = version.partition("+")
-    return _parsed(
-        _TRAIN["own"].match(public)
-        if _TRAIN["itself"].fullmatch(name)
-        else _TRAIN["local"].search(local)
-    )
+    if _TRAIN["itself"].fullmatch(name):
+        return _version_of(_TRAIN["own"].match(public))
+    return _version_of(_TRAIN["local"].search(local))
 
 
-def _parsed(match: re.Match[str] | None) -> Version | None:
-    if match:
-        return Version(match[1] + (match[2] or ""))
-    return None
+def _version_of(match: re.Match[str] | None) -> Version | None:
+    if match is None:
+        return None
+    return Version(match[1] + (match[2] or ""))
 
 
 def agree(version: Version, other: Version) -> bool:
@@ -73,31 +81,38 @@ def judge(examined: Examined) -> GateReport:
 
 
 def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
-    """Return one error per package that differs from the others, with the line that sets its
-    version.
-    """
-    train = [(p, v) for p in packages if (v := p.rocm) is not None]
-    findings = _versions(train) + [
-        Finding(
-            severity="error",
-            path=package.where,
-            message=f"{package.name} {package.version} {message}",
-        )
-        for package in packages
-        if package.kind == "wheel" and (message := _other_device(package, arch))
-    ]
-    newest = ""
+    """Return one error per package that differs from the others, where its version is set."""
+    train = []
+    for package in packages:
+        rocm = package.rocm
+        if rocm is not None:
+            train.append(_OfTrain(package, rocm))
     if train:
-        newest = f", newest {max(v for _, v in train)}"
-    summary = f"{len(train) or 'no'} package{'s' if train else ''} of the ROCm train{newest}"
-    return GateReport(summary=summary, findings=tuple(findings))
+        summary = counted(len(train), "package")
+        newest = max(member.rocm for member in train)
+        summary = f"{summary} of the ROCm train, newest {newest}"
+        findings = _other_versions(train)
+    else:
+        summary = "no package of the ROCm train"
+        findings = []
+    for package in packages:
+        if package.kind == "wheel":
+            difference = _other_device(package, arch)
+            if difference:
+                message = f"{package.name} {package.version} {difference}"
+                findings.append(Finding("error", message, path=package.where))
+    return GateReport(summary=summary, findings=findings)
 
 
 def check_pins(resolved: ResolvedTarget) -> None:
-    """Raise CheckFailed if the packages of a release contradict each other. Needs no built layer."""
-    if not resolved.choice.preview and (
-        errors := coherence(pinned_packages(resolved), resolved.arch).errors
-    ):
+    """Raise CheckFailed if the packages of a release contradict each other.
+
+    It needs no built layer.
+    """
+    if resolved.choice.preview:
+        return
+    errors = coherence(pinned_packages(resolved), resolved.arch).errors
+    if errors:
         findings = "; ".join(finding.message for finding in errors[:5])
         raise CheckFailed(
             f"{resolved.name}: {findings}",
@@ -107,90 +122,83 @@ def check_pins(resolved: ResolvedTarget) -> None:
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
-    """Return every package of the image, with the line of versions.yaml or of the lock that sets
-    its version.
+    """Return every package of the image, and the place that sets its version.
+
+    The place is a line of versions.yaml, or else the lock. Wheels that only the roots of builds
+    contain are among them: what is built with another ROCm belongs to that ROCm.
     """
-    pinned = {
-        normalised(pin.wheel or pin.source or pin.deb or ""): resolved.pin_place(component, pin)
-        for component, pin in resolved.pins.items()
-    }
     lock = resolved.lock
-    if lock:
-        rows = resolved.lock_path.read_text(encoding="utf-8").splitlines()
-    else:
-        rows = []
-    matches = [(number, _SHA256.search(row)) for number, row in enumerate(rows, 1)]
-    lines = {match[1]: number for number, match in reversed(matches) if match}
+    if lock is None:
+        return []
+    pins = {}
+    for component, pin in resolved.pins.items():
+        name = pin.wheel or pin.source or pin.deb or ""
+        pins[normalised(name)] = resolved.pin_place(component, pin)
+    wheels = {(file.name, file.version): file for file in lock.python_packages}
+    names = {file.name for file in lock.python_packages}
+    for file in lock.files:
+        if file.kind == "wheel" and file.name not in names:
+            wheels[file.name, file.version] = file
+    packages = []
+    for wheel in wheels.values():
+        where = pins.get(wheel.name, resolved.lock_name)
+        packages.append(Package(wheel.name, wheel.version, where))
+    packages += [_debian(resolved, deb) for deb in resolved.debs]
+    return packages
+
+
+def _debian(resolved: ResolvedTarget, deb: LockedFile) -> Package:
+    where = resolved.lock_name
     base = resolved.choice.base
     if base:
-        listed = {name_of(p) for p in resolved.versions.bases[base].packages}
-    else:
-        listed = set()
-    if lock:
-        wheels = {(f.name, f.version): f for f in lock.python_packages}
-    else:
-        wheels = {}
-    # What only the roots of builds contain. What is built with another ROCm belongs to that ROCm.
-    names = {name for name, _ in wheels}
-    wheels |= (
-        {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.name not in names}
-        if lock
-        else {}
-    )
-    result = []
-    for file in (*wheels.values(), *resolved.debs):
-        where = f"{resolved.lock_name}:{lines.get(file.sha256, 1)}:1"
-        if file.kind == "deb":
-            if file.name in listed:
-                where = resolved.base_place(base or "")
-            result.append(Package(name=file.name, version=file.version, where=where, kind="deb"))
-        else:
-            result.append(
-                Package(name=file.name, version=file.version, where=pinned.get(file.name, where))
-            )
-    return result
+        listed = resolved.versions.bases[base].packages
+        if deb.name in map(name_of, listed):
+            where = resolved.base_place(base)
+    return Package(deb.name, deb.version, where, "deb")
 
 
-def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
-    if not train:
-        return []
-    # The version of the majority is expected or, without a majority, that of ROCm itself.
-    itself = {v for p, v in train if _TRAIN["itself"].fullmatch(p.name)}
-    meant = max(
-        (v for _, v in train),
-        key=lambda v: (
-            sum(agree(v, other) for _, other in train),
-            v in itself,
-            len(v.release),
-            str(v),
-        ),
-    )
-    like = [p.name for p, v in train if agree(v, meant)]
+def _other_versions(train: Sequence[_OfTrain]) -> list[Finding]:
+    expected = _expected_version(train)
+    agreeing = [member.package for member in train if agree(member.rocm, expected)]
+    names = [package.name for package in agreeing]
+    # Debian's libraries of the expected version. An older one beside it, with another soname, is
+    # only used by what Debian linked against it.
+    stems = {package.stem for package in agreeing if package.kind == "deb"}
     findings = []
-    for package, version in train:
-        severity: Severity = "warning" if _beside(package, version, meant, train) else "error"
-        major = _TRAIN["major"].search(package.name)
-        if not agree(version, meant):
-            message = (
-                f"{package.name} {package.version} is of ROCm {version}, {some(like, 3)} of {meant}"
+    for package, rocm in train:
+        made_for = _TRAIN["major"].search(package.name)
+        if not agree(rocm, expected):
+            others = some(names, 3)
+            message = f"{package.name} {package.version} is of ROCm {rocm}, {others} of {expected}"
+            is_older_soname = (
+                package.kind == "deb"
+                and rocm < expected
+                and package.stem != package.name
+                and package.stem in stems
             )
-            findings.append(Finding(severity=severity, path=package.where, message=message))
-        elif major and int(major[1]) != meant.major:
-            message = f"{package.name} is made for ROCm {major[1]}, the image has {meant}"
-            findings.append(Finding(severity="error", path=package.where, message=message))
+            severity: Literal["warning", "error"] = "error"
+            if is_older_soname:
+                severity = "warning"
+            findings.append(Finding(severity, message, path=package.where))
+        elif made_for and int(made_for[1]) != expected.major:
+            message = f"{package.name} is made for ROCm {made_for[1]}, the image has {expected}"
+            findings.append(Finding("error", message, path=package.where))
     return findings
 
 
-def _beside(
-    package: Package, version: Version, meant: Version, train: list[tuple[Package, Version]]
-) -> bool:
-    """Whether the release's own version of this Debian library is present, too. The older one, with
-    another soname, is then only used by what Debian linked against it.
-    """
-    stem = _TRAIN["soname"].sub("", package.name)
-    others = (p for p, v in train if p.kind == "deb" and agree(v, meant))
-    is_older = package.kind == "deb" and version < meant and stem != package.name
-    return is_older and any(_TRAIN["soname"].sub("", other.name) == stem for other in others)
+def _expected_version(train: Sequence[_OfTrain]) -> Version:
+    """Return the version of the majority or, without a majority, that of ROCm itself."""
+    versions = [member.rocm for member in train]
+    of_rocm_itself = set()
+    for package, rocm in train:
+        if _TRAIN["itself"].fullmatch(package.name):
+            of_rocm_itself.add(rocm)
+
+    def rank(version: Version) -> tuple[int, bool, int, str]:
+        votes = sum(agree(version, other) for other in versions)
+        return votes, version in of_rocm_itself, len(version.release), str(version)
+
+    return max(versions, key=rank)
 
 
 def _other_device(package: Package, arch: str | None) -> str:
@@ -204,10 +212,10 @@ def _other_device(package: Package, arch: str | None) -> str:
     flavour = _TRAIN["flavour"].match(package.version.partition("+")[2])
     if flavour is None:
         return ""
-    prefix = {"cpu": "", "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")]
-    if not prefix:
+    if flavour[1] == "cpu":
         fits = arch is None
     else:
+        prefix = _ARCH_PREFIXES[flavour[1].rstrip("0123456789")]
         fits = arch is not None and arch.startswith(prefix)
     if fits:
         return ""

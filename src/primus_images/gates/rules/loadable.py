@@ -5,114 +5,101 @@ holds one CUDA, so the others only make every download longer.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from primus_images.gates.contents import PATTERNS, Library, owner_of
 from primus_images.gates.examined import Examined, Finding, GateReport, Severity
 from primus_images.terminal import bytes_text
 
-_TOOLKITS = {name: tuple(map(re.compile, pair)) for name, pair in PATTERNS["toolkits"].items()}
-_IMAGE = 62
+_CUDA_RUNTIME = re.compile(PATTERNS["cuda_runtime"])
+_CUDA_VERSION = re.compile(PATTERNS["cuda_version"])
+_DRIVER_LIBRARIES = re.compile(PATTERNS["driver_libraries"])
+_X86_64 = 62
 _SEVERITIES = ("error", "warning", "note")
 
 
+class _Problem(NamedTuple):
+    severity: Severity
+    owner: str
+    message: str
+
+
 def judge(examined: Examined) -> GateReport:
-    """Return an error for a variant for another major version of the image's own toolkit, next to
-    the right variant; a warning for a library for another processor; a note for a library that
-    needs one which the image does not have.
+    """Return what cannot be loaded, one finding for all libraries of an owner with one problem.
+
+    It is an error for a variant for another CUDA than the image's, next to the right variant; a
+    warning for a library for another processor; a note for a library that needs one which the image
+    does not have.
     """
-    rows = [
-        (layer, library) for layer, facts in examined.facts.items() for library in facts.libraries
-    ]
-    names = {
-        name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])
-    }
-    toolkits = _toolkits(names)
-    of_the_host = re.compile(PATTERNS["driver_libraries"])
-    paths = {library.path for _, library in rows}
-    groups: dict[tuple[Severity, str, str], list[tuple[str, Library]]] = {}
-    for layer, library in rows:
-        severity: Severity
-        if library.machine not in (_IMAGE, 0):
-            severity = "warning"
-            name = PATTERNS["processors"].get(str(library.machine), library.machine)
-            message = f"is for {name} processors"
-        elif variant := _other_variant(library.path, toolkits, paths):
-            severity = "error"
+    libraries = []
+    for layer, facts in examined.facts.items():
+        libraries += [(layer, library) for library in facts.libraries]
+    names = set()
+    for _, library in libraries:
+        names |= {library.soname, library.file_name}
+    cuda = _cuda_of_image(names)
+    # The paths of the image's own variants, without the version.
+    variants = set()
+    for _, library in libraries:
+        if cuda in cuda_versions(library.path):
+            variants.add(_without_version(library.path))
+    affected: dict[_Problem, list[tuple[str, Library]]] = {}
+    for layer, library in libraries:
+        owner = owner_of(layer, library.path)
+        versions = cuda_versions(library.path)
+        missing = _missing(library, names)
+        if library.machine not in (_X86_64, 0):
+            processor = PATTERNS["processors"].get(str(library.machine), library.machine)
+            problem = _Problem("warning", owner, f"is for {processor} processors")
+        elif versions and cuda not in versions and _without_version(library.path) in variants:
             message = (
-                f"is for {variant[0]}, this image has {variant[1]} and loads the library for it"
+                f"is for CUDA {min(versions)}, this image has CUDA {cuda} and loads the library "
+                "for it"
             )
-        elif missing := [
-            n for n in library.needed if n not in names and not of_the_host.fullmatch(n)
-        ]:
-            severity = "note"
-            message = f"needs {', '.join(sorted(missing))}, which the image does not have"
+            problem = _Problem("error", owner, message)
+        elif missing:
+            message = f"needs {', '.join(missing)}, which the image does not have"
+            problem = _Problem("note", owner, message)
         else:
             continue
-        groups.setdefault((severity, owner_of(layer, library.path), message), []).append(
-            (layer, library)
-        )
-    findings = [
-        _finding(severity, libraries, message)
-        for (severity, _, message), libraries in groups.items()
-    ]
+        affected.setdefault(problem, []).append((layer, library))
+    findings = [_finding(problem, of_owner) for problem, of_owner in affected.items()]
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    summary = f"{len(rows)} libraries, modules and programs" + "".join(
-        f"; {k} {v}" for k, v in toolkits.items()
-    )
-    return GateReport(summary=summary, findings=tuple(findings))
+    summary = f"{len(libraries)} libraries, modules and programs"
+    if cuda:
+        summary += f"; CUDA {cuda}"
+    return GateReport(summary=summary, findings=findings)
 
 
-def toolkit_of(path: str) -> dict[str, set[int]]:
-    """Return toolkit → major versions that the path names."""
-    return {
-        name: {_major(name, match[2]) for match in pattern.finditer(path)}
-        for name, (_, pattern) in _TOOLKITS.items()
-        if pattern.search(path)
-    }
+def cuda_versions(path: str) -> set[int]:
+    """Return the major versions of CUDA that the path names: 12 for cu12 and cuda124."""
+    return {int(match[2]) for match in _CUDA_VERSION.finditer(path)}
 
 
-def _toolkits(names: Iterable[str]) -> dict[str, int]:
-    """Return toolkit → its major version in the image. A toolkit with several versions is left out."""
-    versions = {
-        toolkit: {int(match[1]) for name in names if (match := runtime.match(name))}
-        for toolkit, (runtime, _) in _TOOLKITS.items()
-    }
-    return {toolkit: majors.pop() for toolkit, majors in versions.items() if len(majors) == 1}
+def _without_version(path: str) -> str:
+    return _CUDA_VERSION.sub(r"\1*", path)
 
 
-def _other_variant(
-    path: str, toolkits: Mapping[str, int], paths: set[str]
-) -> tuple[str, str] | None:
-    """Return for example ("CUDA 12", "CUDA 13") if the path names the first and a sibling the
-    image's version.
-    """
-    for toolkit, ours in toolkits.items():
-        theirs = toolkit_of(path).get(toolkit, set())
-        if not theirs or ours in theirs:
-            continue
-        pattern = _TOOLKITS[toolkit][1]
-        generic = pattern.sub(r"\1*", path)
-        if any(
-            ours in toolkit_of(p).get(toolkit, ()) and pattern.sub(r"\1*", p) == generic
-            for p in paths
-        ):
-            return f"{toolkit} {min(theirs)}", f"{toolkit} {ours}"
-    return None
+def _cuda_of_image(names: Iterable[str]) -> int:
+    """Return the major version of CUDA in the image; 0 if there is none, or more than one."""
+    runtimes = filter(None, map(_CUDA_RUNTIME.match, names))
+    versions = {int(runtime[1]) for runtime in runtimes}
+    if len(versions) == 1:
+        return versions.pop()
+    return 0
 
 
-def _major(toolkit: str, digits: str) -> int:
-    """Return the major version: 12 for cu12 and cuda124; 7 for rocm72, 10 for rocm10 and rocm101."""
-    if toolkit == "ROCm" and digits[0] > "4":
-        return int(digits[0])
-    return int(digits[:2])
+def _missing(library: Library, names: set[str]) -> list[str]:
+    absent = set(library.needed) - names
+    return sorted(name for name in absent if not _DRIVER_LIBRARIES.fullmatch(name))
 
 
-def _finding(severity: Severity, group: Sequence[tuple[str, Library]], what: str) -> Finding:
-    (layer, first), *rest = sorted(group, key=lambda pair: -pair[1].size)
-    size = sum(library.size for _, library in group)
-    more = ""
-    if rest:
-        more = f" (and {len(rest)} more beside it)"
-    message = f"{what}{more}; {bytes_text(size)} unpacked"
-    return Finding(severity=severity, layer=layer, path=first.path, message=message)
+def _finding(problem: _Problem, libraries: list[tuple[str, Library]]) -> Finding:
+    layer, largest = max(libraries, key=lambda row: row[1].size)
+    size = sum(library.size for _, library in libraries)
+    message = problem.message
+    if len(libraries) > 1:
+        message += f" (and {len(libraries) - 1} more beside it)"
+    message += f"; {bytes_text(size)} unpacked"
+    return Finding(problem.severity, message, layer, largest.path)

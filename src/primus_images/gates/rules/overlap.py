@@ -10,25 +10,26 @@ from primus_images.gates.examined import Examined, Finding, GateReport
 
 def judge(examined: Examined) -> GateReport:
     """Return one warning per library name that two owners ship, with all its paths."""
+    # Name of a library → owner → layer and path of the first file.
     places: dict[str, dict[str, tuple[str, str]]] = {}
     count = 0
     for layer, facts in examined.facts.items():
         for library in facts.libraries:
-            count += bool(library.names)
+            if library.names:
+                count += 1
+            owner = owner_of(layer, library.path)
             for name in library.names:
-                places.setdefault(name, {}).setdefault(
-                    owner_of(layer, library.path), (layer, library.path)
-                )
-    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name in sorted(places):
-        if len(places[name]) > 1:
-            groups.setdefault(tuple(places[name].values()), []).append(name)
+                places.setdefault(name, {}).setdefault(owner, (layer, library.path))
+    names_at: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, owners in sorted(places.items()):
+        if len(owners) > 1:
+            names_at.setdefault(tuple(owners.values()), []).append(name)
     findings = []
-    for ((layer, path), *others), names in groups.items():
-        beside = ", ".join(f"{other} as /{where}" for other, where in others)
+    for ((layer, path), *others), names in names_at.items():
+        beside = ", ".join(f"{other_layer} as /{other}" for other_layer, other in others)
         message = (
             f"{' and '.join(names)} is also in {beside}: a process that loads both gets "
             "one of them for both"
         )
-        findings.append(Finding(severity="warning", layer=layer, path=path, message=message))
-    return GateReport(summary=f"{count} shared libraries", findings=tuple(findings))
+        findings.append(Finding("warning", message, layer, path))
+    return GateReport(summary=f"{count} shared libraries", findings=findings)

@@ -1,11 +1,10 @@
-"""Each Python package of the image finds the packages that it requires, in versions that it
-accepts.
+"""Each Python package of the image finds the packages that it requires, in accepted versions.
 
 pip ensures this for wheels that the lock resolved. A package that is built from source states its
 requirements only in the wheel that the build makes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
@@ -16,36 +15,25 @@ from primus_images.versions.lock import normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:
-    """Compare the requirements in the metadata of the image's wheels with its wheels and Debian
-    packages.
-    """
+    """Compare the requirements of the image's wheels with its wheels and Debian packages."""
     resolved = examined.image.plan.resolved
-    request = resolved.request
-    base = resolved.choice.base
-    if base is not None and base in request.bases:
-        python = request.bases[base].python
-    else:
-        python = request.python
-    wheels = [
-        (layer, item)
-        for layer, facts in examined.facts.items()
-        for item in facts.stated
-        if item.kind == "wheel"
-    ]
-    debs = (
-        (f.name.removeprefix("python3-"), f.version)
-        for f in resolved.debs
-        if f.name.startswith("python3-")
-    )
-    return unmet(
-        wheels,
-        others={normalised(name): upstream(version) for name, version in debs},
-        python=python,
-    )
+    python = resolved.request.python
+    base = resolved.request.bases.get(resolved.choice.base or "")
+    if base is not None:
+        python = base.python
+    wheels = []
+    for layer, facts in examined.facts.items():
+        wheels += [(layer, stated) for stated in facts.stated if stated.kind == "wheel"]
+    debs = {}
+    for deb in resolved.debs:
+        if deb.name.startswith("python3-"):
+            name = normalised(deb.name.removeprefix("python3-"))
+            debs[name] = upstream(deb.version)
+    return unmet(wheels, others=debs, python=python)
 
 
 def unmet(
-    wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], python: str
+    wheels: Sequence[tuple[str, Stated]], *, others: Mapping[str, str], python: str
 ) -> GateReport:
     """Return one error per unmet requirement.
 
@@ -53,13 +41,12 @@ def unmet(
     Requirements of extras and those for another Python than ``python`` or another platform are
     ignored.
     """
-    rows = list(wheels)
-    versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
+    versions = {**others, **{wheel.name: wheel.version for _, wheel in wheels}}
     minor = ".".join(python.split(".")[:2])
     environment = PATTERNS["markers"] | {"python_full_version": python, "python_version": minor}
     findings = []
     count = 0
-    for layer, wheel in rows:
+    for layer, wheel in wheels:
         for text in wheel.requires:
             try:
                 requirement = Requirement(text)
@@ -68,22 +55,18 @@ def unmet(
             if requirement.marker is not None and not requirement.marker.evaluate(environment):
                 continue
             count += 1
-            version = versions.get(normalised(requirement.name))
-            if version is not None and _accepts(requirement, version):
-                continue
-            need = (
-                f"{wheel.name} {wheel.version} requires {requirement.name}{requirement.specifier}"
-            )
-            if version:
-                message = f"{need}, the image has {requirement.name} {version}"
+            name = requirement.name
+            version = versions.get(normalised(name))
+            if version is None:
+                lack = "which the image lacks"
+            elif not _accepts(requirement, version):
+                lack = f"the image has {name} {version}"
             else:
-                message = f"{need}, which the image lacks"
-            findings.append(
-                Finding(severity="error", layer=layer, path=wheel.path, message=message)
-            )
-    return GateReport(
-        summary=f"{count} requirements of {len(rows)} packages", findings=tuple(findings)
-    )
+                continue
+            need = f"{wheel.name} {wheel.version} requires {name}{requirement.specifier}"
+            findings.append(Finding("error", f"{need}, {lack}", layer, wheel.path))
+    summary = f"{count} requirements of {len(wheels)} packages"
+    return GateReport(summary=summary, findings=findings)
 
 
 def _accepts(requirement: Requirement, version: str) -> bool:

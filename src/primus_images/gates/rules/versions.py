@@ -5,7 +5,6 @@ A difference means that the image has other bytes than were pinned.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
@@ -16,50 +15,45 @@ from primus_images.plan.resolve import ResolvedTarget
 from primus_images.versions.lock import upstream
 
 _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
+_OF_COMPONENTS = ("header", "library")
 
 
 def judge(examined: Examined) -> GateReport:
     """Compare what the files of the image state with the lock and the pins."""
     plan = examined.image.plan
     resolved = plan.resolved
-    lock = plan.resolved.lock
     # The packages of a registry's image are locked as layers, not individually.
     imported = {action.name for action in plan.layers if action.kind == "image"}
-    if lock:
-        wheels = {f.name: f.version for f in lock.python_packages}
-    else:
-        wheels = {}
+    layers = []
+    for layer, facts in examined.facts.items():
+        stated = facts.stated
+        if layer in imported:
+            stated = [item for item in stated if item.kind != "deb"]
+        layers.append((layer, stated))
+    wheels = {}
+    if resolved.lock:
+        wheels = {file.name: file.version for file in resolved.lock.python_packages}
     if "primus" in resolved.pins:
         wheels["primus-images"] = __version__
-    items = ((layer, facts.stated) for layer, facts in examined.facts.items())
-    return versions_inside(
-        [
-            (layer, [i for i in stated if layer not in imported or i.kind != "deb"])
-            for layer, stated in items
-        ],
-        wheels=wheels,
-        debs={f.name: f.version for f in resolved.debs},
-        components=_own_versions(resolved),
-        inside={component: pin.inside or "" for component, pin in resolved.inside.items()},
-    )
+    debs = {file.name: file.version for file in resolved.debs}
+    return versions_inside(layers, wheels=wheels, debs=debs, components=_pinned(resolved))
 
 
-def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
+def _pinned(resolved: ResolvedTarget) -> dict[str, str]:
     """Return component → version that a header or a library must state.
 
     A component that is part of another one may be pinned by the version of its holder, if its
     makers publish no other. Then nothing is compared.
     """
-    debs = {f.name: upstream(f.version) for f in resolved.debs}
-    holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
-    inside = {
-        c: p.version for c, p in resolved.inside.items() if p.version != holders.get(p.inside or "")
-    }
-    return {
-        c: version
-        for c, version in (*((c, p.version) for c, p in resolved.pins.items()), *inside.items())
-        if version
-    }
+    holders = {file.name: upstream(file.version) for file in resolved.debs}
+    versions = {}
+    for component, pin in resolved.pins.items():
+        if pin.version:
+            versions[component] = holders[component] = pin.version
+    for component, pin in resolved.inside.items():
+        if pin.version and pin.version != holders.get(pin.inside or ""):
+            versions[component] = pin.version
+    return versions
 
 
 def versions_inside(
@@ -68,80 +62,75 @@ def versions_inside(
     wheels: Mapping[str, str],
     debs: Mapping[str, str],
     components: Mapping[str, str] | None = None,
-    inside: Mapping[str, str] | None = None,
 ) -> GateReport:
     """Return one error per difference, with both versions.
 
     ``wheels`` and ``debs`` are the lock's, name → version. ``components`` are pins (``rccl`` →
     version), which are compared with headers and libraries. A component without its own pin is
-    noted, so that its version is on record. ``inside`` maps components without their own files to
-    their holder; if no header and no library states their version, this is noted, too.
+    noted, so that its version is on record.
     """
     pins = components or {}
-    locked: dict[Kind, Mapping[str, str]] = {
+    expected: dict[Kind, Mapping[str, str]] = {
         "wheel": wheels,
         "deb": debs,
         "header": pins,
         "library": pins,
     }
-    seen: dict[Kind, dict[str, str]] = {"wheel": {}, "deb": {}, "header": {}, "library": {}}
-    findings: list[Finding] = []
-
-    def find(layer: str, item: Stated, message: str, *, note: bool = False) -> None:
-        severity: Literal["note", "error"] = "note" if note else "error"
-        findings.append(Finding(severity=severity, layer=layer, path=item.path, message=message))
-
+    seen: dict[Kind, dict[str, str]] = {kind: {} for kind in expected}
+    findings = []
     for layer, stated in layers:
         for item in stated:
-            expected = locked[item.kind].get(item.name)
-            before = seen[item.kind].get(item.name)
-            seen[item.kind][item.name] = item.version
-            if item.kind in ("header", "library") and expected is None:
-                by = f"{item.name} {item.version} by its {item.kind}"
-                find(layer, item, f"{by}; no pin says which it must be", note=True)
-            elif expected is None:
-                find(
-                    layer,
-                    item,
-                    f"{item.name} {item.version} is in the image, the lock has no such {item.kind}",
-                )
-            elif not _same(item.kind, item.version, expected):
-                where = "in the lock"
-                if item.kind in ("header", "library"):
-                    where = "in versions.yaml"
-                find(layer, item, f"{item.name} is {item.version} in the image, {expected} {where}")
-            elif item.kind == "wheel" and before is not None:
-                find(
-                    layer,
-                    item,
-                    f"{item.name} is in the image twice, as {before} and {item.version}",
-                )
+            known = seen[item.kind]
+            finding = _difference(
+                layer, item, expected[item.kind].get(item.name), known.get(item.name)
+            )
+            if finding:
+                findings.append(finding)
+            known[item.name] = item.version
     for kind in ("wheel", "deb"):
-        for name in sorted(set(locked[kind]) - set(seen[kind])):
-            message = f"{name} {locked[kind][name]} is in the lock, the image has no such {kind}"
-            findings.append(Finding(severity="error", message=message))
-    for name in sorted(set(inside or {}) - set(seen["header"]) - set(seen["library"])):
-        message = (
-            f"{name} is pinned inside {(inside or {})[name]}, and no file of it states a version"
-        )
-        findings.append(Finding(severity="note", message=message))
-    counted = ", ".join(
-        f"{len(names)} {_PLURALS[kind] if len(names) != 1 else kind}"
-        for kind, names in seen.items()
-        if names
-    )
-    return GateReport(summary=counted or "no versions stated", findings=tuple(findings))
+        for name in sorted(expected[kind].keys() - seen[kind].keys()):
+            version = expected[kind][name]
+            message = f"{name} {version} is in the lock, the image has no such {kind}"
+            findings.append(Finding("error", message))
+    counts = []
+    for kind, names in seen.items():
+        if len(names) == 1:
+            counts.append(f"1 {kind}")
+        elif names:
+            counts.append(f"{len(names)} {_PLURALS[kind]}")
+    return GateReport(summary=", ".join(counts) or "no versions stated", findings=findings)
 
 
-def _same(kind: Kind, stated: str, locked: str) -> bool:
-    if kind in ("header", "library"):
+def _difference(
+    layer: str, item: Stated, pinned: str | None, earlier: str | None
+) -> Finding | None:
+    """Return what is wrong with a stated version, of which another file stated ``earlier``."""
+    name = f"{item.name} {item.version}"
+    of_component = item.kind in _OF_COMPONENTS
+    if pinned is None and of_component:
+        message = f"{name} by its {item.kind}; no pin says which it must be"
+        return Finding("note", message, layer, item.path)
+    if pinned is None:
+        message = f"{name} is in the image, the lock has no such {item.kind}"
+    elif not _same(item.kind, item.version, pinned):
+        where = "versions.yaml" if of_component else "the lock"
+        message = f"{item.name} is {item.version} in the image, {pinned} in {where}"
+    elif item.kind == "wheel" and earlier is not None:
+        message = f"{item.name} is in the image twice, as {earlier} and {item.version}"
+    else:
+        return None
+    return Finding("error", message, layer, item.path)
+
+
+def _same(kind: Kind, stated: str, pinned: str) -> bool:
+    if kind in _OF_COMPONENTS:
         # A pin may contain more than three numbers, such as a commit or a build.
         numbers = stated.split(".")
-        return re.split(r"[.+~-]", locked)[: len(numbers)] == numbers
+        return re.split(r"[.+~-]", pinned)[: len(numbers)] == numbers
     if kind == "wheel":
         # PEP 440 treats `1.0-1`, `1.0.post1` and `1.0.POST1` as the same version.
         try:
-            return Version(stated) == Version(locked)
+            return Version(stated) == Version(pinned)
         except InvalidVersion:
-            return stated == locked
-    return stated == locked
+            return stated == pinned
+    return stated == pinned

@@ -12,16 +12,15 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, Union, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, Union, cast
 
 from primus_images.errors import InputError, did_you_mean
 from primus_images.files import read_bytes
 from primus_images.yamlfile import (
     LARGEST,
-    MOST_DIGITS,
     Document,
     Key,
     Plain,
@@ -33,21 +32,13 @@ from primus_images.yamlfile import (
 
 T = TypeVar("T")
 
-# The name of each type, and the YAML scalars that it accepts. bool does not count as a number.
-_SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
-    str: ("text", lambda value: isinstance(value, str)),
-    int: ("a whole number", lambda value: type(value) is int),
-    float: (
-        "a number",
-        lambda value: type(value) in (int, float) and math.isfinite(cast(float, value)),
-    ),
-    bool: ("true or false", lambda value: type(value) is bool),
-}
+_SCALARS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 class WrongValue(ValueError):
-    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, such as ``"rows", 2``, in
-    the dataclass.
+    """Raised by a dataclass's ``__post_init__`` for the value at ``key`` in the dataclass.
+
+    A key is for example ``"rows", 2``.
     """
 
     def __init__(self, message: str, *key: str | int) -> None:
@@ -55,16 +46,48 @@ class WrongValue(ValueError):
         self.key = key
 
 
+class _Place(NamedTuple):
+    """A key of a document, and the note about it in ``fields.yaml``."""
+
+    document: Document
+    key: Key
+    note: Mapping[str, Any]
+
+    def below(self, part: str | int) -> "_Place":
+        return self._replace(key=(*self.key, part))
+
+    def error(self, message: str, hint: str | None = None) -> InputError:
+        return InputError(message, where=self.document.where(self.key), hint=hint)
+
+    def wrong(self, shape: str, data: Plain, hint: str = "") -> InputError:
+        names = [part for part in self.key if isinstance(part, str)]
+        name = names[-1] if names else "the file"
+        return self.error(f"{name} must be {shape}, not {_seen(data)}", hint or None)
+
+
+def _seen(data: object) -> str:
+    if data is None:
+        return "nothing"
+    if isinstance(data, str):
+        return repr(data)
+    if isinstance(data, list):
+        return "a list"
+    if isinstance(data, dict):
+        return "a mapping"
+    return str(data)[:40]
+
+
 def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -> T:
-    """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it. Strict;
-    see the module.
-    """
-    return cast(T, _value(cls, document.data if not key else data, document, key, {}))
+    """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it."""
+    if not key:
+        data = document.data
+    return cast(T, _dataclass(cls, data, _Place(document, key, {})))
 
 
 def build_typed(cls: type[T], data: Any, name: str) -> T:
-    """Build an instance of ``cls`` from data with numbers and booleans, such as a record's; errors
-    call it ``name``.
+    """Build an instance of ``cls`` from data with numbers and booleans, such as a record's.
+
+    Errors call it ``name``.
     """
     return build(cls, Document(name=name, data=data, places={}, typed=True))
 
@@ -75,106 +98,122 @@ def hints_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: Mapping[str, Any]) -> object:
-    if hint is Any:
-        return data
-    if hint in _SCALARS:
-        return _scalar(hint, data, doc, key, meta)
+def _value(hint: Any, data: Plain, place: _Place) -> object:
     origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        if data is None and type(None) in args:
+        if data is None:
             return None
-        (inner,) = (a for a in args if a is not type(None))
-        return _value(inner, data, doc, key, meta)
+        hint = typing.get_args(hint)[0]
+        origin = typing.get_origin(hint)
+    if hint in _SCALARS:
+        return _scalar(hint, data, place)
     if dataclasses.is_dataclass(hint):
-        return _dataclass(cast(type, hint), data, doc, key)
-    if origin in (tuple, list):
-        if not isinstance(data, list):
-            raise _wrong("a list", data, doc, key)
-        if len(data) < meta.get("least", 0):
-            raise InputError(f"{key[-1]} is an empty list", where=doc.where(key), hint=meta["doc"])
-        return origin(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
-    if origin in (dict, Mapping):
-        if not isinstance(data, dict):
-            raise _wrong("a mapping", data, doc, key)
-        return {name: _value(args[1], item, doc, (*key, name), meta) for name, item in data.items()}
-    if data not in args:  # of a typing.Literal
-        raise _wrong(
-            "one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args]
-        )
+        return _dataclass(cast(type, hint), data, place)
+    if origin is not None:
+        return _generic(origin, typing.get_args(hint), data, place)
     return data
 
 
-def _scalar(hint: type, data: Plain, doc: Document, key: Key, meta: Mapping[str, Any]) -> object:
-    shape, fits = _SCALARS[hint]
-    meaning: object = data
-    if not doc.typed and hint is not str and isinstance(data, str):
+def _generic(origin: Any, args: tuple[Any, ...], data: Any, place: _Place) -> object:
+    if origin in (tuple, list):
+        if not isinstance(data, list):
+            raise place.wrong("a list", data)
+        if len(data) < place.note.get("least", 0):
+            raise place.error(f"{place.key[-1]} is an empty list", place.note["doc"])
+        return origin(_value(args[0], item, place.below(i)) for i, item in enumerate(data))
+    if origin in (dict, Mapping):
+        if not isinstance(data, dict):
+            raise place.wrong("a mapping", data)
+        return {name: _value(args[1], item, place.below(name)) for name, item in data.items()}
+    if data not in args:  # of a typing.Literal
+        words = [str(arg) for arg in args]
+        hint = did_you_mean(data, words) if isinstance(data, str) else ""
+        raise place.wrong("one of " + ", ".join(words), data, hint)
+    return data
+
+
+def _scalar(hint: type, data: Any, place: _Place) -> object:
+    if hint is str:
+        return _text(data, place)
+    shape = _SCALARS[hint]
+    value = data
+    if not place.document.typed:
+        if not isinstance(data, str):
+            raise place.wrong(shape, data)
         try:
-            meaning = scalar(data)
+            value = scalar(data)
         except ValueError as error:
-            raise InputError(str(error), where=doc.where(key)) from None
-    if type(meaning) is int and abs(meaning) > LARGEST:
-        raise _wrong("a number that fits into 64 bits", data, doc, key)
-    if isinstance(data, str) != (hint is str or not doc.typed) or not fits(meaning):
-        raise _wrong(shape, data, doc, key)
-    if isinstance(data, str) and meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
-        raise _wrong(meta.get("shape") or f"text like {meta['pattern']}", data, doc, key)
-    return hint(meaning)
+            raise place.error(str(error)) from None
+    if type(value) is int and abs(value) > LARGEST:
+        raise place.wrong("a number that fits into 64 bits", data)
+    # bool does not count as a number, and a whole number is one.
+    fits = type(value) is hint or (hint is float and type(value) is int)
+    if not fits or not math.isfinite(value):
+        raise place.wrong(shape, data)
+    return hint(value)
 
 
-def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
+def _text(data: Any, place: _Place) -> str:
+    if not isinstance(data, str):
+        raise place.wrong("text", data)
+    pattern = place.note.get("pattern")
+    if pattern and not re.fullmatch(pattern, data):
+        raise place.wrong(place.note.get("shape") or f"text like {pattern}", data)
+    return data
+
+
+def _dataclass(cls: type, data: Plain, place: _Place) -> object:
+    fields = fields_of(cls)
     if not isinstance(data, dict):
-        raise _wrong("a mapping with " + ", ".join(fields_of(cls)), data, doc, key)
-    names = fields_of(cls)
+        raise place.wrong("a mapping with " + ", ".join(fields), data)
     for word in data:
-        if word not in names:
-            hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
-            raise InputError(f"unknown key {word!r}", where=doc.where((*key, word)), hint=hint)
-    values: dict[str, object] = {}
+        if word not in fields:
+            hint = did_you_mean(word, fields) or "known here: " + ", ".join(fields)
+            raise place.below(word).error(f"unknown key {word!r}", hint)
     hints = hints_of(cls)
     notes = notes_of(cls)
-    for word, field in names.items():
+    values = {}
+    for word, field in fields.items():
         if word in data:
-            values[field.name] = _value(
-                hints[field.name], data[word], doc, (*key, word), notes[word]
-            )
+            below = _Place(place.document, (*place.key, word), notes[word])
+            values[field.name] = _value(hints[field.name], data[word], below)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(
-                f"{word!r} is missing here", where=doc.where(key), hint=notes[word].get("doc")
-            )
+            raise place.error(f"{word!r} is missing here", notes[word].get("doc"))
     try:
         return cls(**values)
+    except WrongValue as error:
+        wrong = place._replace(key=place.key + error.key)
+        raise wrong.error(str(error)) from None
     except ValueError as error:
-        inner = ()
-        if isinstance(error, WrongValue):
-            inner = error.key
-        raise InputError(str(error), where=doc.where((*key, *inner))) from None
+        raise place.error(str(error)) from None
 
 
 @cache
 def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """Return key in the file → field. A Python keyword has a trailing underscore in the code
-    (``for_`` → ``for``).
+    """Return key in the file → field.
+
+    A Python keyword has a trailing underscore in the code (``for_`` → ``for``).
     """
-    return {
-        f.name.rstrip("_"): f
-        for f in dataclasses.fields(cls)
-        if f.init and not f.metadata.get("hidden")
-    }
+    return {field.name.rstrip("_"): field for field in dataclasses.fields(cls) if field.init}
 
 
 @cache
 def notes_of(cls: type) -> dict[str, Mapping[str, Any]]:
-    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``,
-    and a format's own.
+    """Return key in the file → what describes it.
 
-    A list must have at least ``least`` items, because a missing list may mean all, and an empty one
-    would then mean the opposite of what it shows.
+    Notes are ``doc``, ``pattern`` and ``shape``, ``least``, and a format's own. A list must have at
+    least ``least`` items, because a missing list may mean all, and an empty one would then mean the
+    opposite of what it shows.
     """
-    rows = _notes_in(Path(inspect.getfile(cls)).with_name("fields.yaml")).get(cls.__name__, {})
-    rows = {word: {"doc": row} if isinstance(row, str) else row for word, row in rows.items()}
-    return {word: rows.get(word, {}) for word in fields_of(cls)}
+    file = Path(inspect.getfile(cls)).with_name("fields.yaml")
+    rows = _notes_in(file).get(cls.__name__, {})
+    notes = {}
+    for word in fields_of(cls):
+        note = rows.get(word, {})
+        if isinstance(note, str):
+            note = {"doc": note}
+        notes[word] = note
+    return notes
 
 
 @cache
@@ -182,20 +221,6 @@ def _notes_in(file: Path) -> dict[str, Any]:
     if file.exists():
         return cast(dict[str, Any], read_values(file).data)
     return {}
-
-
-def _wrong(
-    shape: str, data: Plain, doc: Document, key: Key, near: list[str] | None = None
-) -> InputError:
-    if data is None:
-        seen = "nothing"
-    elif isinstance(data, str):
-        seen = repr(data)
-    else:
-        seen = {list: "a list", dict: "a mapping"}.get(type(data), str(data)[:40])
-    name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
-    hint = (did_you_mean(data, near) if near and isinstance(data, str) else "") or None
-    return InputError(f"{name} must be {shape}, not {seen}", where=doc.where(key), hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,31 +236,28 @@ class _JsonDocument(Document):
 
 
 def read_json(path: Path) -> Document:
-    """Read the document at ``path``. Raises InputError if it is not JSON, and OSError as any read."""
+    """Read the document at ``path``.
+
+    Raises InputError if it is not JSON, and OSError as any read.
+    """
     return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(data: bytes | str, name: str) -> Document:
-    """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for
-    duplicate keys.
+    """Parse a document.
+
+    Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys.
     """
     try:
-        if isinstance(data, str):
-            text = data
-        else:
-            text = data.decode()
-        value: Any = json.loads(
-            text, object_pairs_hook=distinct_keys, parse_constant=_refuse, parse_int=_short_int
-        )
+        text = data if isinstance(data, str) else data.decode()
+        value: Any = json.loads(text, object_pairs_hook=distinct_keys, parse_constant=_refuse)
         if re.search(r"\\u[dD][89a-fA-F]", text):
+            # Half a surrogate pair cannot be written again.
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        merged = conflict(text, name)
-        if merged:
-            raise merged from None
-        raise InputError(
-            f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}"
-        ) from None
+        where = f"{name}:{error.lineno}:{error.colno}"
+        not_json = InputError(f"not JSON: {error.msg}", where=where)
+        raise conflict(text, name) or not_json from None
     except UnicodeError:
         raise InputError("not UTF-8 text", where=name) from None
     except RecursionError:
@@ -245,20 +267,16 @@ def parse_json(data: bytes | str, name: str) -> Document:
     return _JsonDocument(name=name, data=value, places={}, typed=True, text=text)
 
 
-def _short_int(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
 def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of ``pairs``, for Python's reader of JSON. Raises ValueError if a key is
-    there twice.
+    """Return the object of ``pairs``, for Python's reader of JSON.
+
+    Raises ValueError if a key is there twice.
     """
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        words = [word for word, _ in pairs]
-        raise ValueError(f"duplicate key {next(word for word in words if words.count(word) > 1)!r}")
+    result: dict[str, Any] = {}
+    for word, value in pairs:
+        if word in result:
+            raise ValueError(f"duplicate key {word!r}")
+        result[word] = value
     return result
 
 

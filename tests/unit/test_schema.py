@@ -10,7 +10,6 @@ from docs.json_schema import json_schema
 from primus_images.errors import InputError
 from primus_images.schema import build, parse_json
 from primus_images.yamlfile import Document, parse
-from tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,37 @@ def test_good() -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "place", "message", "hint"), table_of("schema.strict"))
+@pytest.mark.parametrize(
+    ("text", "place", "message", "hint"),
+    [
+        ("name: x\nkinds: warm\n", "f:2:1", "unknown key 'kinds'", "did you mean 'kind'?"),
+        ("name: x\nzzzzzz: 1\n", "f:2:1", "unknown key 'zzzzzz'", "known here: name, kind"),
+        ("kind: warm\n", "f:1:1", "'name' is missing here", "Its name."),
+        ("name: X1\n", "f:1:1", "name must be lower-case letters, not 'X1'", None),
+        ("name:\n", "f:1:1", "name must be text, not nothing", None),
+        (
+            "name: x\nkind: warn\n",
+            "f:2:1",
+            "kind must be one of cold, warm, not 'warn'",
+            "did you mean 'warm'?",
+        ),
+        ("name: x\non: yes\n", "f:2:1", "on must be true or false, not 'yes'", None),
+        ("name: x\nitems: 3\n", "f:2:1", "items must be a list, not '3'", None),
+        (
+            "name: x\nitems:\n  - {size: big}\n",
+            "f:3:6",
+            "size must be a whole number, not 'big'",
+            None,
+        ),
+        ("name: x\nitems:\n  - {size: 1, rate: fast}\n", "f:3:15", "rate must be a number", None),
+        ("name: x\nitems:\n  - {size: 1, rate: nan}\n", "f:3:15", "rate must be a number", None),
+        ("name: x\ntable: []\n", "f:2:1", "table must be a mapping, not a list", None),
+        ("name: x\ntable:\n  k: 3\n", "f:3:3", "k must be a mapping with size, rate, mood", None),
+        ("name: x\ntags: [a, B]\n", "f:2:11", "tags must be lower-case letters, not 'B'", None),
+        ("name: forbidden\n", "f:1:1", "this name is forbidden", None),
+        ("", "f:1:1", "the file must be a mapping", None),
+    ],
+)
 def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
     with pytest.raises(InputError) as caught:
         build(Outer, parse(text, "f"))
@@ -75,10 +104,7 @@ def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
 def test_a_number_is_not_too_large(
     digits: int, key: str, read: Callable[[str, str], Document]
 ) -> None:
-    message = (
-        "must be a number that fits into 64 bits, not '?9999" if digits < 65 else "a number of 400"
-    )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="must be a number that fits into 64 bits, not '?9999"):
         build(Inner, read(json.dumps({"size": 1, key: 0}).replace("0", "9" * digits), "f"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from primus_images.cli.image.recipes import ListOptions
 from primus_images.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
 def test_a_file_that_cannot_be_used_comes_with_advice(
     number: int, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(_options: object) -> int:
+    def refuse(_options: ListOptions) -> int:
         raise OSError(number, os.strerror(number), "/srv/store/tmp")
 
     monkeypatch.setattr("primus_images.cli.image.recipes.list_recipes", refuse)

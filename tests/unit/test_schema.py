@@ -104,7 +104,7 @@ def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
 def test_a_number_is_not_too_large(
     digits: int, key: str, read: Callable[[str, str], Document]
 ) -> None:
-    with pytest.raises(InputError, match="must be a number that fits into 64 bits, not '?9999"):
+    with pytest.raises(InputError, match=r"must be a number that fits into 64 bits, not '?9999"):
         build(Inner, read(json.dumps({"size": 1, key: 0}).replace("0", "9" * digits), "f"))
 
 

@@ -24,7 +24,7 @@ from primus_images.recipes.architecture import (
     size,
 )
 from primus_images.recipes.family import described, families_of, family
-from primus_images.training.backends.finetune import models
+from primus_images.training.backends.finetune import initial, models
 from primus_images.training.backends.finetune.backend import LoraConfig
 from primus_images.training.backends.flux.entry import flow_matching, transformer
 from primus_images.training.backends.fsdp.llama import Llama
@@ -105,7 +105,7 @@ def check_mixtrals_files_are_read() -> None:
         again = models.FineTuned(
             AutoModelForCausalLM.from_config(models.config_of(MIXED, "sdpa")), 64
         )
-        models.init(again, 1, files)
+        initial.init(again, 1, files)
     for (name, mine), saved in zip(again.model.named_parameters(), hub.parameters(), strict=True):
         assert torch.equal(mine, saved), name
 

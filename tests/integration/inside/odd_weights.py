@@ -30,7 +30,7 @@ from primus_images.recipes.family import OTHER
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.recipes.weights import config_of, fitting_families, nearest_recipe
-from primus_images.training.backends.finetune import backend, models
+from primus_images.training.backends.finetune import backend, export, initial, models
 from primus_images.training.backends.loop import weights
 
 TABLE: dict[str, Any] = yaml.safe_load(
@@ -86,7 +86,7 @@ def ours(folder: Path) -> Any:
     causal = models.causal_model(recipe.architecture, "sdpa", folder)
     weights.materialize(causal, torch.device("cpu"))
     causal.tie_weights()
-    models.init(models.FineTuned(causal, 64), 1, weights.Files(folder))
+    initial.init(models.FineTuned(causal, 64), 1, weights.Files(folder))
     return causal.eval()
 
 
@@ -179,11 +179,11 @@ def check_foreign(case: str, where: Path) -> None:
         models.adapted(model, backend.LoraConfig(rank=4, targets=targets)), 64
     )
     weights.materialize(lora, torch.device("cpu"))
-    models.init(lora, 1, weights.Files(folder))
+    initial.init(lora, 1, weights.Files(folder))
     added = {name: p for name, p in lora.model.named_parameters() if p.requires_grad}
     for name, parameter in added.items():
         torch.nn.init.normal_(parameter.data, 0, 0.1 if ".lora_B." in name else 1.0)
-    models.write(lora, where / "adapters", added, None)
+    export.write(lora, where / "adapters", added, None)
     again = PeftModel.from_pretrained(wanted, where / "adapters")
     torch.testing.assert_close(again(tokens).logits, lora.model(tokens).logits, rtol=0, atol=1e-5)
     assert float((lora.model(tokens).logits - logits).abs().max()) > 1e-3
@@ -206,7 +206,7 @@ def check_part(case: str, where: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
     model, tokens = ours(where / "w"), torch.arange(8, 48)[None]
     assert torch.equal(model(tokens).logits, wanted(tokens).logits)
-    models.write(models.FineTuned(model, 64), where / "out", model.state_dict(), None)
+    export.write(models.FineTuned(model, 64), where / "out", model.state_dict(), None)
     assert torch.equal(theirs(where / "out")(tokens).logits, model(tokens).logits)
 
 
@@ -218,7 +218,7 @@ def check_packed(case: str, where: Path) -> None:
     model = ours(folder)
     state = model.state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in wanted.state_dict().items())
-    models.write(models.WholeLogits(model, 64), where / "out", state, None)
+    export.write(models.WholeLogits(model, 64), where / "out", state, None)
     assert torch.equal(
         theirs(where / "out")(torch.arange(48)[None]).logits, model(torch.arange(48)[None]).logits
     )

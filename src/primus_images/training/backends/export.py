@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,14 +14,15 @@ from primus_images.errors import InputError
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.recipe import MOCK
-from primus_images.training.backends.finetune import models
+from primus_images.training.backends.finetune import export as finetune, models
+from primus_images.training.backends.finetune.initial import HEAD
 from primus_images.training.judge.reference.models import as_trained
 from primus_images.training.judge.reference.names import BIAS, from_canonical, to_canonical
 from primus_images.training.run import identity
 from primus_images.training.text.corpus import tokenizer_folder
 
 # What a checkpoint of torchtitan has besides weights. Those of our own loop are below ``model.``.
-_NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader", "train_state")
+_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader", "train_state")
 
 
 def write_model(
@@ -32,6 +34,29 @@ def write_model(
     result differs from the run's model. Raises InputError if the checkpoint is incomplete, or if it
     has no model that transformers knows.
     """
+    fields = _identity(checkpoint)
+    backend = str(fields["backend"])
+    model = _architecture(fields, backend, checkpoint)
+    tensors = to_canonical(backend, model, _weights(checkpoint, backend, model))
+    logging.disable_progress_bar()
+    whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)
+    state = _state(whole.model, model, tensors)
+    if dtype:
+        whole.causal.config.dtype = dtype
+        for name, tensor in state.items():
+            if not name.endswith(BIAS):
+                state[name] = tensor.to(getattr(torch, dtype))
+    tokenizer = tokenizer or _tokenizer_of_run(checkpoint)
+    finetune.write(whole, folder, state, tokenizer)
+    lost_biases = []
+    for name, tensor in tensors.items():
+        if name.endswith(BIAS) and name not in state:
+            lost_biases.append(tensor)
+    return list(_differences(backend, model, lost_biases, tokenizer))
+
+
+def _identity(checkpoint: Path) -> dict[str, Any]:
+    """Return the identity of the run that saved ``checkpoint``, if it has a whole model."""
     fields = identity.saved(checkpoint)
     if not fields:
         raise InputError(
@@ -40,14 +65,19 @@ def write_model(
             hint=f"--resume-from accepts it only if its {identity.FILE} and all its files are "
             "there",
         )
-    backend = str(fields["backend"])
-    sizes = architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")})
-    model = as_trained(sizes, backend, int(fields["seq_len"]))
-    if model.of_images or not model.has_formula:
-        why = "a model of no family is exported by its own run"
-        if model.of_images:
-            why = "transformers has no FLUX"
-        raise InputError(why, where=str(checkpoint))
+    return dict(fields)
+
+
+def _architecture(fields: Mapping[str, Any], backend: str, checkpoint: Path) -> Architecture:
+    sizes = {}
+    for key, value in fields.items():
+        if key.startswith("model."):
+            sizes[key.removeprefix("model.")] = value
+    model = as_trained(architecture(sizes), backend, int(fields["seq_len"]))
+    if model.of_images:
+        raise InputError("transformers has no FLUX", where=str(checkpoint))
+    if not model.has_formula:
+        raise InputError("a model of no family is exported by its own run", where=str(checkpoint))
     if fields["mode"] == "lora":
         raise InputError(
             "the checkpoint contains LoRA adapters, not a whole model",
@@ -55,56 +85,51 @@ def write_model(
             hint="export=merged, or save_weights=true, of a run that resumes from it with more "
             "steps",
         )
-    tensors = to_canonical(backend, model, _weights(checkpoint, backend, model))
-    logging.disable_progress_bar()
-    whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)
-    if dtype:
-        whole.causal.config.dtype = dtype
+    return model
+
+
+def _state(whole: Any, model: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of transformers' model ``whole``, from those by canonical names."""
     state: dict[str, Tensor] = {}
-    for name, empty in whole.model.state_dict().items():
-        if not (model.tied_embeddings and name == models.OUTER[0]):
-            if name.endswith(BIAS):  # torchtitan has none without a balancing loss
-                tensors.setdefault(name, torch.zeros(empty.shape))
-            tensor = from_canonical(
-                "finetune", model, f"model.{name}", empty.shape, tensors.__getitem__
-            )
-            state[name] = (
-                tensor if dtype is None or name.endswith(BIAS) else tensor.to(getattr(torch, dtype))
-            )
-    biases = [
-        tensor for name, tensor in tensors.items() if name.endswith(BIAS) and name not in state
-    ]
-    name = (
-        json_if_readable(checkpoint.parents[1] / "job.json")
-        .get("assets", {})
-        .get("tokenizer", MOCK)
-    )
-    if tokenizer is None and name != MOCK and tokenizer_folder(name).is_dir():
-        tokenizer = tokenizer_folder(name)
-    models.write(whole, folder, state, tokenizer)
-    return list(_differences(backend, model, biases, tokenizer))
+    for name, empty in whole.state_dict().items():
+        if name == HEAD and model.tied_embeddings:
+            continue
+        if name.endswith(BIAS) and name not in tensors:
+            # torchtitan has none without a balancing loss
+            state[name] = torch.zeros(empty.shape)
+            continue
+        state[name] = from_canonical(
+            "finetune", model, f"model.{name}", empty.shape, tensors.__getitem__
+        )
+    return state
+
+
+def _tokenizer_of_run(checkpoint: Path) -> Path | None:
+    job = json_if_readable(checkpoint.parents[1] / "job.json")
+    name = job.get("assets", {}).get("tokenizer", MOCK)
+    if name == MOCK or not tokenizer_folder(name).is_dir():
+        return None
+    return tokenizer_folder(name)
 
 
 def _differences(
-    backend: str, model: Architecture, biases: Iterable[Tensor], tokenizer: Path | None
+    backend: str, model: Architecture, lost_biases: Iterable[Tensor], tokenizer: Path | None
 ) -> Iterator[str]:
-    moe = model.moe
     others = "some tokens go to other experts in transformers"
-    largest = max((float(bias.abs().max()) for bias in biases), default=0.0)
+    largest = max((float(bias.abs().max()) for bias in lost_biases), default=0.0)
     if largest > 0:
         yield (
             f"{others}: the run's routers have biases (up to {largest:.2g}), and its "
             f"{model.family} has none"
         )
-    ranked = max(1, moe.top_k // moe.top_groups)
-    if (
-        backend == "megatron"
-        and moe.groups > 1
-        and ranked != (theirs := 2 if moe.score == "sigmoid" else 1)
-    ):
+    ranked = max(1, model.moe.top_k // model.moe.top_groups)
+    ranked_by_transformers = 1
+    if model.moe.score == "sigmoid":
+        ranked_by_transformers = 2
+    if backend == "megatron" and model.moe.groups > 1 and ranked != ranked_by_transformers:
         yield (
-            f"{others}: it ranks groups of experts by the best {theirs} of each, Megatron by "
-            f"the best {ranked}"
+            f"{others}: it ranks groups of experts by the best {ranked_by_transformers} of each, "
+            f"Megatron by the best {ranked}"
         )
     if tokenizer is None:
         yield "there is no tokenizer: --tokenizer DIR copies one"
@@ -114,15 +139,13 @@ def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str
     """Read the weights in ``checkpoint`` by their names in the whole model."""
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
-    names = [name for name in stored if not name.startswith(_NO_WEIGHTS)]
-    if backend != "torchtitan":
-        names = [name for name in names if name.startswith("model.")]
-    kinds = {
-        name: kind for name in names if isinstance(kind := stored[name], TensorStorageMetadata)
+    saved = {
+        name: metadata for name, metadata in stored.items() if _is_weight(name, metadata, backend)
     }
-    identity.verify_tensors(checkpoint, kinds)
+    identity.verify_tensors(checkpoint, saved)
     tensors = {
-        name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in saved.items()
     }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     if backend == "torchtitan":
@@ -133,3 +156,11 @@ def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str
 
         return joined(model, inner)
     return inner
+
+
+def _is_weight(name: str, metadata: Any, backend: str) -> bool:
+    if not isinstance(metadata, TensorStorageMetadata):
+        return False
+    if backend == "torchtitan":
+        return not name.startswith(_OTHER_STATES)
+    return name.startswith("model.")

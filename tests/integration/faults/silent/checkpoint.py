@@ -22,7 +22,7 @@ def moments_not_saved(module: Any) -> None:
     )
 
 
-@silent("checkpoint", "fsdp", "primus_images.training.backends.loop.train", "saved files")
+@silent("checkpoint", "fsdp", "primus_images.training.backends.loop.checkpoint", "saved files")
 def random_state_not_loaded(module: Any) -> None:
     module._set_random_state = lambda state: None
 
@@ -60,7 +60,7 @@ def data_begin_again_after_a_checkpoint(module: Any) -> None:
 @silent(
     "checkpoint",
     "finetune --precision=bf16",
-    "primus_images.training.backends.loop.train",
+    "primus_images.training.backends.loop.checkpoint",
     "loss",
     "gradients",
     "update",
@@ -80,7 +80,7 @@ def norms_not_loaded(module: Any) -> None:
 @silent(
     "checkpoint",
     "finetune --mode=lora finetune.save_weights=true",
-    "primus_images.training.backends.finetune.models",
+    "primus_images.training.backends.finetune.export",
     "saved files",
 )
 def adapters_saved_with_another_scale(module: Any) -> None:

@@ -53,7 +53,7 @@ def error_printed_and_success_returned(module: Any) -> None:
     wrap(module.Trainer, "train", train)
 
 
-@silent("clock", "fsdp steps=4", "primus_images.training.backends.loop.train", "clock")
+@silent("clock", "fsdp steps=4", "primus_images.training.backends.loop.report", "clock")
 def tokens_counted_twice(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -65,7 +65,7 @@ def tokens_counted_twice(module: Any) -> None:
 @silent(
     "metrics",
     "fsdp --precision=bf16",
-    "primus_images.training.backends.loop.train",
+    "primus_images.training.backends.loop.report",
     "loss",
     "steps logged",
 )
@@ -84,7 +84,7 @@ def operations_of_the_forward_pass_alone(module: Any) -> None:
         return replace(found, causal=found.causal / 3, non_causal=found.non_causal / 3)
 
     wrap(module, "of_recipe_unit", counted)
-    import primus_images.training.backends.loop.train as report
+    import primus_images.training.backends.loop.report as report
 
     report.of_recipe_unit = module.of_recipe_unit
 
@@ -98,7 +98,7 @@ def frozen_weights_counted_as_trained(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("clock", "finetune", "primus_images.training.backends.loop.train", "clock")
+@silent("clock", "finetune", "primus_images.training.backends.loop.report", "clock")
 def time_of_the_update_left_out(module: Any) -> None:
     """A fifth of each step is not counted."""
 
@@ -130,7 +130,7 @@ def one_rank_told_as_the_world(module: Any) -> None:
     wrap(module, "static", lambda run, *args, **kwargs: run(*args, **kwargs) | {"world_size": 1})
 
 
-@silent("clock", "megatron", "primus_images.training.backends.loop.train", "clock")
+@silent("clock", "megatron", "primus_images.training.backends.loop.report", "clock")
 def tokens_of_all_ranks_reported(module: Any) -> None:
     def output(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -142,7 +142,7 @@ def tokens_of_all_ranks_reported(module: Any) -> None:
 @silent(
     "metrics",
     "megatron --precision=bf16",
-    "primus_images.training.backends.loop.train",
+    "primus_images.training.backends.loop.report",
     "gradient norm",
     "steps logged",
     "gradients",

@@ -1,3 +1,1 @@
-"""Fine-tuning of Hugging Face's models, of all weights or by adapters (PEFT). Only ``backend`` does
-not need torch.
-"""
+"""Fine-tuning of Hugging Face's models: of all weights, or by adapters (PEFT)."""

@@ -1,11 +1,10 @@
-"""The keys and checks of fine-tuning. Initial weights of Hugging Face must be those of the recipe's
-model.
-"""
+"""The keys of fine-tuning, and the check that weights are those of the recipe's model."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,18 +17,16 @@ from primus_images.recipes.architecture import Architecture, architecture, shape
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import bounded
 from primus_images.recipes.weights import FILES, HUB, config_of, downloaded, model_of
-from primus_images.refusals import refusal
 from primus_images.training.run.processes import clean
 from primus_images.turbo.optimizations import importable
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for the linear layers in
-    ``targets``.
+    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for linear layers.
 
-    If ``targets`` is empty, all linear layers except the output layer get adapters; Mixtral's
-    experts are no linear layers. Used in mode ``lora`` only.
+    They are those named in ``targets``. If it is empty, all linear layers except the output layer
+    get adapters; Mixtral's experts are no linear layers. Used in mode ``lora`` only.
     """
 
     rank: int = bounded(16, "[1, 65536]")
@@ -65,106 +62,10 @@ _HEAD = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "mlp.gate.e_score_correction_bias")
 
 
-def check(folder: Path, model: Architecture) -> None:
-    """Raise InputError, with file and tensor, unless transformers would load ``folder`` as
-    ``model`` without a change.
-
-    Damaged and quantized files are found from their headers. Then transformers itself builds the
-    model of the folder's ``config.json`` and loads the headers' shapes into it, in a process of its
-    own.
-    """
-    sizes = {
-        key.removeprefix("model."): setting.value
-        for key, setting in model_of(folder, model.family).items()
-    }
-    generation = folder / "generation_config.json"
-    with suppress(OSError, ValueError):
-        if not isinstance(json.loads(read_bytes(generation)), dict):
-            raise InputError(
-                "generation_config.json is not a mapping", where=str(generation), hint="remove it"
-            )
-    with suppress(ArithmeticError):  # of sizes that transformers refuses
-        _check_headers(folder, architecture(sizes))
-    if not importable("transformers"):
-        return  # the check of the backend's packages, which comes next, names it
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "primus_images.training.backends.finetune.objections",
-        str(folder),
-        json.dumps(asdict(model)),
-    ]
-    variables = clean(os.environ) | {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "OMP_NUM_THREADS": "1",
-    }
-    ended = subprocess.run(words, env=variables, capture_output=True, errors="replace", check=False)
-    try:
-        objection = json.loads(ended.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        raise InputError(
-            f"transformers cannot load these weights: {last[:300]}", where=str(folder)
-        ) from None
-    if objection:
-        raise InputError(objection.pop("why"), **{"where": f"{folder}/config.json", **objection})
-
-
-def _check_headers(folder: Path, model: Architecture) -> None:
-    if model.has_formula:
-        expected = shapes(model)
-    else:
-        expected = {}
-    places = dict[str, str]()
-    strange = dict[str, Path]()
-    for part in tensors.tensor_files(folder):
-        head = tensors.header(part)
-        for name, dtype in head.dtypes.items():
-            if dtype not in tensors.PLAIN and not (dtype == "U8" and name.endswith(tensors.MXFP4)):
-                plain_text = ", ".join(tensors.PLAIN)
-                raise InputError(
-                    f"{name} is {dtype}, and only plain weights ({plain_text}) are trained",
-                    where=part,
-                    hint="name the weights that these were quantized from, or dequantize them",
-                )
-            if not tensors.is_for_text(name):
-                continue
-            plain = tensors.canonical_name(name)
-            if plain not in expected:
-                strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
-            elif places.setdefault(plain, name) != name:
-                other = places[plain]
-                raise InputError(
-                    f"{name} and {other} are the same weight", where=part, hint="remove one of them"
-                )
-            elif (shape := head.shapes[name]) != expected[plain]:
-                sizes = {"shape": [*shape], "expected": [*expected[plain]]}
-                raise refusal("other_shape", part, name=name, **sizes, way=tensors.OTHER_MODEL)
-    if not model.has_formula or (
-        model.moe.experts and any(".experts." in name for name in strange)
-    ):
-        return  # transformers stacks the matrices of all experts, also in files
-    what = "the weights lack"
-    if strange:
-        what = f"primus's model of the family {model.family} has no place for"
-    names = sorted(strange or expected.keys() - places.keys())
-    if names:
-        more = ""
-        if len(names) > 1:
-            more = f" and {len(names) - 1} more tensors"
-        where = str(strange.get(names[0], folder))
-        if strange:
-            hint = f"unless config.json asks for it, {tensors.OTHER_MODEL}"
-        else:
-            hint = tensors.OTHER_MODEL
-        raise InputError(f"{what} {names[0]}{more}", where=where, hint=hint)
-
-
 def source_of(name: str, *, offline: bool) -> Path | None:
-    """Return the folder of initial weights, None if they are random; those of the hub are
-    downloaded once.
+    """Return the folder of initial weights, None if they are random.
+
+    Those of the hub are downloaded once.
     """
     if name == "random":
         return None
@@ -176,17 +77,133 @@ def source_of(name: str, *, offline: bool) -> Path | None:
 def check_weights(recipe: Recipe) -> None:
     """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
     source = source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False)
-    if source:
-        part = "text_config" in config_of(source)[1]
-        if (
-            part
-            and recipe.mode == "lora"
-            and recipe.find(f"{recipe.backend}.export", "trained") != "merged"
-        ):
+    if source is None:
+        return
+    _, config = config_of(source)
+    export = recipe.find(f"{recipe.backend}.export", "trained")
+    if "text_config" in config and recipe.mode == "lora" and export != "merged":
+        raise InputError(
+            "these weights have several parts, and adapters of the language model alone fit no "
+            "such model",
+            where=source,
+            hint="export=merged",
+        )
+    check(source, recipe.architecture)
+
+
+def check(folder: Path, model: Architecture) -> None:
+    """Raise InputError, with file and tensor, unless ``folder`` has the weights of ``model``.
+
+    They do if transformers loads them without a change. Damaged and quantized files are found from
+    their headers. Then transformers itself builds the model of the folder's ``config.json`` and
+    loads the headers' shapes into it, in a process of its own.
+    """
+    sizes = {}
+    for key, setting in model_of(folder, model.family).items():
+        sizes[key.removeprefix("model.")] = setting.value
+    _check_generation(folder / "generation_config.json")
+    with suppress(ArithmeticError):  # of sizes that transformers refuses
+        _check_headers(folder, architecture(sizes))
+    if not importable("transformers"):
+        return  # the check of the backend's packages, which comes next, names it
+    objection = _objection_of_transformers(folder, model)
+    if objection:
+        where = objection["where"] or f"{folder}/config.json"
+        raise InputError(objection["why"], where=where, hint=objection["hint"])
+
+
+def _check_generation(file: Path) -> None:
+    with suppress(OSError, ValueError):
+        if not isinstance(json.loads(read_bytes(file)), dict):
             raise InputError(
-                "these weights have several parts, and adapters of the language model alone "
-                "fit no such model",
-                where=source,
-                hint="export=merged",
+                "generation_config.json is not a mapping", where=str(file), hint="remove it"
             )
-        check(source, recipe.architecture)
+
+
+def _objection_of_transformers(folder: Path, model: Architecture) -> dict[str, str] | None:
+    """Return the first of :mod:`primus_images.training.backends.finetune.objections`."""
+    module = "primus_images.training.backends.finetune.objections"
+    command = [sys.executable, "-P", "-m", module, str(folder), json.dumps(asdict(model))]
+    variables = clean(os.environ)
+    variables["HF_HUB_OFFLINE"] = "1"
+    variables["TRANSFORMERS_VERBOSITY"] = "error"
+    variables["OMP_NUM_THREADS"] = "1"
+    ended = subprocess.run(
+        command, env=variables, capture_output=True, errors="replace", check=False
+    )
+    try:
+        objection: dict[str, str] | None = json.loads(ended.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise InputError(
+            f"transformers cannot load these weights: {lines[-1][:300]}", where=str(folder)
+        ) from None
+    return objection
+
+
+def _check_headers(folder: Path, model: Architecture) -> None:
+    expected: Mapping[str, tuple[int, ...]] = {}
+    if model.has_formula:
+        expected = shapes(model)
+    names: dict[str, str] = {}
+    unknown: dict[str, Path] = {}
+    for file in tensors.tensor_files(folder):
+        head = tensors.header(file)
+        for name, dtype in head.dtypes.items():
+            _check_dtype(name, dtype, file)
+            if not tensors.is_for_text(name):
+                continue
+            plain = tensors.canonical_name(name)
+            if plain in expected:
+                _check_twin(names.setdefault(plain, name), name, file)
+                _check_shape(name, head.shapes[name], expected[plain], file)
+            elif plain != _HEAD and not plain.endswith(_BUFFERS):
+                unknown[name] = file
+    if not model.has_formula:
+        return
+    if model.moe.experts and any(".experts." in name for name in unknown):
+        return  # transformers stacks the matrices of all experts, also in files
+    if unknown:
+        first = min(unknown)
+        raise InputError(
+            f"primus's model of the family {model.family} has no place for {_with_count(unknown)}",
+            where=str(unknown[first]),
+            hint=f"unless config.json asks for it, {tensors.OTHER_MODEL}",
+        )
+    missing = expected.keys() - names.keys()
+    if missing:
+        raise InputError(
+            f"the weights lack {_with_count(missing)}", where=str(folder), hint=tensors.OTHER_MODEL
+        )
+
+
+def _check_dtype(name: str, dtype: str, file: Path) -> None:
+    packed = dtype == "U8" and name.endswith(tensors.MXFP4)
+    if dtype not in tensors.PLAIN and not packed:
+        raise InputError(
+            f"{name} is {dtype}, and only plain weights ({', '.join(tensors.PLAIN)}) are trained",
+            where=file,
+            hint="name the weights that these were quantized from, or dequantize them",
+        )
+
+
+def _check_twin(first: str, name: str, file: Path) -> None:
+    if first != name:
+        raise InputError(
+            f"{name} and {first} are the same weight", where=file, hint="remove one of them"
+        )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
+    if shape != expected:
+        raise InputError(
+            f"{name} is {[*shape]} in the file, and {[*expected]} in the model of config.json",
+            where=file,
+            hint=tensors.OTHER_MODEL,
+        )
+
+
+def _with_count(names: Collection[str]) -> str:
+    if len(names) == 1:
+        return min(names)
+    return f"{min(names)} and {len(names) - 1} more tensors"

@@ -1,5 +1,4 @@
-"""Why transformers would not load a folder of weights as a model without dropping, adding or
-changing a tensor.
+"""Why transformers would not load a folder of weights as a model without changing a tensor.
 
 ``python -m primus_images.training.backends.finetune.objections FOLDER MODEL`` (MODEL: the sizes as
 JSON) prints the first objection as JSON, or null.
@@ -9,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +17,96 @@ import torch
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.tensors import OTHER_MODEL, header, plain_shapes, tensor_files, text_name
-from primus_images.training.backends.finetune.models import (
-    OUTER,
-    config_of,
-    config_of_weights,
-    stored,
-)
+from primus_images.training.backends.finetune.initial import EMBEDDING, HEAD, stored
+from primus_images.training.backends.finetune.models import config_of, config_of_weights
 from primus_images.training.backends.loop import weights
 from primus_images.yamlfile import read_values
 
 _CONFIG: Any = read_values(Path(__file__).with_name("config.yaml")).data
 
 
-def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
-    """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where``
-    and ``hint``.
-    """
-    from safetensors import SafetensorError, safe_open
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
+@dataclass(frozen=True, kw_only=True)
+class Objection:
+    """One reason. Without ``where``, it concerns the folder's config.json."""
 
-    kind = json_if_readable(folder / "config.json").get("model_type")
+    why: str
+    where: str | None = None
+    hint: str | None = None
+
+
+def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
+    """Yield what prevents a strict load of ``folder`` as ``model``."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    file = folder / "config.json"
+    kind = json_if_readable(file).get("model_type")
     if kind not in CONFIG_MAPPING:
-        hint = "take weights of a type that it has: primus runs no code that comes with weights"
-        why = f"transformers {__version__} has no models of type {kind}"
-        yield {"why": why, "where": f"{folder}/config.json: model_type", "hint": hint}
+        yield Objection(
+            why=f"transformers {__version__} has no models of type {kind}",
+            where=f"{file}: model_type",
+            hint="take weights of a type that it has: primus runs no code that comes with weights",
+        )
         return
     config = config_of_weights(folder)
     if model.has_formula:
-        yield from _other_settings(
-            folder / "config.json", config_of(model, "sdpa").to_dict(), config
+        yield from _other_settings(file, config_of(model, "sdpa").to_dict(), config)
+    files = _names_of_files(folder)
+    if isinstance(files, Objection):
+        yield files
+        return
+    built, report = _loaded(folder, config)
+    for finding in ("mismatched_keys", "unexpected_keys", "missing_keys"):
+        names = sorted(report[finding], key=str)
+        if names:
+            yield Objection(
+                why=f"transformers reports {finding}: {names[0]}",
+                where=str(files.get(names[0], folder)),
+                hint=OTHER_MODEL,
+            )
+    tensors = weights.Files(folder)
+    if config.tie_word_embeddings and _ties_unequal(tensors):
+        yield Objection(
+            why=f"config.json ties the output layer to the embedding, but {HEAD} differs "
+            f"from {EMBEDDING}",
+            where=str(files[HEAD]),
+            hint="set tie_word_embeddings to false in config.json",
         )
-    places: dict[str, Path] = {}
-    shapes: dict[str, torch.Tensor] = {}
+    if not hasattr(getattr(built, "model", None), "layers"):
+        yield Objection(
+            why=f"primus shards layers, which models of type {config.model_type} do not have in "
+            "model.layers"
+        )
+    yield from _unread(tensors, built, has_formula=model.has_formula)
+
+
+def _names_of_files(folder: Path) -> dict[str, Path] | Objection:
+    """Return the file of each tensor, by its name in the language model."""
+    from safetensors import SafetensorError, safe_open
+
+    files = {}
     for file in tensor_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    places[text_name(name)] = file
+                names = tensors.keys()
         except SafetensorError as error:
-            yield {
-                "why": f"the file is damaged: {error}",
-                "where": str(file),
-                "hint": "fetch it again",
-            }
-            return
-        shapes |= {
-            name: torch.empty(size, device="meta")
-            for name, size in plain_shapes(header(file)).items()
-        }
-    model_of_config, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+            return Objection(
+                why=f"the file is damaged: {error}", where=str(file), hint="fetch it again"
+            )
+        for name in names:
+            files[text_name(name)] = file
+    return files
+
+
+def _loaded(folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model of ``config`` without memory, and transformers' report of a load into it."""
+    from transformers import AutoModelForCausalLM
+
+    shapes = {}
+    for file in tensor_files(folder):
+        for name, shape in plain_shapes(header(file)).items():
+            shapes[name] = torch.empty(shape, device="meta")
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    model, report = kind.from_pretrained(
         None,
         config=config,
         state_dict=shapes,
@@ -74,75 +115,60 @@ def objections(folder: Path, model: Architecture) -> Iterator[dict[str, str]]:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    for kind in ("mismatched_keys", "unexpected_keys", "missing_keys"):
-        names = sorted(report[kind], key=str)
-        if names:
-            where = str(places.get(names[0], folder))
-            yield {
-                "why": f"transformers reports {kind}: {names[0]}",
-                "where": where,
-                "hint": OTHER_MODEL,
-            }
-    (output, embedding), files = OUTER, weights.Files(folder)
-    tied = config.tie_word_embeddings and output in files and embedding in files
-    if tied and not torch.equal(files.whole(embedding), files.whole(output)):
-        yield {
-            "why": (
-                f"config.json ties the output layer to the embedding, but {output} differs "
-                f"from {embedding}"
-            ),
-            "where": str(places[output]),
-            "hint": "set tie_word_embeddings to false in config.json",
-        }
-    if not hasattr(getattr(model_of_config, "model", None), "layers"):
-        yield {
-            "why": (
-                f"primus shards layers, which models of type {config.model_type} do not have "
-                "in model.layers"
-            )
-        }
-    for name, _ in model_of_config.named_parameters():
+    return model, report
+
+
+def _ties_unequal(tensors: weights.Files) -> bool:
+    if HEAD not in tensors or EMBEDDING not in tensors:
+        return False
+    return not torch.equal(tensors.whole(EMBEDDING), tensors.whole(HEAD))
+
+
+def _unread(tensors: weights.Files, model: Any, *, has_formula: bool) -> Iterator[Objection]:
+    """Yield the parameters of ``model`` that primus itself does not find."""
+    hint = "load them with transformers, and save_pretrained"
+    if not has_formula:
+        hint = (
+            "primus reads no weights of this type that transformers renames or joins when it "
+            "loads them"
+        )
+    for name, _ in model.named_parameters():
         try:
-            stored(files, name)
+            stored(tensors, name)
         except SystemExit as error:
-            hint = "load them with transformers, and save_pretrained"
-            if not model.has_formula:
-                hint = (
-                    "primus reads no weights of this type that transformers renames or joins "
-                    "when it loads them"
-                )
-            yield {"why": str(error), "hint": hint}
+            yield Objection(why=str(error), hint=hint)
 
 
-def _other_settings(file: Path, mine: dict[str, Any], config: Any) -> Iterator[dict[str, str]]:
+def _other_settings(file: Path, ours: dict[str, Any], config: Any) -> Iterator[Objection]:
     theirs = config.to_dict()
-    theirs["rope_parameters"] = _CONFIG["yarn"] | {
-        k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"
-    }
-    mine["rope_parameters"] = _CONFIG["yarn"] | mine["rope_parameters"]
-    for key in sorted(mine.keys() | type(config)().to_dict().keys()):
-        if (
-            key not in _CONFIG["free"]
-            and not key.startswith("_")
-            and not _same(mine.get(key), theirs.get(key))
-        ):
-            why = (
-                f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the "
-                "recipe's model"
-            )
-            if "dropout" in key:
-                hint = {"hint": "primus trains without dropout: set it to 0.0 in a copy"}
-            else:
-                hint = {}
-            yield {"why": why, "where": f"{file}: {key}", **hint}
+    rope = dict(theirs["rope_parameters"] or {})
+    rope.pop("type", None)
+    theirs["rope_parameters"] = _CONFIG["yarn"] | rope
+    ours["rope_parameters"] = _CONFIG["yarn"] | ours["rope_parameters"]
+    defaults = type(config)().to_dict()
+    for key in sorted(ours.keys() | defaults.keys()):
+        if key in _CONFIG["free"] or key.startswith("_"):
+            continue
+        if _same(ours.get(key), theirs.get(key)):
+            continue
+        hint = None
+        if "dropout" in key:
+            hint = "primus trains without dropout: set it to 0.0 in a copy"
+        yield Objection(
+            why=f"{key} is {theirs.get(key)!r} in the weights, and {ours.get(key)!r} in the "
+            "recipe's model",
+            where=f"{file}: {key}",
+            hint=hint,
+        )
 
 
-def _same(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        return all(_same(mine.get(key), theirs.get(key)) for key in mine.keys() | theirs.keys())
-    if isinstance(mine, float) and isinstance(theirs, int | float):
-        return math.isclose(mine, theirs)
-    return bool(mine == theirs)
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = ours.keys() | theirs.keys()
+        return all(_same(ours.get(key), theirs.get(key)) for key in keys)
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs)
+    return bool(ours == theirs)
 
 
 def main(folder: str, model: str) -> None:
@@ -153,12 +179,11 @@ def main(folder: str, model: str) -> None:
     logging.disable_progress_bar()
     try:
         first = next(objections(Path(folder), architecture(json.loads(model))), None)
-    except Exception as error:
-        lines = " ".join(str(error).split())
-        first = {
-            "why": f"transformers cannot build this model: {type(error).__name__}: {lines[:300]}"
-        }
-    print(json.dumps(first))
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds
+        sentence = " ".join(str(error).split())[:300]
+        kind = type(error).__name__
+        first = Objection(why=f"transformers cannot build this model: {kind}: {sentence}")
+    print(json.dumps(first and asdict(first)))
 
 
 if __name__ == "__main__":

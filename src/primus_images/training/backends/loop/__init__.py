@@ -1,3 +1,1 @@
-"""The training loop for backends whose library has none: Megatron, fine-tuning, FLUX and plain
-FSDP.
-"""
+"""The training loop of the backends megatron, finetune, flux and fsdp."""

@@ -1,6 +1,4 @@
-"""What ranks with our own loop are told: a recipe's sections ``training`` and ``sharding``, and
-``job.json``.
-"""
+"""What the ranks of our own loop read: ``job.json``, with the recipe's settings of the loop."""
 
 import json
 import math
@@ -72,15 +70,17 @@ class ShardingConfig:
 
 
 def learning_rate(config: LoopConfig, step: int) -> float:
-    """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends
-    at ``min_lr``.
+    """Return the rate for ``step``, of which the first is 1.
+
+    It is a linear warm-up, and then the schedule, which ends at ``min_lr``.
     """
     if step <= config.warmup_steps:
         return config.lr * step / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":
         return config.lr
     last = config.decay_steps or config.steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    steps = max(1, last - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / steps)
     if config.lr_schedule == "linear":
         remaining = 1 - done
     else:
@@ -121,21 +121,24 @@ class RankJob:
     verify_steps: int = 0
 
     def section(self, kind: type[Section], under: str = "") -> Section:
-        """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their
-        defaults.
-        """
-        return built(kind, section(self.config, under) if under else self.config)
+        """Return the keys below ``under`` as the frozen dataclass ``kind``, with its defaults."""
+        settings = self.config
+        if under:
+            settings = section(self.config, under)
+        return built(kind, settings)
 
 
 def read_job(folder: Path) -> RankJob:
     """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    values = {field.name: job[field.name] for field in fields(RankJob) if field.name in job}
-    values |= {
-        "output": Path(job["output"]),
-        "model": architecture(job["model"]),
-        "training": built(LoopConfig, section(job["config"], "training")),
-        "resume_from": Path(job["resume_from"]) if job["resume_from"] else None,
-        "turbo": tuple(job["turbo"]),
-    }
+    values: dict[str, Any] = {}
+    for field in fields(RankJob):
+        if field.name in job:
+            values[field.name] = job[field.name]
+    values["output"] = Path(job["output"])
+    values["model"] = architecture(job["model"])
+    values["training"] = built(LoopConfig, section(job["config"], "training"))
+    if job["resume_from"]:
+        values["resume_from"] = Path(job["resume_from"])
+    values["turbo"] = tuple(job["turbo"])
     return RankJob(**values)

@@ -1,5 +1,6 @@
-"""Language-model data: samples of tokens, accessed by number, from a tokenized corpus or synthetic."""
+"""Language-model data: samples of tokens by number, from a tokenized corpus or synthetic."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -9,23 +10,18 @@ from typing_extensions import override
 
 from primus_images.recipes.recipe import MOCK
 from primus_images.training.backends.loop.config import RankJob
-from primus_images.training.backends.loop.session import Batch, Data
+from primus_images.training.backends.loop.session import IGNORED, Batch, Data
 from primus_images.training.text.tokens import Tokens, packs, stored
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
 _MOCK_STEPS = (1, 3, 7, 19)
-_IGNORED = -100
 
 
 def held_out(job: RankJob, *, packing: bool = False) -> "Documents":
     """Return the documents that the job evaluates on."""
-    return Documents(
-        stored(job.output / "cache", "eval"),
-        job.training.seq_len,
-        job.training.seed,
-        packing=packing,
-    )
+    tokens = stored(job.output / "cache", "eval")
+    return Documents(tokens, job.training.seq_len, job.training.seed, packing=packing)
 
 
 def text(job: RankJob, *, packing: bool = False) -> Data:
@@ -36,7 +32,8 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
     length = job.training.seq_len
     if tokens.mask is None and not packing:
         # One document, whose last sample is whole.
-        end = (len(tokens.tokens) - 1) // length * length + 1
+        samples = (len(tokens.tokens) - 1) // length
+        end = samples * length + 1
         tokens = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
     return Documents(tokens, length, job.training.seed, packing=packing)
 
@@ -51,45 +48,57 @@ class Documents(Data):
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, *, packing: bool = False) -> None:
         self._tokens = tokens
-        self._pieces = tokens.pieces(seq_len)
-        lengths = self._pieces[1] - self._pieces[0] - 1
+        self._firsts, self._ends = tokens.pieces(seq_len)
+        lengths = self._ends - self._firsts - 1
+        self.samples = len(lengths)
+        self._packs = None
         if packing:
             self._packs = packs(lengths.tolist(), seq_len)
-        else:
-            self._packs = None
-        self.samples = len(self._packs or lengths)
+            self.samples = len(self._packs)
         self._seed = seed
         self._seq_len = seq_len
 
     @override
     def batch(self, first: int, count: int) -> Batch:
         inputs = torch.zeros(count, self._seq_len, dtype=torch.int64)
-        labels = torch.full_like(inputs, _IGNORED)
+        labels = torch.full_like(inputs, IGNORED)
         positions = torch.arange(self._seq_len).repeat(count, 1)
         for row in range(count):
-            place = 0
             sample = place_of(first + row, self.samples, self._seed)
-            for number in [sample] if self._packs is None else self._packs[sample]:
-                piece = slice(int(self._pieces[0][number]), int(self._pieces[1][number]))
-                tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
-                end = place + len(tokens) - 1
-                inputs[row, place:end] = tokens[:-1]
-                labels[row, place:end] = tokens[1:]
-                if self._tokens.mask is not None:
-                    labels[row, place:end][torch.from_numpy(self._tokens.mask[piece][1:] == 0)] = (
-                        _IGNORED
-                    )
+            start = 0
+            for number in self._numbers(sample):
+                tokens, next_tokens = self._document(number)
+                end = start + len(tokens)
+                inputs[row, start:end] = tokens
+                labels[row, start:end] = next_tokens
                 positions[row, end:] = torch.arange(self._seq_len - end)
-                place = end
+                start = end
         batch = {"input_ids": inputs, "labels": labels}
+        if self._packs is not None:
+            batch["positions"] = positions
+        return batch
+
+    def _numbers(self, sample: int) -> Sequence[int]:
+        """Return the numbers of the documents in a sample."""
         if self._packs is None:
-            return batch
-        return batch | {"positions": positions}
+            return [sample]
+        return self._packs[sample]
+
+    def _document(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of a document, and the label of each."""
+        piece = slice(int(self._firsts[number]), int(self._ends[number]))
+        tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
+        labels = tokens[1:]
+        if self._tokens.mask is not None:
+            trained = torch.from_numpy(self._tokens.mask[piece][1:] != 0)
+            labels = labels.where(trained, IGNORED)
+        return tokens[:-1], labels
 
 
 class Mock(Data):
-    """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln
-    4 per token.
+    """Random walks on a ring of symbols with four step sizes.
+
+    They are a Markov chain with an entropy of ln 4 per token.
     """
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
@@ -105,15 +114,15 @@ class Mock(Data):
 
     def _sample(self, number: int) -> Tensor:
         generator = generator_of(self._seed, number)
-        steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
+        choices = torch.randint(4, (self._seq_len,), generator=generator)
+        steps = torch.tensor(_MOCK_STEPS)[choices]
         start = torch.randint(self._symbols, (1,), generator=generator)
-        return torch.cat([start, start + steps.cumsum(0)]) % self._symbols * self._spread
+        walk = torch.cat([start, start + steps.cumsum(0)])
+        return walk % self._symbols * self._spread
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """Return a generator for sample ``number``, so that a sample does not depend on those drawn
-    before it.
-    """
+    """Return a generator for sample ``number``, which depends on no other sample."""
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
@@ -123,8 +132,9 @@ def _order(count: int, seed: int, turn: int) -> Tensor:
 
 
 def place_of(number: int, count: int, seed: int) -> int:
-    """Return which of ``count`` stored samples is sample ``number``. Each pass over them has
-    another order.
+    """Return which of ``count`` stored samples is sample ``number``.
+
+    Each pass over them has another order.
     """
     turn, place = divmod(number, count)
     return int(_order(count, seed, turn)[place])

@@ -18,9 +18,7 @@ _PATIENCE = timedelta(minutes=30)
 
 
 def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
-    """Run one rank of the job in the output folder ``folder``: set up, call ``train`` with its
-    device, and exit.
-    """
+    """Run one rank of the job in the output folder ``folder``: ``train`` it, and exit."""
     with noting(Path(folder)):
         job = read_job(Path(folder))
         device = start(job)
@@ -32,10 +30,9 @@ def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
 
 
 def start(job: RankJob) -> torch.device:
-    """Join the job's process group, using the launcher's environment, and set everything that makes
-    a run repeatable.
+    """Join the job's process group, and return the device of this rank.
 
-    Returns the device of this rank.
+    The launcher's environment describes the group. Everything is set that makes a run repeatable.
     """
     gloo.choose_store(job.output)
     if torch.cuda.is_available():
@@ -56,9 +53,8 @@ def start(job: RankJob) -> torch.device:
 
 
 def use_cpu() -> None:
-    """Prepare a rank on a CPU, before its process group. With one thread, sums always have the same
-    order.
-    """
+    """Prepare a rank on a CPU, before its process group."""
+    # With one thread, sums always have the same order.
     torch.set_num_threads(1)
     # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may
     # not resolve.
@@ -67,8 +63,9 @@ def use_cpu() -> None:
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return the peak memory of this rank, in GiB and in percent of the device's. On a CPU:
-    resident memory.
+    """Return the peak memory of this rank, in GiB and in percent of the device's.
+
+    On a CPU, it is the resident memory.
     """
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -80,11 +77,10 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 def keep_graphs() -> None:
-    """Let torch.compile keep the graphs that it traces for later runs. Call this in the thread that
-    compiles.
+    """Let torch.compile keep the graphs that it traces for later runs.
 
-    PyTorch keeps a graph only if it knows every function in it, and those that select attention
-    backends are not known.
+    Call this in the thread that compiles. PyTorch keeps a graph only if it knows every function in
+    it, and those that select attention backends are not known.
     """
     import torch._dynamo  # before torch._inductor, which has a circular import otherwise
     from torch._inductor import config

@@ -1,15 +1,14 @@
-"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data
-(:class:`Data`).
-"""
+"""What the loop asks of a backend: a model in training (:class:`Session`) and :class:`Data`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -21,10 +20,13 @@ from primus_images.training.backends.loop.process import keep_graphs
 from primus_images.training.judge.witness import Taken, whole_parameters
 from primus_images.turbo.optimizations import CALLS
 
+# The label of a token that is not trained.
+IGNORED = -100
+
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
-# and ``labels``, both int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed
-# samples have ``positions``, too, which begin again at 0 with each document; a document sees only
-# itself.
+# and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
+# Packed samples have ``positions``, too, which begin again at 0 with each document; a document sees
+# only itself.
 Batch = Mapping[str, Tensor]
 
 
@@ -32,16 +34,26 @@ class Data(Protocol):
     """Samples accessed by number."""
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any
-        number is valid.
+        """Return samples ``first`` … ``first + count − 1`` on the CPU.
+
+        The data repeats, so any number is valid.
         """
 
 
 def terms_of(batch: Batch) -> int:
-    """Return the number of terms in the loss of ``batch``: labels that are not ignored, or images."""
+    """Return the number of terms in the loss of ``batch``: trained labels, or images."""
     if "labels" in batch:
-        return int((batch["labels"] != -100).sum())
+        return int((batch["labels"] != IGNORED).sum())
     return len(batch["latents"])
+
+
+def length_of(batch: Batch) -> int:
+    """Return the tokens of each sample of ``batch``: of its text, and of its image."""
+    length = 0
+    for name in ("input_ids", "latents", "text"):
+        if name in batch:
+            length += batch[name].shape[1]
+    return length
 
 
 class Session(Protocol):
@@ -58,19 +70,19 @@ class Session(Protocol):
     data_rank: int
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
-        """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for
-        micro-batches on the CPU. Return the sum of this rank's losses, undivided and detached; 0 if
-        this rank computes none.
+        """Add up the gradients of micro-batches on the CPU, and return the sum of their losses.
+
+        The gradient is that of (sum of all losses over all data-parallel ranks) ÷ ``terms``. The
+        returned sum is this rank's, undivided and detached; 0 if this rank computes none.
         """
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage
-        of the job.
-        """
+        """Return the sum of ``value`` over the data-parallel ranks, on every rank of the job."""
 
     def step(self, lr: float) -> Tensor:
-        """Clip the gradients, update the weights, reset the gradients, and return their global norm
-        before clipping.
+        """Clip the gradients, update the weights, and reset the gradients.
+
+        Returns the global norm of the gradients before clipping.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,22 +96,22 @@ class Session(Protocol):
         """Use the state that was loaded into the tensors of :meth:`state_dict`."""
 
     def whole(self) -> Mapping[str, Tensor]:
-        """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run
-        on one rank.
+        """Return on rank 0 all parameters of the job, whole and on the CPU.
+
+        Their names are those in a run on one rank.
         """
         return whole_parameters(self.model_parts)
 
     def taken(self) -> Taken | None:
-        """Return the last update, if the backend does not use torch's optimizers on the parameters;
-        otherwise None.
-        """
+        """Return the last update; None if torch's optimizers update the parameters themselves."""
         return None
 
 
 class LanguageModel(nn.Module):
-    """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and
-    again for the backward pass: they would be the largest tensor of a small model with a large
-    vocabulary.
+    """A transformer and its output layer, of which ``forward`` is the loss.
+
+    Logits are computed for ``chunk`` tokens at a time, and again for the backward pass: they would
+    be the largest tensor of a small model with a large vocabulary.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -109,9 +121,7 @@ class LanguageModel(nn.Module):
         self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def choose_loss(self, job: RankJob) -> None:
-        """Compile the computation of logits and loss, or compute their gradients at once, as the
-        job says.
-        """
+        """Compile logits and loss, or compute their gradients at once, as the job says."""
         if job.training.compile:
             self._summed = torch.compile(_summed)
         if "linear-cross-entropy" in job.turbo:
@@ -122,8 +132,9 @@ class LanguageModel(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per
-        label or None.
+        """Return the last hidden states [samples, seq_len, hidden], and an additional loss.
+
+        The additional loss is per label. It is None if the model has none.
         """
         raise NotImplementedError
 
@@ -137,26 +148,28 @@ class LanguageModel(nn.Module):
         hidden, besides = self.hidden(input_ids, positions, labels)
         states = hidden.flatten(0, 1)
         targets = labels.flatten()
-        parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
-        total: Tensor
-        if self._fused:
-            total = self._fused(states, self.head.weight, targets)
-        elif len(parts) == 1:
-            total = self._summed(self.head, *parts[0])
-        else:
-            sums = [
-                checkpoint(self._summed, self.head, *part, use_reentrant=False) for part in parts
-            ]
-            total = torch.stack(sums).sum()
+        total = self._loss(states, targets)
         if besides is None:
             return total
         # The additional loss is trained but not reported: it adds a gradient, but not to the value.
-        return total + (besides - besides.detach()) * (targets != -100).sum()
+        return total + (besides - besides.detach()) * (targets != IGNORED).sum()
+
+    def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        if self._fused:
+            return self._fused(states, self.head.weight, targets)
+        if len(states) <= self._chunk:
+            return self._summed(self.head, states, targets)
+        chunks = zip(states.split(self._chunk), targets.split(self._chunk), strict=True)
+        sums = [
+            checkpoint(self._summed, self.head, some_states, some_targets, use_reentrant=False)
+            for some_states, some_targets in chunks
+        ]
+        return torch.stack(sums).sum()
 
 
 def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(
-        head(states).float(), labels, ignore_index=-100, reduction="sum"
+        head(states).float(), labels, ignore_index=IGNORED, reduction="sum"
     )
 
 
@@ -168,61 +181,43 @@ def shard(
     *,
     wide: Callable[[str], bool] = lambda _name: False,
 ) -> None:
-    """Set up recomputation, compilation and sharding of ``model``, built inside
-    :func:`weights.empty`, and allocate it.
+    """Set up recomputation, compilation and sharding of ``model``, and allocate it.
 
-    Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which
-    ``wide`` is true keep ``training.dtype`` in FP8. With the optimization frozen-weights, every
-    rank has all weights that are not trained, in ``training.dtype``.
+    The model is built inside :func:`weights.empty`. Each of ``blocks`` is recomputed, compiled and
+    gathered separately. Linear layers for which ``wide`` is true keep ``training.dtype`` in FP8.
+    With the optimization frozen-weights, every rank has all weights that are not trained, in
+    ``training.dtype``.
     """
     config = job.training
     sharding = job.section(ShardingConfig, "sharding")
-    whole = set()
-    if "frozen-weights" in job.turbo:
-        whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-        CALLS["frozen_weights"] += 1
+    whole = _kept_whole(model, job)
+    for parameter in model.parameters():
+        dtype = config.dtype if parameter in whole else config.master_dtype
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    if config.fp8 == "tensorwise":
+        _convert_to_fp8(model, device, wide)
     if "reduce-scatter-copy-in" in job.turbo:
         from primus_images.turbo.sharded import lay_out_gradients
 
         lay_out_gradients()
-    for parameter in model.parameters():
-        if parameter in whole:
-            kind = config.dtype
-        else:
-            kind = config.master_dtype
-        parameter.data = parameter.data.to(getattr(torch, kind))
-    if config.fp8 == "tensorwise":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
-        scaling = Float8LinearConfig(emulate=device.type == "cpu")
-        convert_to_float8_training(
-            model, module_filter_fn=lambda _module, name: not wide(name), config=scaling
-        )
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
-    )
-    shape: tuple[int, ...] = (dist.get_world_size(),)
-    names: tuple[str, ...] = ("shard",)
-    if sharding.replicas > 1:
-        shape = (sharding.replicas, dist.get_world_size() // sharding.replicas)
-        names = ("replicate", "shard")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if config.compile:
         keep_graphs()
+    distribute = partial(
+        fully_shard,
+        mesh=_mesh(sharding, device),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=getattr(torch, config.dtype),
+            reduce_dtype=getattr(torch, sharding.reduce_dtype),
+        ),
+        ignored_params=whole,
+    )
     for block in blocks:
         if config.recompute == "full":
             block.forward = _recomputed(block.forward)
         if config.compile:
             block.compile()
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=sharding.reshard_after_forward,
-            ignored_params=whole,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        distribute(block, reshard_after_forward=sharding.reshard_after_forward)
+    distribute(model)
     sum_gradients(model)
     if "peer-copies" in job.turbo:
         from primus_images.turbo.sharded import attach
@@ -231,10 +226,34 @@ def shard(
     weights.materialize(model, device)
 
 
+def _kept_whole(model: nn.Module, job: RankJob) -> set[nn.Parameter]:
+    """Return the parameters that are not sharded."""
+    if "frozen-weights" not in job.turbo:
+        return set()
+    CALLS["frozen_weights"] += 1
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def _convert_to_fp8(model: nn.Module, device: torch.device, wide: Callable[[str], bool]) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
+    scaling = Float8LinearConfig(emulate=device.type == "cpu")
+    convert_to_float8_training(
+        model, module_filter_fn=lambda _module, name: not wide(name), config=scaling
+    )
+
+
+def _mesh(sharding: ShardingConfig, device: torch.device) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if sharding.replicas == 1:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    shape = (sharding.replicas, ranks // sharding.replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients over ranks instead of averaging, because losses are divided by the
-    terms of all ranks.
-    """
+    """Let FSDP2 sum gradients over ranks: losses are divided by the terms of all ranks already."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -273,10 +292,9 @@ class Sharded(Session):
         self._device = device
         self.data_rank = dist.get_rank()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        implementation = {"fused": True}
         if device.type == "cpu":
             implementation = {"foreach": True}
-        else:
-            implementation = {"fused": True}
         self._optimizer = torch.optim.AdamW(
             self._trained,
             lr=self._config.lr,
@@ -303,16 +321,14 @@ class Sharded(Session):
         return total
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        placed = {
-            name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()
-        }
+        placed = {}
+        for name, tensor in batch.items():
+            placed[name] = tensor.to(self._device, non_blocking=True)
         return self._summed(model, placed)
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a micro-batch on the CPU, without training on it. All
-        ranks.
-        """
+        """Return the sum of the losses of a micro-batch, without training on it. All ranks."""
         self._model.eval()
         loss = self._loss(self._model, batch)
         self._model.train()
@@ -326,7 +342,7 @@ class Sharded(Session):
 
     @override
     def step(self, lr: float) -> Tensor:
-        gradients = [p.grad for p in self._trained if p.grad is not None]
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
         whole: Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
@@ -347,8 +363,8 @@ class Sharded(Session):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        groups = self._optimizer.param_groups
-        ours = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        # PyTorch also loads the settings, such as weight decay. Those of this run count.
+        settings_of_run = settings_of(self._optimizer)
         set_state_dict(
             self._model,
             self._optimizer,
@@ -356,9 +372,19 @@ class Sharded(Session):
             optim_state_dict=state["optimizer"],
             options=_OPTIONS,
         )
-        # PyTorch also loads the settings, such as weight decay. Those of this run count.
-        for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
+        groups = zip(self._optimizer.param_groups, settings_of_run, strict=True)
+        for group, settings in groups:
             group.update(settings)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each of the optimizer's groups of parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = dict(group)
+        del settings["params"]
+        groups.append(settings)
+    return groups
 
 
 # Frozen weights are not saved; a resumed run reads them from their source again.

@@ -1,16 +1,19 @@
-"""The weights of a sharded model, drawn from the seed or read from files by each rank, for any
-number of ranks.
+"""The weights of a sharded model: each rank draws them from the seed, or reads them from files.
+
+The weights are the same for any number of ranks.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus_images.patch import replace
@@ -25,15 +28,15 @@ Rows = Callable[[int, int], Tensor]
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Create models without memory for parameters while the context is open. Buffers are created as
-    usual.
+    """Create models without memory for parameters. Buffers are created as usual.
 
     accelerate's ``init_empty_weights`` creates tied parameters anew, which unties them.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            trained = parameter.requires_grad
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=trained)
         register(module, name, parameter)
 
     register = replace(nn.Module, "register_parameter", on_meta, takes="self, name, param")
@@ -44,45 +47,61 @@ def empty() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate a sharded model on ``device``. Parameters are undefined; buffers keep their values."""
-    model._apply(
-        lambda tensor: (
-            torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-        )
-    )
+    """Allocate a sharded model on ``device``. Parameters are undefined; buffers keep their values.
+
+    Parameters that are tied stay tied, also those that FSDP does not know: torch creates each name
+    of them anew.
+    """
+    tied = _names_of_tied(model)
+    model._apply(partial(_allocated, device=device))
+    for first, name in tied:
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+
+
+def _names_of_tied(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the first name of each tied parameter with each of its other names."""
+    tied = []
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if first != name:
+            tied.append((first, name))
+    return tied
+
+
+def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device)
+    return tensor.to(device)
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, rows: Rows) -> None:
-    """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank
-    needs.
-    """
+    """Set this rank's share of ``parameter``, from only those ``rows`` that this rank needs."""
+    if parameter.ndim == 0:
+        parameter.copy_(rows(0, 1))
+        return
     local: Any = parameter
-    first = 0
-    count = 1
-    if parameter.ndim:
-        count = parameter.shape[0]
-    columns: tuple[slice, ...] = ()
-    if hasattr(parameter, "to_local"):
+    shape: Sequence[int] = parameter.shape
+    offset: Sequence[int] = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
         local = parameter.to_local()
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        first = offset[0]
-        count = shape[0]
-        columns = tuple(
-            slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True)
-        )
-    if local.numel():
-        local.copy_(rows(first, first + count)[(..., *columns)])
+    if local.numel() == 0:
+        return
+    columns = []
+    for first_column, count in zip(offset[1:], shape[1:], strict=True):
+        columns.append(slice(first_column, first_column + count))
+    local.copy_(rows(offset[0], offset[0] + shape[0])[(..., *columns)])
 
 
 def draw_all(
     model: nn.Module, seed: int, outer: tuple[str, ...] = (), zero: tuple[str, ...] = ()
 ) -> None:
-    """Initialize every weight of a sharded model: those of ``zero`` with 0, the others as
-    :func:`draw_one` does.
-    """
+    """Initialize every weight of a sharded model: from the seed, or as 0 those of ``zero``."""
     for name, parameter in model.named_parameters():
         if name in zero:
             fill(parameter, constant(parameter, 0.0))
@@ -93,38 +112,39 @@ def draw_all(
 def draw_one(
     name: str, parameter: Tensor, seed: int, *, outer: bool = False, norm: float = 1.0
 ) -> None:
-    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, others with
-    0.
+    """Initialize a weight.
 
-    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss
-    is ln(vocabulary).
+    Matrices are drawn from N(0, 0.02²). Factors of norms get the value ``norm``, and others 0. With
+    ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is
+    ln(vocabulary).
     """
     if name.endswith(("bias", ".sinks")):
-        fill(parameter, constant(parameter, 0.0))
+        rows = constant(parameter, 0.0)
     elif parameter.ndim == 1:
-        fill(parameter, constant(parameter, norm))
+        rows = constant(parameter, norm)
+    elif outer:
+        rows = normal(name, parameter, seed, 0.5 / math.sqrt(parameter.shape[-1]))
     else:
-        fill(
-            parameter,
-            normal(name, parameter, seed, 0.5 / math.sqrt(parameter.shape[-1]) if outer else _STD),
-        )
+        rows = normal(name, parameter, seed, _STD)
+    fill(parameter, rows)
 
 
 def constant(parameter: Tensor, value: float) -> Rows:
     """Return rows with a single value."""
-    return lambda first, last: torch.full(
-        (last - first, *parameter.shape[1:]), value, device=parameter.device
-    )
+
+    def rows(first: int, last: int) -> Tensor:
+        return torch.full((last - first, *parameter.shape[1:]), value, device=parameter.device)
+
+    return rows
 
 
 def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
     """Return rows drawn from N(0, ``std``²)."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
 
     def rows(first: int, last: int) -> Tensor:
         generator = torch.Generator(parameter.device)
-        generator.manual_seed(
-            int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-        )
+        generator.manual_seed(int.from_bytes(digest[:7]))
         whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
         return whole.normal_(0, std, generator=generator)[first:last]
 
@@ -132,27 +152,30 @@ def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
 
 
 class Files:
-    """The safetensors files of a folder, read by rows and by the names that weights have in
-    transformers' model, with a matrix per expert. InputError without files.
+    """The safetensors files of a folder, read by rows. Raises InputError without files.
+
+    Weights have the names of transformers' model, with a matrix per expert.
     """
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        self._open = {}
+        self._places = {}
         for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
-            self._open.update({canonical_name(name): (handle, name) for name in handle.keys()})
+            names = handle.keys()
+            for name in names:
+                self._places[canonical_name(name)] = (handle, name)
 
     def __contains__(self, name: str) -> bool:
-        return canonical_name(name) in self._open
+        return canonical_name(name) in self._places
 
     def rows_of(self, name: str) -> Rows:
         """Return the rows of one weight. Raises SystemExit if the files do not contain it."""
         if name not in self:
             raise SystemExit(f"the weights lack {name}")
-        handle, written = self._open[canonical_name(name)]
-        part = handle.get_slice(written)
+        handle, name_in_file = self._places[canonical_name(name)]
+        part = handle.get_slice(name_in_file)
         return lambda first, last: part[first:last]
 
     def whole(self, name: str) -> Tensor:

@@ -1,0 +1,88 @@
+"""Checkpoints of the loop: model, optimizer and random states, with the identity of the run."""
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from primus_images.training.backends.loop.config import RankJob
+from primus_images.training.backends.loop.report import Report
+from primus_images.training.backends.loop.session import Session
+from primus_images.training.run import identity
+from primus_images.training.run.failure import text_of
+
+
+def folder_of(output: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after ``step``."""
+    return output / "checkpoint" / f"step-{step}"
+
+
+def save(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
+    """Save a checkpoint after ``step``, and return its folder, which appears whole. All ranks.
+
+    ``fields`` are the run's identity.
+    """
+    folder = folder_of(output, step)
+    unfinished = folder.with_name(f".{folder.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        identity.seal(unfinished, fields)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    dist.barrier()
+    return folder
+
+
+def save_if_new(job: RankJob, step: int, session: Session, report: Report) -> Path:
+    """Save the checkpoint after ``step`` unless it is there, and return its folder. All ranks."""
+    folder = folder_of(job.output, step)
+    if not folder.exists():
+        began = time.perf_counter()
+        save(job.output, step, session, job.identity)
+        report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+    return folder
+
+
+def load(folder: Path, session: Session) -> None:
+    """Load the checkpoint in ``folder``. Raises SystemExit if it is damaged. All ranks.
+
+    Random states belong to ranks, so they are not loaded if the number of ranks differs.
+    """
+    state = session.state_dict()
+    try:
+        identity.verify_tensors(folder)
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved_ranks = sum(name.startswith("random.") for name in metadata)
+        if saved_ranks == dist.get_world_size():
+            state |= _random_states()
+        dcp.load(state, checkpoint_id=folder)
+    except (CheckpointException, Exception) as error:
+        raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+    random_state = state.pop(f"random.{dist.get_rank()}", None)
+    if random_state is not None:
+        _set_random_state(random_state)
+    session.load_state_dict(state)
+
+
+def _random_states() -> dict[str, Any]:
+    state = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state = torch.cat([state, torch.cuda.get_rng_state()])
+    return {f"random.{dist.get_rank()}": state}
+
+
+def _set_random_state(state: torch.Tensor) -> None:
+    host = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:host])
+    if torch.cuda.is_available() and state.numel() > host:
+        torch.cuda.set_rng_state(state[host:])

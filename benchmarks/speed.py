@@ -144,7 +144,6 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
     result = json.loads((output / "result.json").read_text())
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(step["tokens_per_second"] for step in steps if step["step"] > warmup)
-    joules = [step["joules"] for step in steps if step["step"] > warmup and step["joules"]]
     return {
         "passed": result["passed"],
         "summary": result["summary"],
@@ -157,7 +156,6 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
         "memory_gib": max((step.get("memory_gib") or 0 for step in steps), default=None),
         "loss": [step["loss"] for step in steps],
         "first_step_seconds": _first_step(output, began),
-        "joules_per_step": median(joules) if joules else None,
     }
 
 

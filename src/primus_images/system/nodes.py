@@ -123,7 +123,10 @@ def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     # It also ends the ranks, which torchrun starts in sessions of their own.
     return processes.run(
-        command, log=folder / "log.txt", environment=environment, hopeless=hopeless
+        command,
+        log=folder / "log.txt",
+        environment=environment,
+        watch=processes.Watch(hopeless=hopeless),
     ).exit_code
 
 

@@ -196,14 +196,21 @@ def different(losses: Sequence[float], reference: Sequence[float], tolerance: fl
     return "it reported no loss"
 
 
-def overlay(
-    source: str, winner: Recipe, leave: Sequence[str], because: str, command: str, file: Path
-) -> str:
-    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets the values
-    that were found.
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Where the settings of a recipe come from: the ``command``, and what it measured."""
 
-    ``leave`` are keys that only the measurement set. The user's key=value arguments become part of
-    the file.
+    command: str
+    because: str
+
+
+def overlay(
+    source: str, winner: Recipe, leave: Sequence[str], evidence: Evidence, file: Path
+) -> str:
+    """Return the text of a recipe ``file`` that sets the values that were found.
+
+    It uses the recipe of ``winner``. ``leave`` are keys that only the measurement set. The user's
+    key=value arguments become part of the file.
     """
     keys = []
     for word in winner.overrides:
@@ -218,7 +225,7 @@ def overlay(
     else:
         use = winner.path.name
     when = {choice: winner.settings[choice].value for choice in CHOICES}
-    lines = [f"# Written by: {command}", f"uses: [{json.dumps(use)}]"]
+    lines = [f"# Written by: {evidence.command}", f"uses: [{json.dumps(use)}]"]
     for name in winner.section("assets"):
         asset = winner.asset(name)
         written = winner.get(f"assets.{name}", str)
@@ -231,7 +238,7 @@ def overlay(
     lines += [
         "cases:",
         f"  - when: {json.dumps(when)}",
-        f"    because: {json.dumps(because, ensure_ascii=False)}",
+        f"    because: {json.dumps(evidence.because, ensure_ascii=False)}",
     ]
     lines += [f"    {key}: {json.dumps(winner.settings[key].value)}" for key in dict.fromkeys(keys)]
     return "\n".join(lines) + "\n"
@@ -257,12 +264,23 @@ class Result:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What a search may take: ``limit`` seconds a run, and ``pairs`` of final runs.
+
+    The first ``warmup`` steps of a run do not count.
+    """
+
+    limit: float
+    warmup: int
+    pairs: int
+
+
 class Search:
-    """The runs of a search for a recipe ``source``, with their results in ``folder``; each may take
-    ``limit`` seconds.
+    """The runs of a search for a recipe ``source``, with their results in ``folder``.
 
     ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and
-    the winner. There are ``pairs`` of them. ``say`` prints progress.
+    the winner. ``say`` prints progress.
     """
 
     def __init__(
@@ -270,10 +288,7 @@ class Search:
         points: Sequence[Point],
         source: str,
         folder: Path,
-        *,
-        limit: float,
-        warmup: int,
-        pairs: int,
+        effort: Effort,
         say: Callable[[str], None],
     ) -> None:
         self.rows: list[tuple[Point, Result]] = []
@@ -281,11 +296,9 @@ class Search:
         self._start = points[0]
         self._source = source
         self._folder = folder
-        self._pairs = pairs
-        self._limit = limit
-        self._warmup = warmup
+        self._effort = effort
         self._say = say
-        self._most = sum(not point.out for point in points) + 2 * pairs
+        self._most = sum(not point.out for point in points) + 2 * effort.pairs
         self._runs = 0
 
     def measure(self, point: Point) -> float | None:
@@ -306,7 +319,7 @@ class Search:
         Returns the winner's gain in tokens/s (0.1: 10 % faster), and the spread, the larger (max −
         min) ÷ median.
         """
-        for number in range(1, self._pairs + 1):
+        for number in range(1, self._effort.pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
                 result = self._result(point, number)
                 if result.reason or result.tokens_per_second is None:
@@ -383,25 +396,24 @@ class Search:
             "--json",
         ]
         words += ["--compile-cache", str(self._folder / "compiled")]
-        end = time.monotonic() + self._limit
+        end = time.monotonic() + self._effort.limit
         lines = list[str]()
         ended = processes.run(
             [sys.executable, "-m", "primus_images.cli.main", "train", *words],
             log=output.with_suffix(".log"),
             environment=os.environ,
-            on_line=lines.append,
-            hopeless=lambda: time.monotonic() > end,
+            watch=processes.Watch(on_line=lines.append, hopeless=lambda: time.monotonic() > end),
         )
         try:
             run = read_result(output)
         except (OSError, InputError):
             run = RunResult(exit_code=1)
         series = read_run(output)
-        rates = [step.tokens_per_second for step in series.steps[self._warmup :]]
+        rates = [step.tokens_per_second for step in series.steps[self._effort.warmup :]]
         reason = run.cause
-        late = ended.seconds > self._limit
+        late = ended.seconds > self._effort.limit
         if late:
-            reason = f"it took longer than {self._limit:g} s"
+            reason = f"it took longer than {self._effort.limit:g} s"
         elif not reason and not run.passed:
             failed = (
                 f"{verdict.name}: {verdict.reason}"
@@ -414,7 +426,7 @@ class Search:
                 next(errors, f"exit code {code}") if code else "no result"
             )
         elif not reason and not rates:
-            reason = f"no step was left to measure after {self._warmup} of warm-up"
+            reason = f"no step was left to measure after {self._effort.warmup} of warm-up"
         result = Result(
             tokens_per_second=statistics.median(rates) if rates and not reason else None,
             memory_gib=max((step.memory_gib for step in series.steps), default=None),

@@ -23,7 +23,7 @@ from warm import warm
 from primus_images.recipes.load import entries
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import suite
-from primus_images.training.run.failure import stacks
+from primus_images.training.run.hang import stacks
 from primus_images.training.run.job import Job
 
 Cell = tuple[str, str, str, str]

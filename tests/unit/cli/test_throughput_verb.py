@@ -8,7 +8,7 @@ from primus_images.cli.main import main
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.tuning.throughput import Point, Result, Search
+from primus_images.tuning.throughput import Effort, Point, Result, Search
 from tables import table_of
 
 
@@ -36,7 +36,7 @@ def test_start_and_winner_run_alternately(tmp_path: Path) -> None:
         for recipe in recipes
     ]
     search = MadeSearch(
-        points, "llama3-proxy", tmp_path, limit=1, warmup=0, pairs=3, say=lambda _: None
+        points, "llama3-proxy", tmp_path, Effort(limit=1, warmup=0, pairs=3), lambda _: None
     )
     assert [search.measure(point) for point in points] == [1, 2]
     search.pairs(points[1])

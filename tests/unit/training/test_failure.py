@@ -12,7 +12,7 @@ import pytest
 
 import tables
 from primus_images.errors import InputError
-from primus_images.training.run import failure
+from primus_images.training.run import failure, hang
 from primus_images.training.run.failure import _last_line, cause, share, text_of
 from tables import table_of
 
@@ -137,14 +137,12 @@ def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
     stacks(
         tmp_path, rank0=STACKS["waiting"], rank1=STACKS["busy"], rank2=STACKS["waiting"], rank3=""
     )
-    assert failure.name_hung(tmp_path, 60, {3: "sh -c 'sleep 9'"}) == [1]
+    assert hang.name_hung(tmp_path, 60, {3}) == [1]
     found = failure.cause(tmp_path, 1)
     assert str(found) == "rank 1: hung: no progress for 60 s; it is in read (data.py:12)"
-    assert list(failure.stacks(tmp_path)) == [0, 1, 2]
+    assert list(hang.stacks(tmp_path)) == [0, 1, 2]
     stacks(tmp_path, rank1=STACKS["waiting"])
-    assert failure.name_hung(tmp_path, 60, {0: "a", 1: "b"}) == []
+    assert hang.name_hung(tmp_path, 60, {0, 1}) == []
     (tmp_path / "cache" / "failures" / "1.json").unlink()
-    assert failure.name_hung(tmp_path, 60, {0: "a", 3: "sh -c 'sleep 9'"}) == [3]
-    assert str(failure.cause(tmp_path, 1)).endswith(
-        "no progress for 60 s; it left no stack; its command: sh -c 'sleep 9'"
-    )
+    assert hang.name_hung(tmp_path, 60, {0, 3}) == [3]
+    assert str(failure.cause(tmp_path, 1)).endswith("no progress for 60 s; it left no stack")

@@ -1,6 +1,4 @@
-import ctypes
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ from primus_images.recipes.architecture import Architecture, DiffusionTransforme
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.training.run import logs, machine, metrics
+from primus_images.training.run import metrics
 from primus_images.training.run.logs import Series, Step
 from primus_images.training.run.metrics import of_recipe_unit, of_run
 from tables import table_of
@@ -31,7 +29,6 @@ def series(*speeds: float) -> Series:
                 grad_norm=1.0,
                 tokens_per_second=speed,
                 memory_gib=40.0 + number,
-                joules=100.0 * number,
             )
             for number, speed in enumerate(speeds, 1)
         )
@@ -54,7 +51,6 @@ def test_figures_of_a_known_gpu_are_torchtitans_own() -> None:
 def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     summary = metrics.summarize(series(1.0, 2.0, 30.0, 50.0, 40.0), llama(2), FACTS)
     assert summary.tokens_per_second == 40.0
-    assert summary.joules_per_step == 400.0
     assert summary.memory_gib == 45.0
     assert summary.tflops_causal == pytest.approx(40.0 * 51.47e9 / 1e12, rel=1e-3)
     assert metrics.summarize(series(70.0), llama(2), FACTS).tokens_per_second == 70
@@ -139,61 +135,3 @@ def test_an_image_of_flux() -> None:
     )
     assert of_recipe_unit(flux, 0).causal / 1e12 == pytest.approx(64.4, abs=0.1)
     assert size(flux).total == pytest.approx(11.9e9, rel=0.001)
-
-
-# -- energy --
-
-
-def logged(number: int) -> str:
-    return (
-        f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  "
-        "tflops: 1.0  mfu: N/A\n"
-    )
-
-
-@pytest.mark.parametrize(("readings", "joules"), table_of("metrics.joules"))
-def test_joules_are_the_difference_between_two_steps(
-    readings: list[float | None], joules: list[float | None]
-) -> None:
-    """A counter that falls or fails gives no figure; each rank prints each step, and only its first
-    line counts.
-    """
-    counter, steps = iter(readings), list[tuple[str, float | None]]()
-    clock = logs.Clock(lambda: next(counter), lambda *step: steps.append(step))
-    numbers = range(1, len(readings) + 1)
-    for text in ["hello\n", *(logged(number) for number in numbers for _ in range(2))]:
-        clock.line(text)
-    clock.close()
-    assert steps == [
-        (logged(number) * 2, used) for number, used in zip(numbers, joules, strict=True)
-    ]
-
-
-def card(root: Path, number: int, joules: float | None, vendor: str = "0x1002") -> None:
-    device = root / f"sys/class/drm/card{number}/device"
-    (device / f"hwmon/hwmon{number}").mkdir(parents=True)
-    (device / "vendor").write_text(vendor + "\n")
-    if joules is not None:
-        (device / f"hwmon/hwmon{number}/energy1_input").write_text(f"{int(joules * 1e6)}\n")
-
-
-@pytest.fixture
-def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_name: str) -> Any:
-        raise OSError
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-
-
-@pytest.mark.usefixtures("no_nvml")
-def test_amds_counters_are_read_when_every_card_is_a_ranks(tmp_path: Path) -> None:
-    assert machine.energy_meter("h200", 2, {}, tmp_path) is None
-    card(tmp_path, 0, 30.0)
-    card(tmp_path, 1, 50.0)
-    card(tmp_path, 2, 9.0, vendor="0x1a03")
-    read = machine.energy_meter("h200", 2, {}, tmp_path)
-    assert read is not None
-    assert read() == 40.0
-    assert machine.energy_meter("h200", 1, {}, tmp_path) is None
-    card(tmp_path, 3, None)
-    assert machine.energy_meter("h200", 3, {}, tmp_path) is None

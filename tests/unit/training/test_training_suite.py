@@ -1,9 +1,7 @@
 import json
 import math
 import os
-import socket
 from argparse import Namespace
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from primus_images.cli.image import train
+from primus_images.cli.image.request import Request
 from primus_images.cli.verb import parser_of
 from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
@@ -381,11 +380,12 @@ def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
     monkeypatch.setattr(
         train.tokens, "stored", lambda _: SimpleNamespace(samples=lambda *_, **__: 9000)
     )
-    monkeypatch.setattr(train, "recipe_of", lambda options, **_: options.overrides)
     recipe = resolve("llama3.1-8b", ["epochs=2"], Choices(gpu="mi300x"))
-    options = Namespace(judge=False, dry_run=dry_run, json=True, overrides=["epochs=2"])
+    request = Request(recipe="llama3.1-8b", choices=Choices(gpu="mi300x"), words=("epochs=2",))
+    options = Namespace(judge=False, dry_run=dry_run, json=True)
     steps = math.ceil(2 * 9000 / recipe.global_batch)
-    assert train._with_steps(recipe, options, None, tmp_path) == [f"steps={steps}"]
+    counted = train._with_steps(request, recipe, options, tmp_path)
+    assert counted == replace(request, words=(f"steps={steps}",))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path)
     assert folders == [None if dry_run else start.shared_folder(job)]
     assert dry_run or folders[0] is not None
@@ -440,23 +440,16 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path, monkeypatch: pytest.Mo
             )
 
 
-@pytest.mark.parametrize(
-    ("node", "clients", "sentence"), table_of("training_suite.whom_a_node_waits_for")
-)
-def test_a_node_says_whom_it_waits_for(
-    node: str, clients: int, sentence: str, tmp_path: Path
-) -> None:
+def test_a_node_says_where_it_waits_for_the_others(tmp_path: Path) -> None:
     job = Job(name="x", recipe=resolve("llama3-proxy", (), Choices(nodes=2)), output=tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-        port = str(server.getsockname()[1])
-        variables = {"NODE_RANK": node, "MASTER_ADDR": "first", "MASTER_PORT": port}
-        for _ in range(clients):
-            stack.enter_context(socket.create_connection(server.getsockname()))
-        assert ranks.awaited(job, variables) == ""
-        (torchrun := ranks.folder_of_node(job, variables) / "cache/torchrun").mkdir(parents=True)
-        assert ranks.awaited(job, variables).partition(" (")[0] == sentence.replace("PORT", port)
-        (torchrun / "attempt").mkdir()
-        assert ranks.awaited(job, variables) == ""
+    variables = {"NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "29501"}
+    assert ranks.awaited(job, variables) == ""
+    torchrun = tmp_path / "node-1/cache/torchrun"
+    torchrun.mkdir(parents=True)
+    sentence = "waiting for the other nodes of 2 at first:29501 (the job ends after 600 s)"
+    assert ranks.awaited(job, variables) == sentence
+    (torchrun / "attempt").mkdir()
+    assert ranks.awaited(job, variables) == ""
 
 
 def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_statement(

@@ -12,7 +12,16 @@ from primus_images.errors import HostError
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.tuning.throughput import Point, Search, candidates, different, overlay, search
+from primus_images.tuning.throughput import (
+    Effort,
+    Evidence,
+    Point,
+    Search,
+    candidates,
+    different,
+    overlay,
+    search,
+)
 
 H200 = Choices(gpu="h200", precision="fp8")
 FITS = 0.95 * 139.8 * 2**30
@@ -131,7 +140,11 @@ def test_the_written_file_gives_the_recipe_that_was_measured(
     file.parent.mkdir()
     file.write_text(
         overlay(
-            source, winner, ["torchtitan.training.steps"], 'said: "fast" # é', "primus tune", file
+            source,
+            winner,
+            ["torchtitan.training.steps"],
+            Evidence(command="primus tune", because='said: "fast" # é'),
+            file,
         )
     )
     again = resolve(str(file), ["steps=7"], choices)
@@ -149,7 +162,7 @@ def _trials(folder: Path, limit: float = 60) -> tuple[Search, Recipe]:
     recipe = resolve("llama3-proxy", ["ranks=1"], Choices(gpu="cpu"))
     point = Point(turbo="off", checkpointing="none", batch=recipe.local_batch, recipe=recipe)
     return Search(
-        [point], "llama3-proxy", folder, limit=limit, warmup=2, pairs=3, say=lambda _: None
+        [point], "llama3-proxy", folder, Effort(limit=limit, warmup=2, pairs=3), lambda _: None
     ), recipe
 
 

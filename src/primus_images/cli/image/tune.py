@@ -37,7 +37,16 @@ from primus_images.tuning.gemm import (
     merge,
     read_shapes,
 )
-from primus_images.tuning.throughput import Point, Result, Search, candidates, overlay, search
+from primus_images.tuning.throughput import (
+    Effort,
+    Evidence,
+    Point,
+    Result,
+    Search,
+    candidates,
+    overlay,
+    search,
+)
 from primus_images.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
@@ -186,8 +195,7 @@ def _tune_throughput(requested: Recipe, options: TuneOptions) -> int:
             options.recipe,
             found.winner.recipe,
             list(settings),
-            _because(found, versions),
-            _command(requested, options),
+            Evidence(command=_command(requested, options), because=_because(found, versions)),
             options.output,
         )
         write_file(options.output, text)
@@ -249,10 +257,8 @@ def _searched(
             points,
             options.recipe,
             folder,
-            limit=options.limit,
-            warmup=options.warmup,
-            pairs=options.pairs,
-            say=partial(note, options),
+            Effort(limit=options.limit, warmup=options.warmup, pairs=options.pairs),
+            partial(note, options),
         )
         winner = search(points, runs.measure)
         if winner is None:

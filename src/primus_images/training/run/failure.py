@@ -1,12 +1,9 @@
-"""Why a job failed or hangs: the exception of the first rank that failed, or the rank that the
-others wait for.
-"""
+"""Why a job failed: the exception of the first rank that failed."""
 
 import faulthandler
 import json
 import os
 import re
-import shlex
 import signal
 import time
 import traceback
@@ -18,45 +15,46 @@ from typing import Any
 
 from primus_images.errors import PrimusError
 from primus_images.files import text_if_readable, write_file
-from primus_images.training.run.processes import processes
 from primus_images.yamlfile import read_values
 
 _FOLDER = "failures"
 _LONGEST = 600
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("failure.yaml")).data
-_PATTERNS = {name: re.compile(text) for name, text in _TABLE["patterns"].items()}
-_DERIVED = _PATTERNS["derived"]
-_EXCEPTION = _PATTERNS["exception"]
-_DISK_FULL = re.compile(_TABLE["advice"]["disk"]["text"])
+PATTERNS = {name: re.compile(text) for name, text in _TABLE["patterns"].items()}
+_ADVICE = {re.compile(row["text"]): row["do"] for row in _TABLE["advice"].values()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """``text`` is the last line of the exception; ``rank`` is None if unknown. As text, it includes
-    advice.
-    """
+    """``text`` is the last line of the exception; ``rank`` is None if it is unknown."""
 
     text: str
     rank: int | None = None
 
+    @property
+    def derived(self) -> bool:
+        """Whether it only reports that another rank is gone."""
+        return bool(PATTERNS["derived"].search(self.text))
+
     def __str__(self) -> str:
-        who = ""
+        """Return the text with advice."""
+        text = PATTERNS["after_free_memory"].sub("", self.text)
         if self.rank is not None:
-            who = f"rank {self.rank}: "
-        rows = _TABLE["advice"].values()
-        advice = next((f" ({row['do']})" for row in rows if re.search(row["text"], self.text)), "")
-        return f"{who}{_PATTERNS['after_free_memory'].sub('', self.text)}{advice}"
+            text = f"rank {self.rank}: {text}"
+        for pattern, advice in _ADVICE.items():
+            if pattern.search(self.text):
+                return f"{text} ({advice})"
+        return text
 
 
 # For a job whose files do not contain the cause.
 DISK_FULL = Failure(text="No space left on device")
+_DISK_FULL = re.compile(_TABLE["advice"]["disk"]["text"])
 
 
 @contextmanager
 def noting(output: Path) -> Iterator[None]:
-    """In a rank: note an exception of the block in the job's folder. A fatal signal leaves a
-    :func:`stack_file`.
-    """
+    """In a rank: note an exception of the block. A fatal signal leaves a :func:`stack_file`."""
     rank = int(os.environ.get("RANK", "0"))
     path = stack_file(output, rank)
     with ExitStack() as stack:
@@ -86,33 +84,28 @@ def note(output: Path, rank: int, text: str) -> None:
 
 
 def known(output: Path) -> bool:
-    """Return whether a rank of the job, on any of its nodes, has written its failure to the job's
-    folder.
-    """
+    """Return whether a rank of the job, on any of its nodes, has noted its failure."""
     return any((output / "cache" / _FOLDER).glob("*.json"))
 
 
 def share(output: Path, log: Path, patience: float) -> None:
-    """Exchange the failures of a job between its nodes, whose folder is ``output``; ``log`` is this
-    node's.
+    """Exchange the failures of a job between its nodes, whose folder is ``output``.
 
-    Notes the ranks that a signal ended here, since they cannot, and ranks of other nodes only
-    notice that they are gone. Waits up to ``patience`` seconds for a note that says more than that.
+    Notes the ranks that a signal ended here, as this node's ``log`` shows: they cannot, and ranks
+    of other nodes only notice that they are gone. Waits up to ``patience`` seconds for a note that
+    says more than that.
     """
     noted = {failure.rank for failure in _notes(output)}
     for failure in _signalled(_lines(log)):
         if failure.rank is not None and failure.rank not in noted:
             note(output, failure.rank, failure.text)
     deadline = time.monotonic() + patience
-    while (
-        all(_DERIVED.search(failure.text) for failure in _notes(output))
-        and time.monotonic() < deadline
-    ):
+    while time.monotonic() < deadline and all(failure.derived for failure in _notes(output)):
         time.sleep(0.2)
 
 
 def text_of(error: BaseException) -> str:
-    """Return the last line of the traceback of ``error``, with the error that it was raised from."""
+    """Return the last line of the traceback of ``error``, and of the error that it came from."""
     if isinstance(error, PrimusError):
         return " ".join(str(error).split())
     if isinstance(error, SystemExit):
@@ -120,172 +113,102 @@ def text_of(error: BaseException) -> str:
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
-    texts = [
-        _last_line("".join(traceback.format_exception_only(each)))
-        for each in dict.fromkeys((error, first))
-    ]
-    return "; raised from ".join(texts)
+    text = _last_line("".join(traceback.format_exception_only(error)))
+    if first is error:
+        return text
+    return f"{text}; raised from {_last_line(''.join(traceback.format_exception_only(first)))}"
 
 
 def _last_line(text: str) -> str:
+    """Return the line of an exception's text that says most."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if any("Traceback (most recent call last)" in line for line in lines[1:]) or any(
-        line.startswith("Original Traceback") for line in lines
-    ):
-        exceptions = [line for line in lines if _EXCEPTION.match(line)]
-        return (exceptions[-1] if exceptions else lines[-1])[:_LONGEST]
+    inner = any("Traceback (most recent call last)" in line for line in lines[1:])
+    if inner or any(line.startswith("Original Traceback") for line in lines):
+        exceptions = [line for line in lines if PATTERNS["exception"].match(line)]
+        last = [*lines, *exceptions][-1]
     # The first line of some messages only announces the rest.
-    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:_LONGEST]
+    elif lines and lines[0].endswith(":"):
+        last = " ".join(lines[:2])
+    else:
+        last = "".join(lines[:1])
+    return last[:_LONGEST]
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
-    """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if
-    it is 0.
+    """Return the first cause of a job that ended with ``exit_code`` (negative: a signal).
 
-    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes
-    first, then the earliest note of a rank that does more than report that another one is gone,
-    then a rank or the launcher that a signal ended, then the log's first exception, then its last
-    line.
+    None if it is 0. ``shared`` is the folder with the notes of all nodes if it is not ``output``. A
+    full disk comes first, then the earliest note of a rank that does more than report that another
+    one is gone, then a rank or the launcher that a signal ended, then the log's first exception,
+    then its last line.
     """
     if exit_code == 0:
         return None
     lines = _lines(output / "log.txt")
     notes = _notes(output) or _notes(shared or output)
-    first_hand = [noted for noted in notes if not _DERIVED.search(noted.text)]
-    raised = [
-        Failure(text=match["text"][:_LONGEST])
-        for line in lines
-        if (match := _EXCEPTION.match(line.strip()))
-    ]
-    first = [failure for failure in raised if not _DERIVED.search(failure.text)]
+    raised = []
+    launcher = []
+    for line in lines:
+        exception = PATTERNS["exception"].match(line.strip())
+        if exception:
+            raised.append(Failure(text=exception["text"][:_LONGEST]))
+        ended = PATTERNS["launcher"].match(line)
+        if ended:
+            launcher.append(Failure(text=ended["text"]))
+    first_hand = [failure for failure in notes if not failure.derived]
     # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
     full = [failure for failure in [*first_hand, *raised] if _DISK_FULL.search(failure.text)]
-    launcher = [
-        Failure(text=match["text"])
-        for line in lines
-        if (match := _PATTERNS["launcher"].match(line))
-    ]
-    causes = [*full, *first_hand, *_signalled(lines), *launcher, *first, *notes, *raised]
-    if causes:
-        return causes[0]
+    first_raised = [failure for failure in raised if not failure.derived]
+    signalled = _signalled(lines)
+    for causes in (full, first_hand, signalled, launcher, first_raised, notes, raised):
+        if causes:
+            return causes[0]
     return _by_code(exit_code, lines)
 
 
 def _lines(log: Path) -> list[str]:
-    return [_PATTERNS["colour"].sub("", line) for line in text_if_readable(log).splitlines()]
+    return PATTERNS["colour"].sub("", text_if_readable(log)).splitlines()
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
+    number = exit_code - 128
     if exit_code < 0:
         number = -exit_code
-    else:
-        number = exit_code - 128
     with suppress(ValueError):
         return Failure(text=f"ended by signal {number} ({signal.Signals(number).name})")
-    ended = _PATTERNS["exited"].search("\n".join(lines))
+    ended = PATTERNS["exited"].search("\n".join(lines))
     if ended:
-        return Failure(
-            text=f"ended with exit code {ended['code']}, without an exception",
-            rank=int(ended["rank"]),
-        )
-    last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    text = f"exit code {exit_code}" + (f"; the log ends with: {last_line}" if last_line else "")
+        text = f"ended with exit code {ended['code']}, without an exception"
+        return Failure(text=text, rank=int(ended["rank"]))
+    written = [line.strip() for line in lines if line.strip()]
+    text = f"exit code {exit_code}"
+    if written:
+        text += f"; the log ends with: {written[-1]}"
     return Failure(text=text[:_LONGEST])
 
 
 def _notes(output: Path) -> list[Failure]:
-    dated = []
+    """Return what ranks noted, the earliest first."""
+    dated: list[tuple[float, Failure]] = []
     for file in (output / "cache" / _FOLDER).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads(file.read_text(encoding="utf-8"))
-            dated.append(
-                (
-                    float(content["time"]),
-                    Failure(text=str(content["text"]), rank=int(content["rank"])),
-                )
-            )
-    return [failure for _, failure in sorted(dated, key=lambda pair: pair[0])]
+            failure = Failure(text=str(content["text"]), rank=int(content["rank"]))
+            dated.append((float(content["time"]), failure))
+    dated.sort(key=lambda pair: pair[0])
+    return [failure for _, failure in dated]
 
 
-def _signalled(lines: list[str]) -> Iterator[Failure]:
+def _signalled(lines: list[str]) -> list[Failure]:
+    """Return the ranks that a signal ended, as torchrun reports them."""
+    failures = []
     rank: int | None = None
     for line in lines:
-        match = _PATTERNS["rank"].match(line)
-        if match:
-            rank = int(match["rank"])
-        elif (match := _PATTERNS["signalled"].search(line)) and match[
-            "name"
-        ] != "SIGTERM":  # torchrun's own
-            yield Failure(text=f"ended by signal {match['number']} ({match['name']})", rank=rank)
-
-
-def end_ranks(launcher: int, output: Path, seconds: float) -> dict[int, str]:
-    """End all ranks below the process ``launcher`` with SIGABRT, on which Python prints the stack.
-
-    A stopped rank cannot print: it is noted as hung, and killed. Returns the command of each other
-    rank.
-    """
-    commands: dict[int, str] = {}
-    for pid, (parent, state) in processes().items():
-        if parent != launcher or (rank := _rank(pid)) is None:
-            continue
-        if state in "TtD":
-            what = "waiting for a disk or a device"
-            if state in "Tt":
-                what = "stopped (SIGSTOP, or a debugger)"
-            note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
-        with suppress(OSError):  # it has just ended
-            if state not in "TtD":
-                commands[rank] = shlex.join(
-                    Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
-                )
-            os.kill(pid, signal.SIGKILL if state in "Tt" else signal.SIGABRT)
-    return commands
-
-
-def stacks(output: Path) -> dict[int, str]:
-    """Return rank → the stack that it wrote when a fatal signal ended it, innermost frame first."""
-    texts = {}
-    for file in stack_file(output, 0).parent.glob("rank-*.txt"):
-        with suppress(OSError, ValueError):
-            text = file.read_text(encoding="utf-8", errors="replace")
-            if text:
-                texts[int(file.stem.removeprefix("rank-"))] = text
-    return dict(sorted(texts.items()))
-
-
-def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list[int]:
-    """Return the ranks that did not wait for others, as their stacks show, and record each in the
-    job's folder.
-
-    If none shows it, these are the ranks without a stack, of those whose ``commands`` were ended.
-    """
-    places = dict[int, str]()
-    written = stacks(output)
-    for rank, text in written.items():
-        # Other threads can come first. The main thread is the one that receives the signal.
-        frames = list(
-            _PATTERNS["frame"].finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0])
-        )
-        if frames and not any(_PATTERNS["waiting"].search(frame["file"]) for frame in frames):
-            top = frames[0]
-            places[rank] = f"it is in {top['function']} ({Path(top['file']).name}:{top['line']})"
-    if places:
-        silent = {}
-    else:
-        silent = {rank: commands[rank] for rank in sorted(commands.keys() - written.keys())}
-    places |= {
-        rank: f"it left no stack; its command: {command[:200]}" for rank, command in silent.items()
-    }
-    for rank, place in places.items():
-        note(output, rank, f"hung: no progress for {seconds:g} s; {place}")
-    return list(places)
-
-
-def _rank(pid: int) -> int | None:
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return next(
-            (int(word.removeprefix(b"RANK=")) for word in words if word.startswith(b"RANK=")), None
-        )
-    return None
+        head = PATTERNS["rank"].match(line)
+        ended = PATTERNS["signalled"].search(line)
+        if head:
+            rank = int(head["rank"])
+        elif ended and ended["name"] != "SIGTERM":  # torchrun's own
+            text = f"ended by signal {ended['number']} ({ended['name']})"
+            failures.append(Failure(text=text, rank=rank))
+    return failures

@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import stat
+import struct
 import zipfile
+import zlib
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,11 +23,27 @@ from primus_images.training.run.job import step_of, steps
 from primus_images.yamlfile import flat
 
 _SAMPLE = 1 << 16
+FILE = "recipe.json"
+FORMAT = 1
+ALL = "all"
+_METADATA = ".metadata"
+_ZIP_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+# These change the tensors or their names, so no option can accept a difference.
+_NEVER = ("backend", "mode", "layout")
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a sha256 of the files' names, sizes and headers, and some bytes of each: all would
-    take minutes.
+    """Return a sha256 of the files' names, sizes and headers, and some bytes of each.
+
+    Hashing all bytes would take minutes.
     """
     hasher = hashlib.sha256()
     for file in tensor_files(folder):
@@ -38,48 +56,41 @@ def fingerprint(folder: Path) -> str:
     return hasher.hexdigest()
 
 
-FILE = "recipe.json"
-FORMAT = 1
-ALL = "all"
-_METADATA = ".metadata"
-# These change the tensors or their names, so no option can accept a difference.
-_NEVER = ("backend", "mode", "layout")
-
-
 def of(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields, with their values, that a resumed run must share with the run that made
-    its checkpoint.
+    """Return the fields that a resumed run must share with the run that made its checkpoint.
 
     Files are compared by content, not by name.
     """
-    section = recipe.section(recipe.backend)
     fields: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
-    fields |= {
-        f"model.{key}": value
-        for key, value in flat(asdict(recipe.architecture))
-        if key != "hf_repo"
-    }
+    for key, value in flat(asdict(recipe.architecture)):
+        if key != "hf_repo":
+            fields[f"model.{key}"] = value
     for key, digest in recipe.asset_digests.items():
-        fields[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
+        fields[f"assets.{key}"] = recipe.get(f"assets.{key}", str)
+        if digest:
+            fields[f"assets.{key}"] = f"sha256:{digest}"
+    fields["data.column"] = ""
+    for key, value in recipe.section("data").items():
+        fields[f"data.{key}"] = value
     fields |= {
-        "data.column": "",
-        **{f"data.{key}": value for key, value in recipe.section("data").items()},
         "seq_len": recipe.seq_len,
         "global_batch": recipe.global_batch,
         "seed": recipe.seed,
         **rules_of(recipe).layout(recipe),
     }
+    section = recipe.section(recipe.backend)
     # Checkpoints from before these settings have no such fields.
-    fields |= {"packing": True} if section.get("packing") else {}
-    fields |= {key: recipe.get(key, float) for key in ("eval.fraction",) if key in recipe.settings}
+    if section.get("packing"):
+        fields["packing"] = True
+    if "eval.fraction" in recipe.settings:
+        fields["eval.fraction"] = recipe.get("eval.fraction", float)
     if recipe.mode == "lora":
-        fields |= {
-            f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")
-        }
+        for key in ("rank", "alpha", "targets"):
+            fields[f"lora.{key}"] = section.get(f"lora.{key}")
         # The checkpoint contains only the adapters.
-        weights = recipe.weights
-        name = recipe.find(f"{recipe.backend}.weights", "random")
-        fields["weights"] = f"sha256:{fingerprint(weights)}" if weights else name
+        fields["weights"] = recipe.find(f"{recipe.backend}.weights", "random")
+        if recipe.weights:
+            fields["weights"] = f"sha256:{fingerprint(recipe.weights)}"
     return fields
 
 
@@ -122,30 +133,10 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     ``accepted`` are fields that may differ, prefixes of their names (``model``), or ``all``.
     """
     current = of(recipe)
-    changeable = [field for field in current if not _fixed(field)]
-    for name in accepted:
-        if not any(_covers(name, field) for field in changeable):
-            fields = ", ".join(changeable)
-            raise InputError(
-                f"--accept-change {name}: there is no such field{nearest(name, current)}",
-                hint=f"there are: {fields}",
-            )
-    try:
-        content = _content(folder)
-    except _Damage as error:
-        others = [path for path in steps(folder.parent) if path != folder and complete(path)]
-        way = "start again without --resume-from"
-        if others:
-            way = f"--resume-from {others[-1]} appears to be intact"
-        raise InputError(f"the checkpoint is damaged: {error}", where=folder, hint=way) from error
-    except FileNotFoundError:
-        if ALL in accepted:
-            return
-        raise InputError(
-            f"the checkpoint has no {FILE}, which says what it was trained from",
-            where=folder,
-            hint=f"--accept-change {ALL} resumes from it anyway",
-        ) from None
+    _check_accepted(accepted, current)
+    content = _content_to_resume(folder, accepted)
+    if content is None:
+        return
     step = content.get("step")
     if step is not None and step != step_of(folder):
         raise InputError(
@@ -154,29 +145,64 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             hint=f"rename the folder to step-{step}",
         )
     # A field of a model that an older version did not have had its default.
-    defaults = {f"model.{key}": rule.default for key, rule in model_rules().items()}
-    saved: dict[str, Any] = {
-        key: value for key, value in defaults.items() if key in current
-    } | content["identity"]
-    wrong = [field for field in current | saved if saved.get(field) != current.get(field)]
-    refused = [
-        field
-        for field in wrong
-        if _fixed(field) or not any(_covers(name, field) for name in accepted)
-    ]
+    saved_fields: dict[str, Any] = {}
+    for key, rule in model_rules().items():
+        if f"model.{key}" in current:
+            saved_fields[f"model.{key}"] = rule.default
+    saved_fields |= content["identity"]
+    refused = []
+    for field in current | saved_fields:
+        same = saved_fields.get(field) == current.get(field)
+        if not same and not _accepts(accepted, field):
+            refused.append(field)
     if refused:
-        changes = [
-            f"{field} was {_shown(saved.get(field))}, and is {_shown(current.get(field))} now"
-            for field in refused
-        ]
-        hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
-        never = [field for field in refused if _fixed(field)]
-        if never:
-            hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
-        changes_text = "; ".join(changes)
+        raise _of_another_run(folder, refused, saved_fields, current)
+
+
+def _check_accepted(accepted: Sequence[str], current: Mapping[str, Any]) -> None:
+    changeable = [field for field in current if not _fixed(field)]
+    for name in accepted:
+        if not any(_covers(name, field) for field in changeable):
+            raise InputError(
+                f"--accept-change {name}: there is no such field{nearest(name, current)}",
+                hint=f"there are: {', '.join(changeable)}",
+            )
+
+
+def _content_to_resume(folder: Path, accepted: Sequence[str]) -> dict[str, Any] | None:
+    """Return the seal of a checkpoint; None if it has none and any change is accepted."""
+    try:
+        return _content(folder)
+    except _DamageError as error:
+        others = [path for path in steps(folder.parent) if path != folder and complete(path)]
+        hint = "start again without --resume-from"
+        if others:
+            hint = f"--resume-from {others[-1]} appears to be intact"
+        raise InputError(f"the checkpoint is damaged: {error}", where=folder, hint=hint) from error
+    except FileNotFoundError:
+        if ALL in accepted:
+            return None
         raise InputError(
-            f"the checkpoint belongs to another run: {changes_text}", where=folder, hint=hint
-        )
+            f"the checkpoint has no {FILE}, which says what it was trained from",
+            where=folder,
+            hint=f"--accept-change {ALL} resumes from it anyway",
+        ) from None
+
+
+def _of_another_run(
+    folder: Path, refused: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> InputError:
+    changes = []
+    for field in refused:
+        was = _shown(before.get(field))
+        changes.append(f"{field} was {was}, and is {_shown(now.get(field))} now")
+    hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
+    never = [field for field in refused if _fixed(field)]
+    if never:
+        hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
+    return InputError(
+        f"the checkpoint belongs to another run: {'; '.join(changes)}", where=folder, hint=hint
+    )
 
 
 def _fixed(field: str) -> bool:
@@ -187,6 +213,10 @@ def _covers(name: str, field: str) -> bool:
     return name in (ALL, field) or field.startswith(f"{name}.")
 
 
+def _accepts(accepted: Sequence[str], field: str) -> bool:
+    return not _fixed(field) and any(_covers(name, field) for name in accepted)
+
+
 def _shown(value: object) -> str:
     if isinstance(value, str) and value.startswith("sha256:"):
         return value[:19] + "…"
@@ -195,7 +225,7 @@ def _shown(value: object) -> str:
 
 def saved(folder: Path) -> Mapping[str, Any]:
     """Return the fields that were sealed into ``folder``; none if it is not a whole checkpoint."""
-    with suppress(_Damage, InputError, FileNotFoundError):
+    with suppress(_DamageError, InputError, FileNotFoundError):
         return dict(_content(folder)["identity"])
     return {}
 
@@ -205,73 +235,87 @@ def complete(folder: Path) -> bool:
     return bool(saved(folder))
 
 
-class _Damage(Exception):
+class _DamageError(Exception):
     pass
 
 
 def _content(folder: Path) -> dict[str, Any]:
     """Return the seal of a checkpoint. FileNotFoundError: it has none."""
+    content = _seal(folder)
+    for name, size in content["files"].items():
+        _check_size(folder / Path(name).name, size)
+    try:
+        digest = sha256_of(folder / _METADATA)
+    except (OSError, InputError) as error:
+        raise _DamageError(f"{_METADATA} cannot be read") from error
+    if digest != content.get("metadata_sha256"):
+        raise _DamageError(f"{_METADATA} has changed")
+    return content
+
+
+def _seal(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(folder / FILE))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError, InputError) as error:
-        raise _Damage(f"{FILE} cannot be read") from error
+        raise _DamageError(f"{FILE} cannot be read") from error
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key), dict) for key in ("identity", "files")
     ):
-        raise _Damage(f"{FILE} was not written by primus")
-    if content.get("format") != FORMAT:
-        written = content.get("format")
+        raise _DamageError(f"{FILE} was not written by primus")
+    written = content.get("format")
+    if written != FORMAT:
         raise InputError(
             f"the checkpoint has format {written}, but this version of primus reads format "
             f"{FORMAT}",
             where=folder / FILE,
             hint="resume with the version of primus that wrote it",
         )
-    for name, size in content["files"].items():
-        if not isinstance(size, int):
-            raise _Damage(f"{FILE} was not written by primus")
-        try:
-            status = (folder / Path(name).name).stat()
-        except OSError as error:
-            raise _Damage(f"{name} is missing") from error
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise _Damage(f"{name} has {status.st_size:,} of {size:,} bytes")
-    try:
-        digest = sha256_of(folder / _METADATA)
-    except (OSError, InputError) as error:
-        raise _Damage(f"{_METADATA} cannot be read") from error
-    if digest != content.get("metadata_sha256"):
-        raise _Damage(f"{_METADATA} has changed")
     return content
 
 
-def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
-    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32, which torch does
-    not verify.
+def _check_size(file: Path, size: object) -> None:
+    if not isinstance(size, int):
+        raise _DamageError(f"{FILE} was not written by primus")
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise _DamageError(f"{file.name} is missing") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise _DamageError(f"{file.name} has {status.st_size:,} of {size:,} bytes")
 
-    If there are ranks, they share the work. Raises SystemExit if a tensor differs.
+
+def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
+    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32.
+
+    torch does not verify it. If there are ranks, they share the work. Raises SystemExit if a tensor
+    differs.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    items = sorted(
-        (place.relative_path, place.offset, place.length, index.fqn)
-        for index, place in dcp.FileSystemReader(folder).read_metadata().storage_data.items()
-        if names is None or index.fqn in names
-    )
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for file, offset, length, name in items[rank::ranks]:
-        try:
-            with (folder / Path(file).name).open("rb") as whole:
-                whole.seek(offset)
-                damaged = zipfile.ZipFile(io.BytesIO(whole.read(length))).testzip() is not None
-        except Exception:
-            damaged = True
-        if damaged:
+    items = []
+    for index, place in dcp.FileSystemReader(folder).read_metadata().storage_data.items():
+        if names is None or index.fqn in names:
+            items.append((place.relative_path, place.offset, place.length, index.fqn))
+    items.sort()
+    if dist.is_initialized():
+        items = items[dist.get_rank() :: dist.get_world_size()]
+    for file, offset, length, name in items:
+        if not _intact(folder / Path(file).name, offset, length):
             raise SystemExit(
                 f"{folder}: the checkpoint is damaged: {name} in {file} does not match its "
-                "checksum "
-                "(resume from another checkpoint)"
+                "checksum (resume from another checkpoint)"
             )
+
+
+def _intact(file: Path, offset: int, length: int) -> bool:
+    """Whether the zip archive at ``offset``, which is one tensor, matches its checksums."""
+    try:
+        with file.open("rb") as whole:
+            whole.seek(offset)
+            archive = zipfile.ZipFile(io.BytesIO(whole.read(length)))
+            return archive.testzip() is None
+    except _ZIP_ERRORS:
+        return False

@@ -15,11 +15,11 @@ _EXAMINED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder
-    ``…/step-N``.
+    """A run to start.
 
-    The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs
-    share. ``trial`` says which optimizations passed their self-tests on this machine. ``wrap`` is a
+    ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``. The reference
+    repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share.
+    ``trial`` says which optimizations passed their self-tests on this machine. ``wrap`` is a
     command before the Python of each rank. Gradients are verified every ``verify_steps`` steps (0:
     never). In a container, paths are the container's.
     """
@@ -36,9 +36,7 @@ class Job:
 
     @property
     def turbo(self) -> tuple[str, ...]:
-        """The optimizations that the ranks use. Before the self-tests have run: those of the
-        recipe.
-        """
+        """The optimizations that the ranks use; before the self-tests, those of the recipe."""
         if self.trial is None:
             return chosen(self.recipe)
         return self.trial.names
@@ -57,57 +55,37 @@ class Job:
 
     @property
     def examined(self) -> list[int]:
-        """The steps of a judged run at which the reference compares it block by block: four, spread
-        over the run.
+        """The steps at which the reference compares a judged run block by block.
 
-        In FP32, these are the first and the last, because gradients already show what a block
-        computes wrongly.
+        They are four, spread over the run. In FP32, these are the first and the last, because
+        gradients already show what a block computes wrongly.
         """
         first = self.first_step
         last = self.last_step
         if self.recipe.precision == "fp32":
             return sorted({first, last})
-        return sorted(
-            {first + number * (last - first) // (_EXAMINED - 1) for number in range(_EXAMINED)}
-        )
+        steps = set()
+        for number in range(_EXAMINED):
+            steps.add(first + number * (last - first) // (_EXAMINED - 1))
+        return sorted(steps)
 
     def arguments(self) -> list[str]:
         """Return the arguments after ``primus`` that start this job from a shell."""
+        words = ["train", self.recipe.name, *self.recipe.choices.words()]
+        words += ["--output", str(self.output)]
         if self.resume_from:
-            resume = ["--resume-from", str(self.resume_from)]
-        else:
-            resume = []
-        choices = self.recipe.choices.words()
+            words += ["--resume-from", str(self.resume_from)]
         if self.judged:
-            judged = ["--judge"]
-        else:
-            judged = []
+            words.append("--judge")
         if self.wrap:
-            wrap = ["--wrap", shlex.join(self.wrap)]
-        else:
-            wrap = []
+            words += ["--wrap", shlex.join(self.wrap)]
         if self.verify_steps:
-            verify = ["--verify-steps", str(self.verify_steps)]
-        else:
-            verify = []
-        words = [
-            "train",
-            self.recipe.name,
-            *choices,
-            "--output",
-            str(self.output),
-            *resume,
-            *judged,
-            *wrap,
-            *verify,
-        ]
+            words += ["--verify-steps", str(self.verify_steps)]
         return [*words, *self.recipe.overrides]
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint folder (``step-10`` → 10). Raises ValueError for another
-    name.
-    """
+    """Return the step of a checkpoint folder (``step-10`` → 10). ValueError: another name."""
     match = re.fullmatch(r"step-(0|[1-9][0-9]{0,17})", checkpoint.name)
     if not match:
         raise ValueError(f"{checkpoint} is not named step-N")

@@ -1,6 +1,4 @@
-"""Reading a training log as a series of steps, and the time at which each arrives. Contradictions
-are problems.
-"""
+"""Reading a training log as a series of steps, and the time at which each arrives."""
 
 import json
 import math
@@ -12,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus_images.files import text_if_readable
-from primus_images.refusals import refusal
 
 METRICS = "metrics.jsonl"
 # Holds the entries of several steps.
@@ -31,8 +28,7 @@ class Step:
     """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with
     the most.
 
-    ``joules`` is the energy per GPU, the mean of this node. ``eval_loss`` is that of an evaluation
-    after the step.
+    ``eval_loss`` is that of an evaluation after the step.
     """
 
     step: int
@@ -40,7 +36,6 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     memory_gib: float
-    joules: float | None = None
     eval_loss: float | None = None
 
 
@@ -65,7 +60,7 @@ class Series:
 
 
 def step_in(line: str) -> Step | None:
-    """Return the step that a log line reports, or None. A word that is not a number counts as NaN."""
+    """Return the step that a log line reports, or None. A word that is no number counts as NaN."""
     match = _STEP.search(_COLOUR.sub("", line))
     if not match:
         return None
@@ -79,49 +74,48 @@ def step_in(line: str) -> Step | None:
 
 
 def read_run(folder: Path, newest: str | None = None) -> Series:
-    """Return the steps in the log of a run, with exact values, joules and evaluations where the run
-    left them.
+    """Return the steps in the log of a run, with exact losses and evaluations where it left them.
 
     With ``newest``, only those of these lines, which have just been logged.
     """
-    if newest is None:
-        last = None
+    last_bytes = None
+    text = newest
+    if text is None:
+        text = text_if_readable(folder / "log.txt")
     else:
-        last = _NEWEST_BYTES
-    exact = _by_step(folder / "exact.jsonl", last, "loss", "grad_norm")
-    series = with_exact(
-        read_steps(text_if_readable(folder / "log.txt") if newest is None else newest), exact
-    )
-    joules = _by_step(folder / METRICS, last, "joules")
-    losses = _by_step(folder / "eval.jsonl", last, "eval_loss")
-    none = (None,)
-    steps = [
-        replace(
-            step, joules=joules.get(step.step, none)[0], eval_loss=losses.get(step.step, none)[0]
-        )
-        for step in series.steps
-    ]
+        last_bytes = _NEWEST_BYTES
+    exact = _by_step(folder / "exact.jsonl", last_bytes, "loss", "grad_norm")
+    series = with_exact(read_steps(text), exact)
+    evaluations = _by_step(folder / "eval.jsonl", last_bytes, "eval_loss")
+    steps = list(series.steps)
+    for place, step in enumerate(steps):
+        if step.step in evaluations:
+            (loss,) = evaluations[step.step]
+            steps[place] = replace(step, eval_loss=loss)
     return replace(series, steps=tuple(steps))
 
 
 def read_steps(text: str) -> Series:
-    """Read a run's log, to which every rank prints every step; lines that disagree are a problem."""
+    """Read a run's log, to which every rank prints every step; other values are a problem."""
     merged: dict[int, Step] = {}
     problems: list[str] = []
     for line in text.splitlines():
         step = step_in(line)
-        if step is None or (earlier := merged.setdefault(step.step, step)) is step:
+        if step is None:
             continue
+        earlier = merged.setdefault(step.step, step)
         if not (_same(earlier.loss, step.loss) and _same(earlier.grad_norm, step.grad_norm)):
-            problems.append(refusal("logged_twice", earlier=earlier, step=step).message)
+            problems.append(
+                f"step {step.step} is logged twice: loss {earlier.loss} and {step.loss}, gradient "
+                f"norm {earlier.grad_norm} and {step.grad_norm}"
+            )
         merged[step.step] = replace(
             earlier,
             tokens_per_second=min(earlier.tokens_per_second, step.tokens_per_second),
             memory_gib=max(earlier.memory_gib, step.memory_gib),
         )
-    return Series(
-        steps=tuple(merged[number] for number in sorted(merged)), problems=tuple(problems)
-    )
+    steps = tuple(merged[number] for number in sorted(merged))
+    return Series(steps=steps, problems=tuple(problems))
 
 
 def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float, ...]]:
@@ -136,8 +130,9 @@ def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float,
 
 
 def with_exact(series: Series, exact: Mapping[int, tuple[float, ...]]) -> Series:
-    """Replace the log's rounded values by the exact ones. A pair that differs by more than rounding
-    is a problem.
+    """Replace the log's rounded values by the exact ones.
+
+    A pair that differs by more than rounding is a problem.
     """
     steps = []
     problems = list(series.problems)
@@ -148,7 +143,10 @@ def with_exact(series: Series, exact: Mapping[int, tuple[float, ...]]) -> Series
         loss, norm = exact[step.step]
         # The log has five decimals of the loss and four of the gradient norm.
         if not (_same(step.loss, loss, 1.1e-5) and _same(step.grad_norm, norm, 1.1e-4)):
-            problems.append(refusal("other_in_log", step=step, loss=loss, norm=norm).message)
+            problems.append(
+                f"step {step.step}: the log says loss {step.loss}, gradient norm "
+                f"{step.grad_norm}; the run's own figures are {loss}, {norm}"
+            )
         steps.append(replace(step, loss=loss, grad_norm=norm))
     complete = bool(steps) and all(step.step in exact for step in steps)
     return Series(steps=tuple(steps), problems=tuple(problems), exact=complete)
@@ -162,51 +160,38 @@ def _number(word: str) -> float:
 
 
 def _same(value: float, other: float, within: float = 0.0) -> bool:
-    return (
-        value == other or abs(value - other) <= within or (math.isnan(value) and math.isnan(other))
-    )
-
-
-Meter = Callable[[], float | None]
+    if math.isnan(value) and math.isnan(other):
+        return True
+    return value == other or abs(value - other) <= within
 
 
 class Clock:
-    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic
-    clock.
+    """Records in ``arrivals`` when each step is first logged, in seconds of a monotonic clock.
 
-    ``meter`` reads the joules per GPU since a fixed time. When the next step begins, or at
-    :meth:`close`, ``on_step`` gets all lines of a step, since every rank prints one, and the joules
-    that were used since the step before.
+    Every rank logs each step. When the next one begins, or at :meth:`close`, ``on_step`` gets all
+    lines of a step.
     """
 
-    def __init__(self, meter: Meter | None, on_step: Callable[[str, float | None], None]) -> None:
+    def __init__(self, on_step: Callable[[str], None]) -> None:
         self.arrivals: dict[int, float] = {}
-        self._meter = meter
         self._on_step = on_step
-        self._joules: float | None = None
-        self._used: float | None = None
+        self._newest = 0
         self._lines = ""
 
     def line(self, text: str) -> None:
         """Handle a line of the job's log."""
         step = step_in(text)
-        if step is None or step.step in self.arrivals:
-            self._lines += text if step and step.step == next(reversed(self.arrivals)) else ""
+        if step is None:
             return
-        self.close()
-        self._lines = text
-        self.arrivals[step.step] = time.monotonic()
-        now = None
-        if self._meter:
-            now = self._meter()
-        before = self._joules
-        self._joules = now
-        if now is not None and before is not None and now > before:
-            self._used = round(now - before, 3)
-        else:
-            self._used = None
+        if step.step not in self.arrivals:
+            self.close()
+            self.arrivals[step.step] = time.monotonic()
+            self._newest = step.step
+        if step.step == self._newest:
+            self._lines += text
 
     def close(self) -> None:
         """Handle the end of the newest step."""
         if self._lines:
-            self._on_step(self._lines, self._used)
+            self._on_step(self._lines)
+        self._lines = ""

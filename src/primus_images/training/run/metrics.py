@@ -34,32 +34,36 @@ class Flops:
 
 
 def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
-    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one
-    image).
+    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: one image).
 
     ``adapters`` is the number of weights that LoRA trains; the others then take 4 operations each
     instead of 6.
     """
     if model.of_images:
-        dit = model.dit
-        hidden = model.hidden_size
-        layers = dit.double_layers + dit.single_layers
-        tokens = dit.image_tokens + dit.text_tokens
-        flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
-        return Flops(causal=flops, non_causal=flops)
+        return _of_image(model)
     count = size(model)
     products = count.active - count.embedding
-    if adapters is None:
-        linear = 6 * products
-    else:
+    linear = 6 * products
+    if adapters is not None:
         linear = 4 * products + 6 * adapters
     width = 6 * model.heads * (model.query_size + model.value_size)
-    windows = [
-        min(model.window, seq_len) if model.has_window(layer) else seq_len
-        for layer in range(model.layers)
-    ]
-    seen = sum(window - window**2 / (2 * seq_len) for window in windows)
-    return Flops(causal=linear + width * seen, non_causal=linear + width * sum(windows))
+    span = 0
+    seen = 0.0
+    for layer in range(model.layers):
+        window = seq_len
+        if model.has_window(layer):
+            window = min(model.window, seq_len)
+        span += window
+        seen += window - window**2 / (2 * seq_len)
+    return Flops(causal=linear + width * seen, non_causal=linear + width * span)
+
+
+def _of_image(model: Architecture) -> Flops:
+    hidden = model.hidden_size
+    layers = model.dit.double_layers + model.dit.single_layers
+    tokens = model.dit.image_tokens + model.dit.text_tokens
+    flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
+    return Flops(causal=flops, non_causal=flops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +82,24 @@ class Mfu:
 
 def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
     """Return the FLOPs of one token, or image, of a run; None if they are not known."""
-    trained = None
-    if recipe.mode == "lora":
-        trained = facts.get("trainable_parameters")
-    if not recipe.architecture.has_formula or (recipe.mode == "lora" and trained is None):
+    if not recipe.architecture.has_formula:
+        return None
+    if recipe.mode != "lora":
+        return of_recipe_unit(recipe.architecture, recipe.seq_len)
+    trained = facts.get("trainable_parameters")
+    if trained is None:
         return None
     return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is
-    one GPU if any.
+    """Aggregates of one run, described in docs/metrics.md.
 
-    Rates are medians, and ``joules_per_step`` the mean, after ``warmup_steps`` steps; ``spread`` is
-    (p90 − p10) ÷ median. ``memory_gib`` is the peak (on a CPU: resident memory). ``no_mfu`` is the
-    reason if ``mfu`` is None. The evaluation is the best one, after ``eval_step``. None: no steps,
-    not finite, or not reported.
+    Every rate is that of one rank, which is one GPU if any: a median after ``warmup_steps`` steps;
+    ``spread`` is (p90 − p10) ÷ median. ``memory_gib`` is the peak (on a CPU: resident memory).
+    ``no_mfu`` is the reason if ``mfu`` is None. The evaluation is the best one, after
+    ``eval_step``. None: no steps, not finite, or not reported.
     """
 
     first_loss: float | None
@@ -109,7 +114,6 @@ class Summary:
     tflops_non_causal: float | None = None
     mfu: Mfu | None = None
     no_mfu: str | None = None
-    joules_per_step: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     eval_step: int | None = None
@@ -125,11 +129,15 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     lines = []
     flops = of_run(recipe, facts)
     for step in series.steps:
-        rate = step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
-        line = asdict(step) | (
-            flops.tera(rate) if flops else {"tflops_causal": None, "tflops_non_causal": None}
-        )
-        line["images_per_second"] = rate if recipe.architecture.of_images else None
+        rate = step.tokens_per_second
+        line = asdict(step)
+        line["images_per_second"] = None
+        if recipe.architecture.of_images:
+            rate /= recipe.seq_len
+            line["images_per_second"] = rate
+        line |= {"tflops_causal": None, "tflops_non_causal": None}
+        if flops:
+            line |= flops.tera(rate)
         lines.append({key: plain(value) for key, value in line.items()})
     return lines
 
@@ -170,60 +178,67 @@ def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
 
 
 def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:
-    """Aggregate :func:`rows`, of a run that may go on. If there are no more than its warm-up has,
-    the last is used.
+    """Aggregate :func:`rows`, of a run that may go on.
+
+    If there are no more than its warm-up has, the last is used.
     """
     measured = lines[warmup_steps:] or lines[-1:]
-
-    def values(key: str, of: Sequence[Mapping[str, Any]] = measured) -> list[float]:
-        return [line[key] for line in of if line.get(key) is not None]
-
-    def median(key: str) -> float | None:
-        if each := values(key):
-            return statistics.median(each)
-        return None
-
-    joules = values("joules")
-    least, best = min(
-        ((line["eval_loss"], line["step"]) for line in lines if line.get("eval_loss") is not None),
-        default=(None, None),
-    )
+    best: Mapping[str, Any] = {}
+    evaluated = [line for line in lines if line.get("eval_loss") is not None]
+    if evaluated:
+        best = min(evaluated, key=lambda line: line["eval_loss"])
+    eval_loss = best.get("eval_loss")
+    first: Mapping[str, Any] = {}
+    last: Mapping[str, Any] = {}
+    if lines:
+        first = lines[0]
+        last = lines[-1]
     return Summary(
-        tokens_per_second=median("tokens_per_second"),
-        images_per_second=median("images_per_second"),
-        tflops_causal=median("tflops_causal"),
-        tflops_non_causal=median("tflops_non_causal"),
-        first_loss=lines[0]["loss"] if lines else None,
-        last_loss=lines[-1]["loss"] if lines else None,
-        spread=_spread(values("tokens_per_second")),
-        memory_gib=max(values("memory_gib", lines), default=None),
+        tokens_per_second=_median(measured, "tokens_per_second"),
+        images_per_second=_median(measured, "images_per_second"),
+        tflops_causal=_median(measured, "tflops_causal"),
+        tflops_non_causal=_median(measured, "tflops_non_causal"),
+        first_loss=first.get("loss"),
+        last_loss=last.get("loss"),
+        spread=_spread(_values(measured, "tokens_per_second")),
+        memory_gib=max(_values(lines, "memory_gib"), default=None),
         warmup_steps=warmup_steps,
         steps=len(lines),
         no_mfu="no MFU: the run has not ended",
-        joules_per_step=statistics.fmean(joules) if joules else None,
-        eval_loss=least,
-        eval_perplexity=None if least is None else perplexity(least),
-        eval_step=best,
+        eval_loss=eval_loss,
+        eval_perplexity=None if eval_loss is None else perplexity(eval_loss),
+        eval_step=best.get("step"),
     )
+
+
+def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [line[key] for line in lines if line.get(key) is not None]
+
+
+def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(lines, key)
+    if values:
+        return statistics.median(values)
+    return None
 
 
 def sentence(summary: Summary, unit: str) -> str:
     """Return the figures in one line: ``9,630 tokens/s/GPU, … MFU …`` or why there is none.
+
     ``unit``: GPU or rank.
     """
-    parts = [f"{summary.tokens_per_second or 0:,.0f} tokens/s/{unit}"]
+    parts = []
     if summary.eval_loss is not None:
         best = f"evaluation loss {summary.eval_loss:.4f} (perplexity {summary.eval_perplexity:.4g})"
-        parts.insert(0, f"{best} after step {summary.eval_step}")
+        parts.append(f"{best} after step {summary.eval_step}")
+    parts.append(f"{summary.tokens_per_second or 0:,.0f} tokens/s/{unit}")
     if summary.images_per_second is not None:
         parts.append(f"{summary.images_per_second:,.2f} images/s/{unit}")
     if summary.tflops_causal is not None and summary.tflops_non_causal is not None:
-        parts.append(
-            f"{summary.tflops_causal:,.4g}/{summary.tflops_non_causal:,.4g} TFLOP/s "
-            "causal/non-causal"
-        )
+        rates = f"{summary.tflops_causal:,.4g}/{summary.tflops_non_causal:,.4g}"
+        parts.append(f"{rates} TFLOP/s causal/non-causal")
     if summary.mfu:
-        share = f"{summary.mfu.causal:.1%}/{summary.mfu.non_causal:.1%}".replace("%", " %")
+        share = f"{summary.mfu.causal * 100:.1f} %/{summary.mfu.non_causal * 100:.1f} %"
         parts.append(f"MFU {share} of {summary.mfu.peak_tflops:,g} {summary.mfu.dtype.upper()}")
     elif summary.no_mfu:
         parts.append(summary.no_mfu)
@@ -239,7 +254,10 @@ def plain(value: float | None) -> float | None:
 
 def _spread(values: Sequence[float]) -> float | None:
     ordered = sorted(values)
-    if len(ordered) < 2 or not (median := statistics.median(ordered)):
+    if len(ordered) < 2:
+        return None
+    median = statistics.median(ordered)
+    if not median:
         return None
     low = ordered[len(ordered) // 10]
     high = ordered[-1 - len(ordered) // 10]

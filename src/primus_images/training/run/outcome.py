@@ -23,8 +23,7 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: ``exit_code``, command and wall time of the launcher, and the run's verdicts
-    and figures.
+    """How a run ended: the launcher's exit code, command and wall time, verdicts and figures.
 
     ``host_memory_gib`` is the largest resident memory of one process. ``optimizations_off`` is name
     → reason. ``cause`` is the first cause of a failure. ``refused`` is the reason why no rank was
@@ -53,25 +52,17 @@ def write_result(result: RunResult, folder: Path) -> None:
 
 
 def read_result(folder: Path) -> RunResult:
-    """Read the result of the run in ``folder``. Raises InputError if it is damaged, and OSError as
-    any read.
-    """
+    """Read the result of the run in ``folder``. Raises InputError if it is damaged, or OSError."""
     return build(RunResult, read_json(folder / RESULT_FILE))
 
 
 def write_refusal(error: PrimusError, folder: Path) -> None:
-    """Record why a run was not started, if its ``folder`` exists, can be written to, and contains
-    no run.
-    """
+    """Record why a run was not started, if its ``folder`` exists and contains no run."""
     if not folder.is_dir() or (folder / "log.txt").exists() or (folder / "checkpoint").exists():
         return
+    reason = str(error).partition("\n")[0]
     with suppress(OSError):  # the error itself is printed in any case
-        write_result(
-            RunResult(
-                exit_code=error.exit_code, passed=False, refused=str(error).partition("\n")[0]
-            ),
-            folder,
-        )
+        write_result(RunResult(exit_code=error.exit_code, passed=False, refused=reason), folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +90,7 @@ class Outcome:
 
 
 def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "") -> Outcome:
-    """Read what a finished job left. Missing or damaged files count as no evidence, not as an
-    error.
+    """Read what a finished job left. Missing or damaged files count as no evidence.
 
     ``exit_code`` is that of ``primus train``, ``folder`` the job's folder as this process sees it,
     and ``reason`` the reason for a failure if the folder may not contain it.
@@ -108,11 +98,13 @@ def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "")
     folder = folder or job.output
     try:
         run = read_result(folder)
-        # A command that ends with 1 after a launcher with 0 had a failed check, which is in the
-        # list of verdicts.
-        exit_code = run.exit_code or (0 if exit_code == 1 and run.passed is False else exit_code)
     except (OSError, InputError):
         run = RunResult(exit_code=exit_code)
+    if run.exit_code:
+        exit_code = run.exit_code
+    elif exit_code == 1 and run.passed is False:
+        # The launcher ended with 0, and a check failed, which is in the list of verdicts.
+        exit_code = 0
     return Outcome(
         job=job,
         exit_code=exit_code,
@@ -127,56 +119,61 @@ def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "")
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
-    """Return the verdicts that every run must pass. Of a failed job, those without evidence are
-    skipped.
+    """Return the verdicts that every run must pass.
+
+    Of a failed job, those without evidence are skipped.
     """
     job = outcome.job
-    steps = outcome.series.steps
-    stops = "eval.patience" in job.recipe.settings
-    if stops:
-        last = int(outcome.facts.get("last_step", job.last_step))
-    else:
-        last = job.last_step
-    verdicts = (
+    last = job.last_step
+    if "eval.patience" in job.recipe.settings:
+        last = int(outcome.facts.get("last_step", last))
+    verdicts = [
         checks.exit_code(outcome.exit_code, outcome.cause),
         checks.steps_logged(outcome.series, job.first_step, last),
         checks.finite(outcome.series),
         checks.precision(outcome.facts, job.recipe.get("precision", str)),
         checks.ran_as_asked(outcome.facts, expected_facts(job)),
-        *(_proven(outcome) if job.judged else ()),
-    )
+    ]
     if outcome.exit_code == 0:
-        return verdicts
+        if job.judged:
+            verdicts += _proven(outcome)
+        return tuple(verdicts)
+    if job.judged:
+        verdicts.append(checks.skipped(Verdict("reference", False, ""), "the job failed"))
+    return tuple(_skipped_without_evidence(verdict, outcome) for verdict in verdicts)
+
+
+def _skipped_without_evidence(verdict: Verdict, outcome: Outcome) -> Verdict:
+    """Return the verdict on a failed job, skipped if the job left nothing to judge."""
+    steps = outcome.series.steps
+    expected = all(step.step <= outcome.job.last_step for step in steps)
     lacking = {
-        "steps logged": not outcome.series.problems and all(s.step <= job.last_step for s in steps),
+        "steps logged": expected and not outcome.series.problems,
         "finite": not steps,
         "precision": not outcome.facts,
         "configuration": not outcome.facts,
     }
+    if not lacking.get(verdict.name):
+        return verdict
     why = "the job failed before its first step"
     if steps:
         why = f"the job failed after step {steps[-1].step}"
-    return tuple(
-        checks.skipped(verdict, why) if lacking.get(verdict.name) else verdict
-        for verdict in verdicts
-    )
+    return checks.skipped(verdict, why)
 
 
 def _proven(outcome: Outcome) -> list[Verdict]:
-    if outcome.exit_code != 0:
-        return [checks.skipped(Verdict("reference", False, ""), "the job failed")]
     recipe = outcome.job.recipe
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
     findings = json_if_readable(outcome.folder / "proof.json")
-    arrivals, busy = (
-        {
-            int(step): float(seconds)
-            for step, seconds in json_if_readable(outcome.folder / name).items()
-        }
-        for name in ("clock.json", "witness/seconds.json")
-    )
+    arrivals = _seconds(outcome.folder / "clock.json")
+    busy = _seconds(outcome.folder / "witness/seconds.json")
     return [
         *proof.verdicts(findings, outcome.series),
         proof.figures(outcome.facts, findings, outcome.series, recipe, outcome.run.host_memory_gib),
         proof.clock(outcome.series, arrivals, busy, tokens),
     ]
+
+
+def _seconds(file: Path) -> dict[int, float]:
+    """Return step → seconds in a file; none if it cannot be read."""
+    return {int(step): float(seconds) for step, seconds in json_if_readable(file).items()}

@@ -1,6 +1,4 @@
-"""The input of a job's ranks (files, command line, environment), and the facts that they must
-report.
-"""
+"""The input of a job's ranks (files, command line, environment), and the facts expected of them."""
 
 import hashlib
 import json
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from primus_images.errors import InputError, PrimusError
-from primus_images.files import text_if_readable
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.rules import rules_of
 from primus_images.system import fabric
@@ -34,6 +31,22 @@ _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 def job_file(job: Job) -> str:
     """Return the text of ``job.json``, which the ranks read and which records the request."""
     recipe = job.recipe
+    resume_from = None
+    if job.resume_from:
+        resume_from = str(job.resume_from)
+    evaluation = {}
+    if recipe.section("eval"):
+        evaluation = {
+            "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
+            "patience": recipe.find("eval.patience", 0),
+            "fraction": recipe.find("eval.fraction", 0.0),
+        }
+    assets = {}
+    for name, value in recipe.section("assets").items():
+        assets[name] = str(recipe.asset(name) or value)
+    settings = {}
+    for key, setting in recipe.settings.items():
+        settings[key] = {"value": setting.value, "origin": setting.origin}
     content = {
         "name": job.name,
         "first_step": job.first_step,
@@ -42,7 +55,7 @@ def job_file(job: Job) -> str:
         "verify_steps": job.verify_steps,
         "output": str(job.output),
         "witness": job.judged,
-        "resume_from": str(job.resume_from) if job.resume_from else None,
+        "resume_from": resume_from,
         # Hooks on a compiled block would compile it again; with context parallelism, ranks hold
         # parts of a sequence.
         "blocks": rules_of(recipe).blocks_judged(recipe),
@@ -62,22 +75,11 @@ def job_file(job: Job) -> str:
         "global_batch": recipe.global_batch,
         "turbo": list(job.turbo),
         "model": asdict(recipe.architecture),
-        "assets": {
-            name: str(recipe.asset(name) or value)
-            for name, value in recipe.section("assets").items()
-        },
+        "assets": assets,
         "data": recipe.section("data"),
-        "evaluation": {
-            "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
-            "patience": recipe.find("eval.patience", 0),
-            "fraction": recipe.find("eval.fraction", 0.0),
-        }
-        if recipe.section("eval")
-        else {},
+        "evaluation": evaluation,
         "config": recipe.section(recipe.backend),
-        "settings": {
-            key: {"value": s.value, "origin": s.origin} for key, s in recipe.settings.items()
-        },
+        "settings": settings,
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
@@ -88,56 +90,43 @@ def files(job: Job) -> dict[str, str]:
 
 
 def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the command that starts all ranks of ``job`` on this machine, in the environment
-    ``variables``.
+    """Return the command that starts all ranks of ``job`` on this machine.
+
+    ``variables`` are this machine's environment.
     """
-    module = ["-m", f"primus_images.training.backends.{job.recipe.backend}.entry", str(job.output)]
+    entry = f"primus_images.training.backends.{job.recipe.backend}.entry"
     count = str(job.recipe.get("ranks", int))
+    rank = [*job.wrap, python, "-u", "-m", entry, str(job.output)]
     if job.recipe.get("nodes", int) == 1:
-        return [
-            python,
-            "-m",
-            "primus_images.training.run.spawn",
-            count,
-            *job.wrap,
-            python,
-            "-u",
-            *module,
-        ]
-    return [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        count,
-        *_meeting(job, variables),
-        # Each rank also writes its own files, because the log of a node mixes the lines of its
-        # ranks.
-        "--tee",
-        "3",
-        "--log-dir",
-        str(folder_of_node(job, variables) / "cache" / "torchrun"),
-        *(["--no-python", *job.wrap, python, "-u"] if job.wrap else []),
-        *module,
-    ]
+        return [python, "-m", "primus_images.training.run.spawn", count, *rank]
+    log = folder_of_node(job, variables) / "cache" / "torchrun"
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", count]
+    command += _meeting(job, variables)
+    # Each rank also writes its own files, because the log of a node mixes the lines of its ranks.
+    command += ["--tee", "3", "--log-dir", str(log)]
+    if job.wrap:
+        return [*command, "--no-python", *rank]
+    return [*command, "-m", entry, str(job.output)]
 
 
 def node_rank(job: Job, variables: Mapping[str, str]) -> int:
-    """Return the number of this node: NODE_RANK, or a scheduler's variable. Raises InputError if
-    none is set.
+    """Return the number of this node: NODE_RANK, or a scheduler's variable.
+
+    Raises InputError if none is set.
     """
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
         return 0
-    name = next(filter(variables.get, ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")), None)
-    if name is None:
-        raise _not_set(job, "NODE_RANK")
-    text = variables[name]
-    if not (text.isascii() and text.isdigit() and int(text) < nodes):
+    for name in ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+        text = variables.get(name)
+        if not text:
+            continue
+        if text.isascii() and text.isdigit() and int(text) < nodes:
+            return int(text)
         raise InputError(
             f"must be a whole number from 0 to {nodes - 1}, not {text!r}", where=f"{name}={text}"
         )
-    return int(text)
+    raise _not_set(job, "NODE_RANK")
 
 
 def _not_set(job: Job, name: str) -> PrimusError:
@@ -166,28 +155,12 @@ def awaited(job: Job, variables: Mapping[str, str]) -> str:
     # torchrun creates the folder before the nodes meet, and one inside it afterwards.
     if not folder.is_dir() or any(folder.iterdir()):
         return ""
-    nodes, (address, port) = job.recipe.get("nodes", int), _place(job, variables)
-    # In each row, address and port of this side and the other one, in hexadecimal, and the state:
-    # 01 is connected.
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in text_if_readable(Path("/proc/net", name)).splitlines()
-    ]
-    here, there = (
-        sum(row[3] == "01" and row[side].endswith(f":{int(port):04X}") for row in rows)
-        for side in (1, 2)
+    nodes = job.recipe.get("nodes", int)
+    address, port = _place(job, variables)
+    return (
+        f"waiting for the other nodes of {nodes} at {address}:{port} "
+        f"(the job ends after {_MEETING_SECONDS} s)"
     )
-    if node_rank(job, variables) == 0:
-        if here >= nodes:
-            who = ""
-        else:
-            who = f"other nodes: {here} of {nodes} are connected to {address}:{port}"
-    elif there:
-        who = f"other nodes of {nodes}"
-    else:
-        who = f"node 0 of {nodes}, which opens {address}:{port}"
-    return who and f"waiting for {who} (the job ends after {_MEETING_SECONDS} s)"
 
 
 def _place(job: Job, variables: Mapping[str, str]) -> tuple[str, str]:
@@ -203,82 +176,81 @@ def _place(job: Job, variables: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
-    nodes = job.recipe.get("nodes", int)
+    """Return torchrun's arguments by which the nodes of a job find each other."""
     first = node_rank(job, variables) == 0
     address, port = _place(job, variables)
-    local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
-    return [
-        "--nnodes",
-        str(nodes),
-        "--rdzv-backend",
-        "c10d",
-        # The id rejects agents of another job, or of an earlier attempt of this one, that find the
-        # same port.
-        "--rdzv-id",
-        variables.get("RDZV_ID") or job.name,
-        "--rdzv-endpoint",
-        f"{address}:{port}",
-        "--rdzv-conf",
-        f"is_host={'true' if first else 'false'},read_timeout={_MEETING_SECONDS},"
-        f"join_timeout={_MEETING_SECONDS}",
-        *(["--local-addr", local] if local else []),
-    ]
+    local = variables.get("NODE_ADDR")
+    if not local:
+        local = address if first else fabric.own_address(address)
+    # The id rejects agents of another job, or of an earlier attempt of this one, that find the same
+    # port.
+    name = variables.get("RDZV_ID") or job.name
+    timeouts = f"read_timeout={_MEETING_SECONDS},join_timeout={_MEETING_SECONDS}"
+    words = ["--nnodes", str(job.recipe.get("nodes", int)), "--rdzv-backend", "c10d"]
+    words += ["--rdzv-id", name, "--rdzv-endpoint", f"{address}:{port}"]
+    words += ["--rdzv-conf", f"is_host={str(first).lower()},{timeouts}"]
+    if local:
+        words += ["--local-addr", local]
+    return words
 
 
 def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's
-    folder or beside it.
+    """Return the environment of the ranks, from ``inherited``.
+
+    There is no network, and caches are in the job's folder or beside it.
     """
     cache = folder_of_node(job, inherited) / "cache"
     variables = clean(inherited)
     if job.recipe.get("nodes", int) > 1:
-        # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes
-        # cannot reach.
-        interface = fabric.interface_towards(inherited.get("MASTER_ADDR", ""))
-        if interface:
-            variables = {
-                "NCCL_SOCKET_IFNAME": interface,
-                "GLOO_SOCKET_IFNAME": interface,
-            } | variables
-        if job.recipe.gpu != CPU:
-            variables |= fabric.variables(Host(environment=variables))
-        # The format that torch uses for tracebacks. By default, every line begins with the name of
-        # torchrun's role.
-        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
+        variables = _of_several_nodes(job, variables)
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         variables |= {
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "HF_HOME": str(cache / "huggingface"),
         }
+    if not _has_temporary_folder(inherited):
+        variables["TMPDIR"] = str(cache)
     compiled = compiled_before(job)
     if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
         compiled = cache
-    # The same search as in Python's tempfile, which keeps its answer for the whole process.
-    places = (
-        *map(inherited.get, ("TMPDIR", "TEMP", "TMP")),
-        "/tmp",
-        "/var/tmp",
-        "/usr/tmp",
-        Path.cwd(),
-    )
-    if not any(place and os.access(place, os.W_OK | os.X_OK) for place in places):
-        # A read-only root file system without --tmpfs /tmp.
-        variables["TMPDIR"] = str(cache)
-    variables |= {name: str(compiled / folder) for name, folder in _VARIABLES["compiled"].items()}
+    for name, folder in _VARIABLES["compiled"].items():
+        variables[name] = str(compiled / folder)
     variables |= {**_VARIABLES["always"], "XDG_CACHE_HOME": str(cache)}
-    return {
-        **_VARIABLES["usual"],
-        "MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri(),
-        **variables,
-    }
+    tracking = {"MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri()}
+    return {**_VARIABLES["usual"], **tracking, **variables}
+
+
+def _of_several_nodes(job: Job, variables: dict[str, str]) -> dict[str, str]:
+    # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot
+    # reach.
+    interface = fabric.interface_towards(variables.get("MASTER_ADDR", ""))
+    if interface:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            variables.setdefault(name, interface)
+    if job.recipe.gpu != CPU:
+        variables |= fabric.variables(Host(environment=variables))
+    # The format that torch uses for tracebacks. By default, every line begins with the name of
+    # torchrun's role.
+    variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
+    return variables
+
+
+def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
+    """Whether Python's tempfile finds a folder, which is not so if the root is read-only.
+
+    Python itself keeps its answer for the whole process.
+    """
+    named = [variables.get(name) for name in ("TMPDIR", "TEMP", "TMP")]
+    places = [*named, "/tmp", "/var/tmp", "/usr/tmp", Path.cwd()]
+    return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
 
 
 def compiled_before(job: Job) -> Path | None:
-    """Return the folder of kernels from earlier runs with the same compilers and GPU; None to
-    compile anew.
+    """Return the folder of kernels from earlier runs with the same compilers and GPU.
 
-    CPU keys do not cover the instruction set, and a proof must not depend on files of earlier runs.
+    None to compile anew.     CPU keys do not cover the instruction set, and a proof must not depend
+    on files of earlier runs.
     """
     if job.compiled is None or job.judged or job.recipe.gpu == CPU:
         return None
@@ -288,20 +260,15 @@ def compiled_before(job: Job) -> Path | None:
 @cache
 def _packages() -> str:
     # PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
-    digest = hashlib.sha256(
-        repr(
-            sorted((package.name, package.version) for package in metadata.distributions())
-        ).encode()
-    )
+    packages = sorted((package.name, package.version) for package in metadata.distributions())
+    digest = hashlib.sha256(repr(packages).encode())
     for source in sorted(Path(optimizations.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
 def expected_facts(job: Job) -> dict[str, Any]:
-    """Return the facts that the run must report if it ran as the recipe requests; keys as in
-    ``facts.json``.
-    """
+    """Return the facts, as in ``facts.json``, of a run that ran as the recipe requests."""
     recipe = job.recipe
     expected: dict[str, Any] = {
         "world_size": recipe.world_size,

@@ -1,6 +1,4 @@
-"""Running one job on this machine: writing its files, launching its ranks, checking it, writing the
-result.
-"""
+"""Starting one job on this machine: its files, its ranks, its checks, and its result."""
 
 import contextlib
 import errno
@@ -16,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import primus_images
-from primus_images.errors import HostError, InputError, PrimusError
+from primus_images.errors import HostError, InputError
 from primus_images.files import json_if_readable, write_file
-from primus_images.refusals import refusal
 from primus_images.training.backends.backend import backend_of
 from primus_images.training.judge import checks
-from primus_images.training.run import failure, machine, metrics, outcome, processes, ranks
+from primus_images.training.run import failure, hang, metrics, outcome, processes, ranks
 from primus_images.training.run.job import Job
 from primus_images.training.run.logs import METRICS, Clock, read_run
 from primus_images.training.run.outcome import Outcome, RunResult, write_result
+from primus_images.training.run.processes import Ended
 from primus_images.turbo.optimizations import importable
 from primus_images.turbo.trial import decide
 from primus_images.waits import explained
@@ -38,16 +36,17 @@ _OTHERS_SAY_WHY = 15.0
 
 
 def check_backend(job: Job) -> None:
-    """Raise HostError if a package or program is not installed that the job or its backend needs."""
+    """Raise HostError if a package or program that the job or its backend needs is missing."""
     if job.wrap and shutil.which(job.wrap[0]) is None:
         raise HostError(
             f"--wrap: there is no program {job.wrap[0]} here", hint="install it, or name its path"
         )
     knows = job.recipe.knows
-    optional = [
-        package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)
-    ]
-    missing = [name for name in (*knows.packages, *optional) if not importable(name)]
+    packages = list(knows.packages)
+    for key, package in knows.needs.items():
+        if job.recipe.section(knows.name).get(key):
+            packages.append(package)
+    missing = [name for name in packages if not importable(name)]
     if missing:
         names = " and ".join(missing)
         raise HostError(
@@ -57,128 +56,158 @@ def check_backend(job: Job) -> None:
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Create and return the folder that runs on this GPU share; None if there is none that this
-    user may write to.
+    """Create and return the folder that runs on this GPU share.
+
+    None if there is none that this user may write to.
     """
     folder = ranks.compiled_before(job)
-    if folder:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-    if folder and os.access(folder, os.W_OK):
+    if folder is None:
+        return None
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):
         return folder
     return None
 
 
 def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
-    """Create the job's folder with the files for the ranks. Returns the job with the optimizations
-    that it uses.
+    """Create the job's folder with the files for the ranks.
 
-    The nodes of a job share the folder, and each writes the same files atomically. Raises
-    InputError if the folder contains another run, and as :func:`primus_images.turbo.trial.decide`.
+    Returns the job with the optimizations that it uses. The nodes of a job share the folder, and
+    each writes the same files atomically. Raises InputError if the folder contains another run, and
+    as :func:`primus_images.turbo.trial.decide`.
     """
     folder = ranks.folder_of_node(job, os.environ)
+    try:
+        _create_folders(job, folder)
+        return _prepared(job, folder, progress)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (folder / "log.txt").unlink(missing_ok=True)
+        raise _cannot_write(job, error) from error
+
+
+def _create_folders(job: Job, folder: Path) -> None:
     taken = InputError(
         f"{folder} already holds a run", hint="choose another --output, or delete it"
     )
     if folder == job.output and (job.output / "checkpoint").exists():
         raise taken
     try:
-        for place in (
-            folder,
-            job.output,
-        ):  # the tokens' is that of all nodes, and any of them may be the first
+        # The tokens are in that of all nodes, and any of them may be the first.
+        for place in (folder, job.output):
             (place / "cache").mkdir(parents=True, exist_ok=True)
         # If two runs start at the same moment, only one of them creates it.
         (folder / "log.txt").touch(exist_ok=False)
     except FileExistsError as error:
         raise taken from error
-    except OSError as error:
-        raise _cannot_write(job, folder, error) from error
+
+
+def _prepared(job: Job, folder: Path, progress: Callable[[str], None]) -> Job:
     shared = shared_folder(job)
     try:
         backend_of(job.recipe).tokenize(job, shared, progress)
         environment = ranks.environment(job, os.environ)
-        job = replace(
-            job, trial=decide(job.recipe, shared or folder / "cache", environment, progress)
-        )
+        trial = decide(job.recipe, shared or folder / "cache", environment, progress)
+        job = replace(job, trial=trial)
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)
-    except OSError as error:
-        raise _cannot_write(job, folder, error) from error
     except BaseException:
         (folder / "log.txt").unlink(missing_ok=True)
         raise
     return job
 
 
-def _cannot_write(job: Job, folder: Path, error: OSError) -> PrimusError:
-    with contextlib.suppress(OSError):
-        (folder / "log.txt").unlink(missing_ok=True)
-    name = {errno.EACCES: "no_right_to_write", errno.EROFS: "read_only"}.get(
-        error.errno or 0, "cannot_write"
-    )
-    return refusal(name, output=job.output, error=error.strerror, user=os.geteuid())
+def _cannot_write(job: Job, error: OSError) -> HostError:
+    hint = "choose another --output"
+    if error.errno == errno.EACCES:
+        hint = f"give user {os.geteuid()} the right to write to the folder, or {hint}"
+    elif error.errno == errno.EROFS:
+        mount = '-v "$PWD/runs:/workspace/runs" (without :ro)'
+        hint = f"in a container, mount a folder with {mount}; or {hint}"
+    return HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint)
+
+
+class _Follower:
+    """Follows the log of a job while it runs, and ends the ranks if they are silent for too long.
+
+    ``ended`` are then the ranks that were able to leave a stack.
+    """
+
+    def __init__(
+        self, job: Job, folder: Path, on_line: Callable[[str], None], patience: float
+    ) -> None:
+        self.clock = Clock(self._add_step)
+        self.ended: set[int] | None = None
+        self._job = job
+        self._folder = folder
+        self._on_line = on_line
+        self._patience = patience
+
+    def line(self, text: str) -> None:
+        self.clock.line(text)
+        self._on_line(text)
+
+    def patience(self) -> float:
+        """Return the seconds without a line after which the ranks are ended; 0: never."""
+        if self.clock.arrivals or not self._patience:
+            return self._patience
+        return max(self._patience, STARTING_SECONDS)
+
+    def end_ranks(self, launcher: int) -> None:
+        self.ended = hang.end_ranks(launcher, self._job.output, self.patience())
+
+    def add_reasons(self) -> None:
+        """Add to the log why the ranks were ended, and the stacks that they left."""
+        lines = []
+        if self.ended is not None:
+            lines.append(f"primus: no progress for {self.patience():g} s, so the ranks were ended")
+        for rank, stack in hang.stacks(self._job.output).items():
+            lines += [f"[rank{rank}]: {line}" for line in stack.splitlines()]
+        with (self._folder / "log.txt").open("a", encoding="utf-8") as log:
+            for line in lines:
+                log.write(f"{line}\n")
+                self._on_line(f"{line}\n")
+
+    def _add_step(self, lines: str) -> None:
+        series = read_run(self._folder, lines)
+        facts = json_if_readable(self._job.output / "facts.json")
+        row = metrics.rows(series, self._job.recipe, facts)[-1]
+        with (
+            contextlib.suppress(OSError),
+            (self._folder / METRICS).open("a", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(row) + "\n")
 
 
 def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outcome:
-    """Run a job after :func:`prepare`, and apply the checks for any run; on another node than 0,
-    only the exit code's.
+    """Run a job after :func:`prepare`, and apply the checks for any run.
 
-    After ``patience`` seconds without a line from any rank (0: never), they are ended, and the one
-    that hangs is named. Before the first step, which imports and compilation precede, these are at
-    least ``STARTING_SECONDS``.
+    On another node than 0, only the exit code's. After ``patience`` seconds without a line from any
+    rank (0: never), they are ended, and the one that hangs is named. Before the first step, which
+    imports and compilation precede, these are at least ``STARTING_SECONDS``.
     """
     argv = ranks.argv(job, sys.executable, os.environ)
-    environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
-    meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
-
-    def add_step(log: str, joules: float | None) -> None:
-        rows = metrics.rows(
-            read_run(folder, log), job.recipe, json_if_readable(job.output / "facts.json")
-        )
-        with contextlib.suppress(OSError), (folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rows[-1] | {"joules": joules}) + "\n")
-
-    clock = Clock(meter, add_step)
-
-    def line(text: str) -> None:
-        clock.line(text)
-        on_line(text)
-
-    def patient() -> float:
-        if clock.arrivals or not patience:
-            return patience
-        return max(patience, STARTING_SECONDS)
-
-    # What is called at a stall: the commands of the ranks that were ended.
-    stalls: list[dict[int, str]] = []
-
-    def silent(launcher: int) -> None:
-        stalls.append(failure.end_ranks(launcher, job.output, patient()))
-
+    follower = _Follower(job, folder, on_line, patience)
     several = job.recipe.get("nodes", int) > 1
-    with contextlib.closing(clock), explained(lambda: ranks.awaited(job, os.environ)):
+    with contextlib.closing(follower.clock), explained(lambda: ranks.awaited(job, os.environ)):
         ended = processes.run(
             argv,
             log=folder / "log.txt",
-            environment=environment,
-            on_line=line,
-            patience=patient,
-            on_silence=silent,
-            hopeless=lambda: several and failure.known(job.output),
+            environment=ranks.environment(job, os.environ),
+            watch=processes.Watch(
+                on_line=follower.line,
+                patience=follower.patience,
+                on_silence=follower.end_ranks,
+                hopeless=lambda: several and failure.known(job.output),
+            ),
         )
-    stalled = [f"primus: no progress for {patient():g} s, so the ranks were ended\n"] * len(stalls)
-    stacks = failure.stacks(job.output).items()
-    for text in [
-        *stalled,
-        *(f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines()),
-    ]:
-        with (folder / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(text)
-        on_line(text)
-    if stalls and not failure.name_hung(job.output, patient(), stalls[0]) and several:
-        time.sleep(_OTHERS_NAME_IT)
+    follower.add_reasons()
+    if follower.ended is not None:
+        hung = hang.name_hung(job.output, follower.patience(), follower.ended)
+        if several and not hung:
+            time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, folder / "log.txt", _OTHERS_SAY_WHY)
     run = RunResult(
@@ -190,21 +219,23 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
     )
     write_result(run, folder)
-    first = folder == job.output
-    if first and job.judged and ended.exit_code == 0:
-        write_file(job.output / "clock.json", json.dumps(clock.arrivals) + "\n")
+    if folder == job.output and job.judged and ended.exit_code == 0:
+        write_file(job.output / "clock.json", json.dumps(follower.clock.arrivals) + "\n")
         _judge(job)
+    return _outcome(job, folder, ended, run)
 
+
+def _outcome(job: Job, folder: Path, ended: Ended, run: RunResult) -> Outcome:
+    """Apply the checks, and complete the result and the metrics in the folder of the run."""
     reason = ""
     if ended.exit_code and ended.disk_full:
         reason = str(failure.DISK_FULL)
     result = outcome.read(job, ended.exit_code, folder, reason)
-    if first:
+    verdicts: tuple[checks.Verdict, ...] = (checks.exit_code(result.exit_code, result.cause),)
+    if folder == job.output:
         verdicts = outcome.basic_verdicts(result)
-    else:
-        verdicts = (checks.exit_code(result.exit_code, result.cause),)
-    lines = metrics.rows(result.series, job.recipe, result.facts)
-    write_file(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    rows = metrics.rows(result.series, job.recipe, result.facts)
+    write_file(folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
     passed = all(verdict.passed for verdict in verdicts)
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)
     write_result(run, folder)

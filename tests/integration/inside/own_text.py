@@ -3,8 +3,6 @@ transformers, tokenizers or datasets themselves: the same tokens and the same ma
 that names file and field.
 """
 
-# ruff: noqa: E501, templates are long lines
-
 import bz2
 import csv
 import gzip
@@ -109,7 +107,7 @@ def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int],
     if not reader.masked:
         documents = [(ids, []) for ids, _ in documents]
     job = {"assets": {"corpus": str(corpus), "tokenizer": str(tokenizer)}, "data": data}
-    judged = [(ids, [int(part) for part in mask or ()]) for ids, mask in reference(job, 0)]
+    judged = [(read.tokens, list(map(int, read.trained or ()))) for read in reference(job, 0)]
     assert judged == documents, f"the reference reads {judged[:1]}, and the run {documents[:1]}"
     return documents
 

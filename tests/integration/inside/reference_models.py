@@ -19,7 +19,13 @@ from primus_images.training.judge.reference import blocks, diffusion, models
 from primus_images.training.judge.reference.model import Model
 from primus_images.training.judge.reference.names import from_canonical, to_canonical
 from primus_images.training.judge.reference.parameters import without_bias
-from primus_images.training.judge.reference.rounding import Rounding, attended, bfloat, exact
+from primus_images.training.judge.reference.rounding import (
+    Kernel,
+    Rounding,
+    attended,
+    bfloat,
+    exact,
+)
 from primus_images.training.judge.witness import Blocks
 
 
@@ -119,7 +125,9 @@ def attention() -> None:
 
     def ours(between: Rounding, adding: bool) -> list[torch.Tensor]:
         def attend(*leaves: torch.Tensor) -> torch.Tensor:
-            out = attended(*leaves, hidden, scale=0.25, between=between, adding=adding)
+            out = attended(
+                *leaves, Kernel(hidden=hidden, scale=0.25, between=between, adding=adding)
+            )
             return out.unflatten(-1, (8, -1)).transpose(1, 2)
 
         return results(attend, torch.float64)
@@ -187,18 +195,23 @@ def fit() -> None:
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn() -> dict[str, torch.Tensor]:
-        return {f"layers.{n}.weight": torch.randn(50, 50, generator=generator) for n in range(8)}
+    def drawn() -> torch.Tensor:
+        return torch.randn(1, 50, 50, generator=generator)
 
-    def added(*terms: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {name: sum(factor * each[name] for factor, each in terms) for name in terms[0][1]}  # type: ignore[misc]
-
-    parts = []
-    own, one, other = drawn(), drawn(), drawn()
-    for _ in range(4):
-        run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))
-        changed = [added((1, own), (0.1, one)), added((1, own), (0.1, other)), own]
-        parts += models.products(run, own, noisy, changed)
+    results = []
+    for number in range(32):
+        own, one, other = drawn(), drawn(), drawn()
+        results.append(
+            blocks.Result(
+                name=f"layers.{number}",
+                run=own + 0.1 * one + drawn(),
+                exact=own,
+                rounded=own + drawn(),
+                certain=torch.ones(1, 50, dtype=torch.bool),
+                moved={"one": 0.1 * one, "other": 0.1 * other},
+            )
+        )
+    parts = models.products_of_blocks(("one", "other", "none"), results)
     rows = models.fit(("one", "other", "none"), parts)
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows

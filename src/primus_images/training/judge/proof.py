@@ -1,12 +1,13 @@
-"""Verdicts on a judged run, from the findings of the reference (``proof.json``) and the launcher's
-clock.
+"""Verdicts on a judged run, from the findings of the reference and the launcher's clock.
 
-The limits come from the reference itself: how far the run's precision alone moves its results.
+The findings are in ``proof.json``. The limits come from the reference itself: how far the run's
+precision alone moves its results.
 """
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +20,9 @@ from primus_images.training.judge.checks import LIMITS, Verdict, of_faults, rela
 from primus_images.training.run.logs import Series
 from primus_images.yamlfile import spell
 
+# The findings of the reference, and those of one step.
+Evidence = Mapping[str, Any]
+_Step = Mapping[str, Any]
 # Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the
 # reference does.
 _UNSEEN = "not compared: the model is compiled, ranks share sequences, or one rank uses autocast"
@@ -27,86 +31,103 @@ _EXPERTS = ".experts."
 
 
 def unjudged(recipe: Recipe) -> str | None:
-    """Return why the reference cannot repeat a run of ``recipe``, in a sentence, or None if it can."""
+    """Return why the reference cannot repeat a run of ``recipe``, None if it can."""
+    return next(_obstacles(recipe), None)
+
+
+def _obstacles(recipe: Recipe) -> Iterator[str]:
     if recipe.precision not in recipe.knows.judged:
-        return (
-            f"the reference does not round to {recipe.precision.upper()} as {recipe.backend} does"
-        )
+        precision = recipe.precision.upper()
+        yield f"the reference does not round to {precision} as {recipe.backend} does"
+    yield from _obstacles_of_files(recipe)
+    yield from _obstacles_of_settings(recipe)
+    why = rules_of(recipe).unjudged(recipe)
+    if why:
+        yield why
+    if 8 * recipe.steps * size(recipe.architecture).total > LIMITS["bytes"]:
+        yield "the run is too large to keep the weights of every step"
+
+
+def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
     for key in recipe.section("assets"):
-        name = recipe.get(f"assets.{key}", str)
-        if name.startswith("hf:"):
-            return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
+        if recipe.get(f"assets.{key}", str).startswith("hf:"):
+            yield f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
-        return "the tokenizer has no tokenizer.json, which the reference reads"
+        yield "the tokenizer has no tokenizer.json, which the reference reads"
     if recipe.weights is not None and not recipe.architecture.of_images:
         config = config_of(recipe.weights)[1]
         activation = config.get("hidden_act", "silu")
         if not recipe.architecture.has_formula:
-            return f"the reference has no formula of models of type {config['model_type']}"
+            yield f"the reference has no formula of models of type {config['model_type']}"
         if activation not in ("silu", "swish"):
-            return f"hidden_act of the weights is {activation}, and the reference computes SiLU"
+            yield f"hidden_act of the weights is {activation}, and the reference computes SiLU"
+
+
+def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
     if "eval.patience" in recipe.settings:
-        return "eval.patience may end the run early"
+        yield "eval.patience may end the run early"
     if recipe.section("eval") and recipe.find(f"{recipe.backend}.save_weights", False):
-        return "the best weights are exported, and the reference has the last ones"
+        yield "the best weights are exported, and the reference has the last ones"
     rules = backend_rules(recipe.backend)
     for key, value in recipe.section(recipe.backend).items():
-        if value != rules[key].default and any(
-            fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled
-        ):
-            return f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
-    why = rules_of(recipe).unjudged(recipe)
-    if why:
-        return why
-    if 8 * recipe.steps * size(recipe.architecture).total > LIMITS["bytes"]:
-        return "the run is too large to keep the weights of every step"
-    return None
+        modelled = not any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled)
+        if value != rules[key].default and not modelled:
+            yield f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
 
 
-def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
-    """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes
-    without evidence.
+def verdicts(evidence: Evidence, series: Series) -> list[Verdict]:
+    """Judge every step: data, parameters, loss, gradients, learning rate, update.
+
+    No check passes without evidence.
     """
-    steps: Sequence[Mapping[str, Any]] = evidence.get("steps", ())
-    problem = evidence.get("problem")
-    if problem:
-        return [Verdict("reference", False, str(problem))]
-    if (
-        not steps
-        and "parameters" in evidence
-        and not (parameters := _parameters(evidence["parameters"])).passed
-    ):
-        return [parameters]
+    if evidence.get("problem"):
+        return [Verdict("reference", False, str(evidence["problem"]))]
+    steps: Sequence[_Step] = evidence.get("steps", ())
+    if not steps and "parameters" in evidence:
+        parameters = _parameters(evidence["parameters"])
+        if not parameters.passed:
+            return [parameters]
     if not steps or not series.steps:
         return [Verdict("reference", False, "the reference found no step to repeat")]
-    first, moved, saved = (evidence.get(key, _NOTHING) for key in ("first", "moved", "saved"))
-    wrong = [sentence for step in steps for sentence in step["data"]]
+    of_precision = []
+    if evidence["precision"] != "fp32":
+        of_precision = [_constants(evidence)]
     return [
-        of_faults(
-            "reference data",
-            wrong,
-            "every rank and step had the recipe's own tokens and labels",
-            measured=f"{len(wrong)} differences in {len(steps)} steps",
-        ),
+        _data(steps),
         _figure("loss", "reference loss", evidence, series),
         _figure("grad_norm", "reference gradient norm", evidence, series),
         _parameters(evidence["parameters"]),
         of_faults(
-            "reference first weights", first, "every weight begins as the backend's rule draws it"
+            "reference first weights",
+            evidence.get("first", _NOTHING),
+            "every weight begins as the backend's rule draws it",
         ),
         of_faults(
             "reference trained weights",
-            moved,
+            evidence.get("moved", _NOTHING),
             "every trained weight moved, every frozen one stayed",
         ),
-        of_faults("reference saved files", saved, "checkpoints and files hold what was trained"),
+        of_faults(
+            "reference saved files",
+            evidence.get("saved", _NOTHING),
+            "checkpoints and files hold what was trained",
+        ),
         _gradients(evidence, series),
         _blocks(evidence),
-        *([] if evidence["precision"] == "fp32" else [_constants(evidence)]),
+        *of_precision,
         _rates(steps),
         _updates(evidence),
     ]
+
+
+def _data(steps: Sequence[_Step]) -> Verdict:
+    wrong: list[str] = []
+    for step in steps:
+        wrong += step["data"]
+    fine = "every rank and step had the recipe's own tokens and labels"
+    measured = f"{len(wrong)} differences in {len(steps)} steps"
+    return of_faults("reference data", wrong, fine, measured=measured)
 
 
 def _parameters(findings: Mapping[str, Any]) -> Verdict:
@@ -114,122 +135,139 @@ def _parameters(findings: Mapping[str, Any]) -> Verdict:
     return of_faults("reference parameters", findings["missing"] + findings["odd"], fine)
 
 
-def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series) -> Verdict:
+@dataclass(frozen=True, order=True)
+class _Gap:
+    """A gap as a share of its limit, and where it is. The largest is the worst."""
+
+    share: float
+    gap: float
+    limit: float
+    step: int
+    name: str = ""
+
+
+def _gap(gap: float, limit: float, step: int, name: str = "") -> _Gap:
+    return _Gap(gap / limit, gap, limit, step, name)
+
+
+def _figure(key: str, name: str, evidence: Evidence, series: Series) -> Verdict:
     repeated = {step["step"]: step for step in evidence["steps"]}
     usual = max((step["noise"][key] for step in evidence["steps"] if step["regular"]), default=0.0)
     gaps = []
     for step in series.steps:
-        expected = repeated.get(step.step, {})
-        limit = _limit(key, max(usual, expected.get("noise", {}).get(key, 0.0)), expected)
-        gap = relative_gap(getattr(step, key), expected.get(key))
-        gaps.append((gap / limit, gap, limit, step.step))
-    share, gap, limit, at = max(gaps)
-    if share > 1:
-        reason = f"differs most at step {at}"
-    else:
-        reason = f"{len(gaps)} steps agree"
-    return Verdict(
-        name, share <= 1, reason, measured=f"{gap:.1e}", limit=f"relative gap ≤ {limit:.1e}"
-    )
+        row = repeated.get(step.step, {})
+        limit = _limit(key, max(usual, row.get("noise", {}).get(key, 0.0)), row)
+        gaps.append(_gap(relative_gap(getattr(step, key), row.get(key)), limit, step.step))
+    worst = max(gaps)
+    reason = f"{len(gaps)} steps agree"
+    if worst.share > 1:
+        reason = f"differs most at step {worst.step}"
+    limit_text = f"relative gap ≤ {worst.limit:.1e}"
+    measured = f"{worst.gap:.1e}"
+    return Verdict(name, worst.share <= 1, reason, measured=measured, limit=limit_text)
 
 
-def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
-    return float(
-        LIMITS["tied" if step.get("closest", 1.0) < LIMITS["tie"] else "least"][key]
-        + LIMITS["noise"][key] * noise
-    )
+def _limit(key: str, noise: float, step: _Step) -> float:
+    least = LIMITS["least"][key]
+    if step.get("closest", 1.0) < LIMITS["tie"]:
+        least = LIMITS["tied"][key]
+    return float(least + LIMITS["noise"][key] * noise)
 
 
-def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
-    rows = [step for step in evidence["steps"] if step["own_gradient"]]
-    wrong = [
-        f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]
-    ]
-    wrong += [
-        f"step {row['step']}: ranks that share {name} disagree"
-        for row in rows
-        for name in row["apart"]
-    ]
-    if len(rows) < len(evidence["steps"]):
-        wrong.append(f"the optimizer made {len(rows)} updates in {len(evidence['steps'])} steps")
+def _gradients(evidence: Evidence, series: Series) -> Verdict:
+    steps = evidence["steps"]
+    rows = [step for step in steps if step["own_gradient"]]
+    wrong = []
+    for row in rows:
+        wrong += [f"step {row['step']}: {name} has no gradient" for name in row["missing"]]
+    for row in rows:
+        wrong += [f"step {row['step']}: ranks that share {name} disagree" for name in row["apart"]]
+    if len(rows) < len(steps):
+        wrong.append(f"the optimizer made {len(rows)} updates in {len(steps)} steps")
+    wrong += _wrong_means(steps)
+    worst = _worst_gradient(rows, _usual_noise(steps))
+    if worst.share > 1:
+        wrong.append(f"{worst.name} differs most, at step {worst.step}")
+    wrong += _clipping(rows, evidence, series)
+    wrong += _rounded_sums(rows, evidence)
+    fine = "every tensor agrees, as the optimizer got it"
+    limit = f"relative gap ≤ {worst.limit:.1e}"
+    return of_faults("reference gradients", wrong, fine, measured=f"{worst.gap:.1e}", limit=limit)
+
+
+def _usual_noise(steps: Sequence[_Step]) -> dict[str, float]:
     usual: dict[str, float] = {}
-    for step in evidence["steps"]:
-        for kind, (gap, _) in step["noise"]["gaps"].items() if step["regular"] else ():
-            usual[kind] = max(usual.get(kind, 0.0), gap)
-    gaps = [(0.0, 0.0, LIMITS["least"]["gradient"], 0, "")]
+    for step in steps:
+        if step["regular"]:
+            for kind, (gap, _) in step["noise"]["gaps"].items():
+                usual[kind] = max(usual.get(kind, 0.0), gap)
+    return usual
+
+
+def _worst_gradient(rows: Sequence[_Step], usual: Mapping[str, float]) -> _Gap:
+    worst = _Gap(0.0, 0.0, LIMITS["least"]["gradient"], 0)
     for row in rows:
         noise = row.get("noise", {})
         elsewhere = _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
-            row_noise, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
-            limit = _limit("gradient", max(usual.get(kind, 0.0), row_noise), row)
+            of_row, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
+            limit = _limit("gradient", max(usual.get(kind, 0.0), of_row), row)
             if elsewhere or _EXPERTS in kind:
-                limit = max(limit, LIMITS["all_in_doubt"] * noise.get("doubt", {}).get(kind, 0.0))
-            gaps.append((gap / limit, gap, limit, row["step"], name))
-    for kind, (gap, limit) in _means(evidence["steps"]).items():
-        if gap > limit:
-            wrong.append(f"{kind}: the mean gap is {gap:.1e}, and the limit {limit:.1e}")
-    share, gap, limit, at, name = max(gaps)
-    if share > 1:
-        wrong.append(f"{name} differs most, at step {at}")
-    wrong += _clipping(rows, evidence, series)
-    if evidence["precision"] == "fp32":
-        summands = 3
-    else:
-        summands = min(3, evidence["summands"])
+                doubt = noise.get("doubt", {}).get(kind, 0.0)
+                limit = max(limit, LIMITS["all_in_doubt"] * doubt)
+            worst = max(worst, _gap(gap, limit, row["step"], name))
+    return worst
+
+
+def _rounded_sums(rows: Sequence[_Step], evidence: Evidence) -> Iterator[str]:
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were
     # added.
-    if not (evidence.get("narrow") or evidence["narrow_sums"]):
-        most = LIMITS["rounded"][summands - 1]
-        wrong += [
-            f"step {row['step']}: sums are rounded to bfloat16"
-            for row in rows
-            if row["rounded"] > most
-        ]
-    fine = "every tensor agrees, as the optimizer got it"
-    limit_text = f"relative gap ≤ {limit:.1e}"
-    return of_faults("reference gradients", wrong, fine, measured=f"{gap:.1e}", limit=limit_text)
+    if evidence.get("narrow") or evidence["narrow_sums"]:
+        return
+    summands = 3
+    if evidence["precision"] != "fp32":
+        summands = min(3, evidence["summands"])
+    for row in rows:
+        if row["rounded"] > LIMITS["rounded"][summands - 1]:
+            yield f"step {row['step']}: sums are rounded to bfloat16"
 
 
-def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
-    """Return whether rounding sent a token in doubt to another expert, which moves all gradients of
-    the step.
+def _sent_elsewhere(step: _Step) -> bool:
+    """Return whether rounding sent a token in doubt to another expert.
 
-    It did if the gradient of an expert moved by more than its noise, and by no more than all such
-    tokens explain.
+    That moves all gradients of the step. It did if the gradient of an expert moved by more than its
+    noise, and by no more than all such tokens explain.
     """
     noise = step.get("noise", {})
     doubt = noise.get("doubt", {})
-    return any(
-        LIMITS["noise"]["gradient"] * noise["gaps"][kind][0]
-        < gap
-        <= LIMITS["all_in_doubt"] * doubt[kind]
-        for kind, (gap, _) in step["gaps"].items()
-        if _EXPERTS in kind and kind in doubt
-    )
+    for kind, (gap, _) in step["gaps"].items():
+        if _EXPERTS in kind and kind in doubt:
+            least = LIMITS["noise"]["gradient"] * noise["gaps"][kind][0]
+            if least < gap <= LIMITS["all_in_doubt"] * doubt[kind]:
+                return True
+    return False
 
 
-def _blocks(evidence: Mapping[str, Any]) -> Verdict:
+def _blocks(evidence: Evidence) -> Verdict:
     precision = evidence["precision"]
     wrong: list[str] = []
     worst = 0.0
     compared = 0
     for step in evidence["steps"]:
-        if isinstance(step["blocks"], str):
-            wrong.append(f"step {step['step']}: {step['blocks']}")
+        rows = step["blocks"]
+        if isinstance(rows, str):
+            wrong.append(f"step {step['step']}: {rows}")
             continue
-        for row in (row for row in step["blocks"] if "typical" in row):
+        for row in rows:
+            if "typical" not in row:
+                continue
             compared += 1
-            factor = 1
+            limits = LIMITS["blocks"][precision]
             if row["balanced"]:
-                factor = LIMITS["balanced"]
-            of_row = {key: factor * limit for key, limit in LIMITS["blocks"][precision].items()}
-            longer = LIMITS["longer"]["logits" if row["name"] == "logits" else precision]
-            wrong += [
-                f"step {step['step']}: {row['name']}: {sentence}"
-                for sentence in _unlike(row, of_row, longer)
-            ]
-            worst = max([worst, *(row[key] / limit for key, limit in of_row.items())])
+                limits = {key: LIMITS["balanced"] * limit for key, limit in limits.items()}
+            place = f"step {step['step']}: {row['name']}"
+            wrong += [f"{place}: {sentence}" for sentence in _unlike(row, limits, precision)]
+            worst = max([worst, *(row[key] / limit for key, limit in limits.items())])
     if evidence["unseen"]:
         return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
@@ -239,7 +277,7 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
     return of_faults("reference blocks", wrong, fine, measured=f"{worst:.2f}", limit=limit)
 
 
-def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) -> Iterator[str]:
+def _unlike(row: _Step, limits: Mapping[str, float], precision: str) -> Iterator[str]:
     if not row["typical"] <= limits["typical"]:
         yield f"most tokens differ by {row['typical']:.1f} × rounding"
     if not row["position"] <= limits["position"]:
@@ -247,67 +285,73 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
     if not row["token"] <= limits["token"]:
         sample, place = row["token_at"]
         yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
-    longer += LIMITS["longer_noise"] * row["noise"] ** 2
-    if not row["name"].startswith("gradients") and not abs(row["share"]) <= longer:
-        yield (
-            f"what it computes is {abs(row['share']):.2%} too "
-            f"{'long' if row['share'] > 0 else 'short'}"
-        )
+    if row["name"].startswith("gradients"):
+        return
+    longer = LIMITS["longer"][precision]
+    if row["name"] == "logits":
+        longer = LIMITS["longer"]["logits"]
+    share = row["share"]
+    if not abs(share) <= longer + LIMITS["longer_noise"] * row["noise"] ** 2:
+        direction = "short"
+        if share > 0:
+            direction = "long"
+        yield f"what it computes is {abs(share):.2%} too {direction}"
 
 
-def _constants(evidence: Mapping[str, Any]) -> Verdict:
+def _constants(evidence: Evidence) -> Verdict:
+    name = "reference constants"
+    wrong = []
+    hidden = []
+    shares = [0.0]
+    limits = []
     constants: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
-    shares = {}
-    limits = {}
-    for name, row in constants.items():
+    for constant, row in constants.items():
         share = row["share"] - row["rounding"]
-        shares[name] = share if row.get("one_sided") else abs(share)
-        limits[name] = _limit_of_constant(row, evidence)
-    wrong = sorted(
-        f"{name}: the blocks show {constants[name]['share']:.2f} of it"
-        for name, share in shares.items()
-        if not share <= limits[name]
-    )
+        if not row.get("one_sided"):
+            share = abs(share)
+        limit = _limit_of_constant(row, evidence)
+        if not share <= limit:
+            wrong.append(f"{constant}: the blocks show {row['share']:.2f} of it")
+        if limit <= 1:
+            shares.append(share)
+            limits.append(limit)
+        else:
+            hidden.append(constant)
+    wrong.sort()
     if evidence["unseen"]:
-        return of_faults("reference constants", wrong, _UNSEEN)
+        return of_faults(name, wrong, _UNSEEN)
     if not constants:
         wrong += _NOTHING
-    decided = [name for name, limit in limits.items() if limit <= 1]
-    hidden = ", ".join(name for name in constants if name not in decided)
-    fine = f"{len(decided)} changes would show" + (
-        f"; hidden by rounding: {hidden}" if hidden else ""
-    )
-    measured = f"{max((shares[name] for name in decided), default=0.0):.2f}"
-    limit = (
-        f"≤ {max((limits[name] for name in decided), default=LIMITS['changed']):.2f} of a change"
-    )
-    return of_faults("reference constants", wrong, fine, measured=measured, limit=limit)
+    fine = f"{len(limits)} changes would show"
+    if hidden:
+        fine += f"; hidden by rounding: {', '.join(hidden)}"
+    limit_text = f"≤ {max(limits, default=LIMITS['changed']):.2f} of a change"
+    return of_faults(name, wrong, fine, measured=f"{max(shares):.2f}", limit=limit_text)
 
 
-def _limit_of_constant(row: Mapping[str, Any], evidence: Mapping[str, Any]) -> float:
-    close, wide = (
-        max(LIMITS["changed"], LIMITS[key] * row["deviation"])
-        for key in ("deviations", "deviations_wide")
-    )
+def _limit_of_constant(row: Mapping[str, Any], evidence: Evidence) -> float:
+    close = max(LIMITS["changed"], LIMITS["deviations"] * row["deviation"])
+    wide = max(LIMITS["changed"], LIMITS["deviations_wide"] * row["deviation"])
     if row["eight"]:
         return float(max(close, min(wide, LIMITS["half"])))
-    rough = evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"])
-    return float(wide if rough else close)
+    if evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"]):
+        return float(wide)
+    return float(close)
 
 
-def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+def _wrong_means(steps: Sequence[_Step]) -> Iterator[str]:
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
     if len(regular) < LIMITS["enough_steps"] or len(rows) < 2:
-        return {}
-    least = LIMITS["tied" if any(row["closest"] < LIMITS["tie"] for row in rows) else "least"][
-        "gradient"
-    ]
-    means = {}
+        return
+    least = LIMITS["least"]["gradient"]
+    if any(row["closest"] < LIMITS["tie"] for row in rows):
+        least = LIMITS["tied"]["gradient"]
     for kind in rows[0]["gaps"]:
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
-        means[kind] = gap, least + _mean_noise([row["noise"]["gaps"][kind][0] for row in rows])
-    return means
+        limit = least + _mean_noise([row["noise"]["gaps"][kind][0] for row in rows])
+        if gap > limit:
+            yield f"{kind}: the mean gap is {gap:.1e}, and the limit {limit:.1e}"
 
 
 def _mean_noise(noises: Sequence[float]) -> float:
@@ -323,50 +367,47 @@ def _mean_noise(noises: Sequence[float]) -> float:
     return float(factor * total / len(noises))
 
 
-def _clipping(
-    rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series
-) -> Iterator[str]:
+def _clipping(rows: Sequence[_Step], evidence: Evidence, series: Series) -> Iterator[str]:
     reported = {step.step: step.grad_norm for step in series.steps}
     most = evidence["max_norm"]
-    allowed = LIMITS["clipped_narrow" if evidence.get("narrow") else "clipped"]
+    allowed = LIMITS["clipped"]
+    if evidence.get("narrow"):
+        allowed = LIMITS["clipped_narrow"]
     for row in rows:
         norm = reported.get(row["step"], math.nan)
         if most > 0:
-            expected = norm * min(1.0, most / (norm + 1e-6))
-        else:
-            expected = norm
-        if not relative_gap(row["used_norm"], expected) <= allowed:
-            lengths = f"{row['used_norm']:.4g}, not {expected:.4g}"
+            norm *= min(1.0, most / (norm + 1e-6))
+        if not relative_gap(row["used_norm"], norm) <= allowed:
+            lengths = f"{row['used_norm']:.4g}, not {norm:.4g}"
             yield f"step {row['step']}: the optimizer got gradients of length {lengths}"
 
 
-def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
-    wrong = [
-        f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not "
-        f"{step['rate']:g}"
-        for step in steps
-        if any(relative_gap(rate, step["rate"]) > LIMITS["rate"] for rate in step.get("rates", ()))
-    ]
+def _rates(steps: Sequence[_Step]) -> Verdict:
+    wrong = []
+    for step in steps:
+        rates = step.get("rates", ())
+        if any(relative_gap(rate, step["rate"]) > LIMITS["rate"] for rate in rates):
+            listed = ", ".join(f"{rate:g}" for rate in rates)
+            wrong.append(f"step {step['step']}: {listed}, not {step['rate']:g}")
+    fine = "every step had the schedule's"
     measured = f"{len(wrong)} of {len(steps)} steps differ"
-    return of_faults(
-        "reference learning rate", wrong, "every step had the schedule's", measured=measured
-    )
+    return of_faults("reference learning rate", wrong, fine, measured=measured)
 
 
-def _updates(evidence: Mapping[str, Any]) -> Verdict:
+def _updates(evidence: Evidence) -> Verdict:
     steps = evidence["steps"]
     worst = max(steps, key=lambda step: step["update"]["gap"])
     gap = worst["update"]["gap"]
-    limit = LIMITS["update_narrow" if evidence.get("narrow") else "update"]
+    limit = LIMITS["update"]
+    if evidence.get("narrow"):
+        limit = LIMITS["update_narrow"]
+    wrong = []
     if gap > limit:
         wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"]
-    else:
-        wrong = []
     for step in steps:
-        wrong += [
-            f"step {step['step']}: {name} is not the optimizer's, rounded" for name in step["stale"]
-        ]
-        wrong += [f"step {step['step']}: {sentence}" for sentence in step["biases"]]
+        place = f"step {step['step']}"
+        wrong += [f"{place}: {name} is not the optimizer's, rounded" for name in step["stale"]]
+        wrong += [f"{place}: {sentence}" for sentence in step["biases"]]
     fine = "every weight is where clipping, AdamW and the schedule put it"
     measured = f"{gap:.1e} of the update"
     return of_faults("reference update", wrong, fine, measured=measured, limit=f"≤ {limit:.1e}")
@@ -374,7 +415,7 @@ def _updates(evidence: Mapping[str, Any]) -> Verdict:
 
 def figures(
     facts: Mapping[str, Any],
-    evidence: Mapping[str, Any],
+    evidence: Evidence,
     series: Series,
     recipe: Recipe,
     peak_gib: float | None,
@@ -387,38 +428,30 @@ def figures(
     """
     wrong = []
     parameters = evidence.get("parameters", {})
-    shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
-    for key, count in (
-        ("parameters", parameters.get("count")),
-        ("trainable_parameters", parameters.get("trained")),
-    ):
-        if not shared and facts.get(key) != count:
-            wrong.append(f"{key}: {facts.get(key)}, not {count}")
+    count = parameters.get("count")
+    if not any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep")):
+        expected = {"parameters": count, "trainable_parameters": parameters.get("trained")}
+        for key, number in expected.items():
+            if facts.get(key) != number:
+                wrong.append(f"{key}: {facts.get(key)}, not {number}")
     flops = parameters.get("flops", math.nan)
     reported = facts.get("flops_per_unit", math.nan)
     if relative_gap(reported, flops) > LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.
-    least = 2 * (parameters.get("count") or 0) / recipe.world_size / 2**30
-    wrong += [
-        f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take "
-        f"{least:.2g}"
-        for step in series.steps
-        if step.memory_gib < max(least, 0.005)
-    ]
-    most, (low, high) = (
-        max((step.memory_gib for step in series.steps), default=0.0),
-        LIMITS["memory"],
-    )
-    if (
-        peak_gib is not None
-        and facts.get("device") == "cpu"
-        and not low * peak_gib <= most <= high * peak_gib
-    ):
+    least = 2 * (count or 0) / recipe.world_size / 2**30
+    most = 0.0
+    for step in series.steps:
+        most = max(most, step.memory_gib)
+        if step.memory_gib < max(least, 0.005):
+            memory = f"{step.memory_gib:g} GiB of memory"
+            wrong.append(f"step {step.step}: {memory}, and the weights alone take {least:.2g}")
+    low, high = LIMITS["memory"]
+    counted = peak_gib is not None and facts.get("device") == "cpu"
+    if counted and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    return of_faults(
-        "reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's"
-    )
+    fine = "parameters, FLOPs per unit and memory are the recipe's"
+    return of_faults("reported figures", wrong, fine)
 
 
 def clock(
@@ -430,13 +463,12 @@ def clock(
     that the run spent on evidence after it. ``tokens``: tokens of one rank in a step, from the
     recipe.
     """
-    ratios = [
-        (arrivals[step.step] - arrivals[step.step - 1] - busy.get(step.step - 1, 0.0))
-        * step.tokens_per_second
-        / tokens
-        for step in series.steps
-        if step.step in arrivals and step.step - 1 in arrivals and step.tokens_per_second > 0
-    ]
+    ratios = []
+    for step in series.steps:
+        before = step.step - 1
+        if step.step in arrivals and before in arrivals and step.tokens_per_second > 0:
+            seconds = arrivals[step.step] - arrivals[before] - busy.get(before, 0.0)
+            ratios.append(seconds * step.tokens_per_second / tokens)
     least, most = LIMITS["clock"]
     limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:

@@ -1,20 +1,18 @@
-"""What a judged run leaves behind for the reference: batches, gradients, learning rates and weights
-of every step.
+"""What a judged run leaves behind for the reference.
 
-README.md of the reference describes the files.
+These are batches, gradients, learning rates and weights of every step. README.md of the reference
+describes the files.
 """
 
 import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,72 +31,79 @@ else:
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone()
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks, with
-    the same names.
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU.
 
-    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype:
-    one for each tensor takes several times as long, and DTensor's own crashed with gloo in one of a
-    million (PyTorch 2.11 and 2.13).
+    All ranks, with the same names. Tensors sharded by rows, as in FSDP2, are gathered in one
+    collective for each group and dtype: one for each tensor takes several times as long, and
+    DTensor's own crashed with gloo in one of a million (PyTorch 2.11 and 2.13).
     """
     wholes: dict[str, torch.Tensor] = {}
     packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and (group := _group_of_rows(tensor)) is not None:
-            packs.setdefault((group, tensor.dtype), {})[name] = tensor
-        else:
+        group = _group_of_rows(tensor)
+        if group is None:
             wholes[name] = whole_tensor(tensor)
+        else:
+            packs.setdefault((group, tensor.dtype), {})[name] = tensor
     for (group, _), pack in packs.items():
         wholes |= _gathered(pack, group)
     return {name: wholes[name] for name in tensors}
 
 
-def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
-    sharded = [
-        number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()
-    ]
-    # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
-    if (
-        len(sharded) != 1
-        or type(placement := tensor.placements[sharded[0]]) is not Shard
-        or placement.dim != 0
-    ):
+def _group_of_rows(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    if not isinstance(tensor, DTensor):
         return None
-    return tensor.device_mesh.get_group(sharded[0])
+    sharded = []
+    for number, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            sharded.append((number, placement))
+    if len(sharded) != 1:
+        return None
+    number, placement = sharded[0]
+    # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
+    if type(placement) is not Shard or placement.dim != 0:
+        return None
+    return tensor.device_mesh.get_group(number)
 
 
 def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     ranks = group.size()
-    # The last ranks may have fewer rows than the others, or none.
-    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]
-    sizes = [
-        count * tensor.shape[1:].numel()
-        for tensor, count in zip(tensors.values(), rows, strict=True)
-    ]
-    shards = [tensor.to_local().detach().flatten() for tensor in tensors.values()]
-    mine = torch.cat(
-        [pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)]
-    )
+    shards = []
+    sizes = []
+    for tensor in tensors.values():
+        # The last ranks may have fewer rows than the others, or none.
+        rows = -(-tensor.shape[0] // ranks)
+        size = rows * tensor.shape[1:].numel()
+        shard = tensor.to_local().detach().flatten()
+        shards.append(pad(shard, (0, size - len(shard))))
+        sizes.append(size)
+    mine = torch.cat(shards)
     every = mine.new_empty(ranks * len(mine))
     _all_gather(every, mine, group=group)
     parts = every.cpu().view(ranks, -1).split(sizes, 1)
-    return {
-        name: part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
-        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-    }
+    wholes = {}
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        wholes[name] = part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
+    return wholes
 
 
-_BLOCK, _OUTPUT, _WRAPPER = (re.compile(NAMES[kind]) for kind in ("block", "output", "wrapper"))
+_BLOCK = re.compile(NAMES["block"])
+_OUTPUT = re.compile(NAMES["output"])
+_WRAPPER = re.compile(NAMES["wrapper"])
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Blocks:
-    """Hooks on the blocks and the output layer of ``parts``, in place between :meth:`watch` and
-    :meth:`taken`.
+    """Hooks on the blocks and the output layer of ``parts``.
+
+    They are in place between :meth:`watch` and :meth:`taken`.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
@@ -107,20 +112,20 @@ class Blocks:
         self._recorders: dict[str, _Recorder] = {}
 
     def watch(self) -> None:
-        """Record all calls from now on, but those that repeat a forward pass in the backward pass."""
+        """Record all calls from now on, except those that repeat one in the backward pass."""
         for name, module in self._modules.items():
-            recorder = self._recorders[name] = _Recorder(whole=name != "output")
+            recorder = _Recorder(whole=name != "output")
+            self._recorders[name] = recorder
             self._hooks += [
                 module.register_forward_pre_hook(recorder.before, with_kwargs=True),
                 module.register_forward_hook(recorder.after),
             ]
 
     def taken(self) -> dict[str, list[Tensors]]:
-        """Return name of a module → its inputs, outputs and their gradients, per call; and remove
-        the hooks.
+        """Return name of a module → its inputs, outputs and their gradients, per call.
 
-        Names are ``layers.N``, ``[single_]transformer_blocks.N`` and ``output``, whose calls have
-        no inputs.
+        The hooks are removed. Names are ``layers.N``, ``[single_]transformer_blocks.N`` and
+        ``output``, whose calls have no inputs.
         """
         while self._hooks:
             self._hooks.pop().remove()
@@ -147,9 +152,10 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
                 yield "output", module
 
 
-# Has one mapping per call in ``calls``: the tensors, and later their gradients. Without ``whole``,
-# only outputs, because logits and their gradients are the largest tensors of a small model.
 class _Recorder:
+    # ``calls`` has one mapping per call: the tensors, and later their gradients. Without ``whole``,
+    # these are only outputs, because logits and their gradients are the largest tensors of a small
+    # model.
     def __init__(self, *, whole: bool) -> None:
         self.calls: list[Tensors] = []
         self._whole = whole
@@ -164,14 +170,6 @@ class _Recorder:
         if not module.training:  # an evaluation
             self._current = None
             return
-        if arguments:
-            inputs = {"hidden_states": arguments[0], **named}
-        else:
-            inputs = named
-        tensors = {
-            f"in.{name}": inputs.get(name)
-            for name in ("hidden_states", "encoder_hidden_states", "temb")
-        }
         if torch._C._current_graph_task_id() == -1:  # not within a backward pass
             self._current = {}
             self.calls.append(self._current)
@@ -182,36 +180,42 @@ class _Recorder:
         else:
             self._current = None
         if self._whole:
-            self._record(tensors)
+            inputs = dict(named)
+            if arguments:
+                inputs.setdefault("hidden_states", arguments[0])
+            for name in ("hidden_states", "encoder_hidden_states", "temb"):
+                self._record(f"in.{name}", inputs.get(name))
 
-    def after(self, _module: torch.nn.Module, _given: Sequence[Any], out: Any) -> None:
-        if isinstance(out, tuple):
-            parts = out
-        else:
+    def after(self, _module: torch.nn.Module, _arguments: Sequence[Any], out: Any) -> None:
+        parts = out
+        if not isinstance(out, tuple):
             parts = (out,)
-        self._record({f"out.{number}": part for number, part in enumerate(parts)})
+        for number, part in enumerate(parts):
+            self._record(f"out.{number}", part)
 
-    def _record(self, tensors: Mapping[str, Any]) -> None:
+    def _record(self, name: str, tensor: Any) -> None:
         call = self._current
-        if call is None:
+        # A head that computes the loss, too, returns one number, and no logits.
+        if call is None or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
-        for name, tensor in tensors.items():
-            # A head that computes the loss, too, returns one number, and no logits.
-            if isinstance(tensor, torch.Tensor) and tensor.dim():
-                call.setdefault(name, whole_tensor(tensor))
-                if self._whole and tensor.requires_grad and torch.is_grad_enabled():
-                    tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
+        call.setdefault(name, whole_tensor(tensor))
+        if self._whole and tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
 
 
 def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
-    # Autograd passes None where a block's result is not used, which stands for zeros.
-    call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
+    if gradient is None:
+        # Autograd passes None where a block's result is not used, which stands for zeros.
+        call[name] = torch.zeros(shape)
+    else:
+        call[name] = whole_tensor(gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The input of one update, as ``update-STEP.pt`` has it; and ``weights`` after it, if they are
-    at hand.
+    """The input of one update, as ``update-STEP.pt`` has it.
+
+    ``weights`` are those after it, if they are at hand.
     """
 
     gradients: Mapping[str, torch.Tensor]
@@ -221,12 +225,21 @@ class Taken:
     weights: Mapping[str, torch.Tensor] | None = None
 
 
-class Witness:
-    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the
-    same order.
+class Source(Protocol):
+    """What knows the weights and the last update of a job."""
 
-    ``whole`` and ``taken`` are those of
-    :class:`primus_images.training.backends.loop.session.Session`.
+    def whole(self) -> Mapping[str, torch.Tensor]:
+        """Return on rank 0 all parameters of the job, whole and on the CPU. All ranks."""
+
+    def taken(self) -> Taken | None:
+        """Return the last update, None if torch's optimizers made it on the parameters."""
+
+
+class Witness:
+    """Records what one rank uses.
+
+    Methods marked "all ranks" must be called on all of them in the same order. Without a
+    ``source``, weights and updates are those of ``parts``.
     """
 
     def __init__(
@@ -236,26 +249,26 @@ class Witness:
         data_rank: int,
         *,
         examined: Sequence[int] = (),
-        whole: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-        taken: Callable[[], Taken | None] = lambda: None,
+        source: Source | None = None,
     ) -> None:
         self._examined = examined
         self._blocks = Blocks(parts)
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts
-        self._whole = whole or partial(whole_parameters, parts)
-        self._taken = taken
+        self._source = source
         self._batch: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
-        self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
+        self._names: dict[int, str] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self._names[id(parameter)] = name
         self._optimizers: set[torch.optim.Optimizer] = set()
         register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
-        device = next((p.device.type for part in parts for p in part.parameters()), "cpu")
-        self._rank = {"data_rank": data_rank, "seed": torch.initial_seed(), "device": device}
+        self._rank = {"data_rank": data_rank, "seed": torch.initial_seed()}
 
     def batch(self, **parts: torch.Tensor) -> None:
         """Record a micro-batch of the current step."""
@@ -263,10 +276,11 @@ class Witness:
             self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
 
     def first_weights(self, step: int) -> None:
-        """Record the weights before the first update; ``step`` is the last finished step. All
-        ranks.
+        """Record the weights before the first update. All ranks.
+
+        ``step`` is the last finished step.
         """
-        self._weights(step, self._whole())
+        self._weights(step, self._whole_weights())
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
@@ -276,35 +290,37 @@ class Witness:
             if step in self._examined:
                 calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
                 torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
-            taken = self._taken()
+            taken = None
+            if self._source is not None:
+                taken = self._source.taken()
             if taken is None and self._rates:
                 taken = Taken(gradients=self._gradients, rates=self._rates)
-            if _rank() == 0 and taken:
-                content = {key: value for key, value in vars(taken).items() if key != "weights"}
-                torch.save(content, self._folder / f"update-{step}.pt")
             self._gradients = {}
             self._rates = {}
-            # Other ranks than the first have no weights at hand, and gathering them is a matter of
-            # all.
-            self._weights(
-                step, self._whole() if taken is None or taken.weights is None else taken.weights
-            )
+            weights = None
+            if taken:
+                weights = taken.weights
+                if _rank() == 0:
+                    content = {key: part for key, part in vars(taken).items() if key != "weights"}
+                    torch.save(content, self._folder / f"update-{step}.pt")
+            if weights is None:
+                # Other ranks than the first have no weights at hand, and gathering them is a matter
+                # of all.
+                weights = self._whole_weights()
+            self._weights(step, weights)
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
-        """Count the time in the context as writing evidence after ``step``, not as the run's own.
-        All ranks.
-        """
+        """Count the time in the context as writing evidence after ``step``. All ranks."""
         began = time.perf_counter()
         yield
-        self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
+        seconds = time.perf_counter() - began
+        self._seconds[step] = round(self._seconds.get(step, 0.0) + seconds, 4)
         if _rank() == 0:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def erase(self) -> None:
-        """Set everything that is trained, and all optimizer states, to zero, and reset the random
-        numbers.
-        """
+        """Set all that is trained, and all optimizer states, to 0; and reset the random numbers."""
         self._random = torch.get_rng_state()
         torch.manual_seed(0)
         with torch.no_grad():
@@ -313,27 +329,34 @@ class Witness:
                     tensor.zero_()
             for optimizer in self._optimizers:
                 for parameter, state in optimizer.state.items():
-                    for tensor in (parameter, *state.values()):
+                    parameter.zero_()
+                    for tensor in state.values():
                         if isinstance(tensor, torch.Tensor):
                             tensor.zero_()
 
     def loaded(self) -> None:
-        """Record whether a checkpoint restored the random state that :meth:`erase` found. All
-        ranks.
+        """Record whether a checkpoint restored the random state that :meth:`erase` found.
+
+        All ranks.
         """
         content = {"kept": torch.equal(self._random, torch.get_rng_state())}
         (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
         torch.set_rng_state(self._random)
 
+    def _whole_weights(self) -> Mapping[str, torch.Tensor]:
+        if self._source is None:
+            return whole_parameters(self._parts)
+        return self._source.whole()
+
     def _weights(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         if _rank() == 0:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)
-            os.replace(waiting, self._folder / f"weights-{step}.pt")
+            waiting.replace(self._folder / f"weights-{step}.pt")
         if step + 1 in self._examined:
             self._blocks.watch()
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if isinstance(getattr(optimizer, "optimizers", None), list):
             # torchtitan's container of optimizers. Those in it run their own hooks, with the rates
             # of this step.
@@ -353,18 +376,18 @@ class Witness:
 
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a
-    copy on the CPU.
-    """
+    """Return every parameter and persistent buffer of ``parts``, whole, as a copy on the CPU."""
     return whole_tensors(_stored(parts))
 
 
 def _stored(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    items = chain.from_iterable(part.state_dict(keep_vars=True).items() for part in parts)
-    return {name: tensor for name, tensor in items if isinstance(tensor, torch.Tensor)}
+    stored: dict[str, Any] = {}
+    for part in parts:
+        stored |= part.state_dict(keep_vars=True)
+    return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
 
 
 def _rank() -> int:
     if dist.is_initialized():
-        return dist.get_rank()
+        return int(dist.get_rank())
     return 0

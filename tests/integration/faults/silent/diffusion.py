@@ -7,14 +7,6 @@ import torch
 from silent.registry import silent, wrap
 
 
-@silent("model", "flux", "primus_images.training.backends.loop.weights", "first weights")
-def one_weight_drawn_from_the_next_seed(module: Any) -> None:
-    def normal(run: Any, name: str, parameter: Any, seed: int, std: float) -> Any:
-        return run(name, parameter, seed + name.startswith("transformer_blocks.1.attn.to_q"), std)
-
-    wrap(module, "normal", normal)
-
-
 @silent(
     "constants",
     "flux --precision=bf16",

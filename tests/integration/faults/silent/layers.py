@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from silent.registry import local, silent, wrap
+from silent.registry import silent, wrap
 
 
 @silent("model", "torchtitan", "torchtitan.models.llama3.model.model", "parameters")
@@ -64,35 +64,6 @@ def recomputed_layers_see_the_whole_sequence(module: Any) -> None:
         return run(*args, is_causal=is_causal and not _backward_pass(), **kwargs)
 
     wrap(module.functional, "scaled_dot_product_attention", attend)
-
-
-@silent(
-    "model", "fsdp --precision=fp8", "primus_images.training.backends.loop.weights", "first weights"
-)
-def main_weights_begin_as_the_eight_bit_copies(module: Any) -> None:
-    """The optimizer's weights are made from the model's, which are E4M3 already, and lose the drawn
-    numbers.
-    """
-
-    def draw(run: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        run(model, *args, **kwargs)
-        with torch.no_grad():
-            for name, parameter in model.layers.named_parameters():
-                if parameter.ndim == 2:
-                    assert name.endswith("weight")
-                    scale = 448 / parameter.full_tensor().abs().max()
-                    rows = local(parameter)
-                    rows.copy_((rows * scale).to(torch.float8_e4m3fn).float() / scale)
-
-    wrap(module, "draw_all", draw)
-
-
-@silent("model", "megatron", "primus_images.training.backends.megatron.session", "first weights")
-def model_built_from_the_next_seed(module: Any) -> None:
-    def build(run: Any, model: Any, training: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(model, replace(training, seed=training.seed + 1), *args, **kwargs)
-
-    wrap(module, "build", build)
 
 
 @silent(

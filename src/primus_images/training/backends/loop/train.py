@@ -184,9 +184,8 @@ def _witness(job: RankJob, session: Session) -> Witness:
         job.output,
         session.model_parts,
         session.data_rank,
-        whole=session.whole,
-        taken=session.taken,
         examined=examined,
+        source=session,
     )
     witness.first_weights(job.first_step - 1)
     return witness

@@ -1,1 +1,1 @@
-"""An independent check of a training run: it repeats every step from its definition, and compares."""
+"""An independent check of a training run, which repeats every step from its definition."""

@@ -1,22 +1,20 @@
-"""Repeating the blocks of a model one by one, each from what entered it in the run: what remains is
-its own rounding.
+"""Repeating the blocks of a model one by one, each from what entered it in the run.
 
-Each token is compared on its own, forward and backward; each block gets the run's gradient of what
-it returned.
+What remains is the rounding of one block. Each token is compared on its own, forward and backward;
+each block gets the run's gradient of what it returned.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from primus_images.training.judge.reference.data import Samples
+from primus_images.training.judge.reference.data import Batch, Samples, micro_batches
 from primus_images.training.judge.reference.model import Model, Transformer
 from primus_images.training.judge.reference.models import Part, Trial, products_of_blocks
 from primus_images.training.judge.reference.names import Job, Tensors
@@ -25,7 +23,6 @@ from primus_images.training.judge.reference.rounding import LIMITS
 # One call of a module: its inputs, outputs and their gradients, by the names of
 # primus_images.training.judge.witness.
 Call = Mapping[str, Tensor]
-Batch = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 Rows = list[dict[str, Any]]
 # Name of a module's input or output → its shape [samples, length, size].
@@ -40,12 +37,12 @@ class Unlike(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a module returned for each token [samples, length, size]: in the run, exactly, and in
-    the run's precision.
+    """What a module returned for each token [samples, length, size].
 
+    It is that of the ``run``, the ``exact`` one, and one ``rounded`` in the run's precision.
     ``entered`` is what the module only adds to; None if it replaces its input. ``certain``
     [samples, length] are the tokens that rounding cannot send to other experts. ``balanced``: they
-    are gradients, also of a balancing loss.
+    are gradients, also of a balancing loss. ``moved``: name of a changed constant → its effect.
     """
 
     name: str
@@ -60,8 +57,9 @@ class Result:
 
     @cached_property
     def errors(self) -> Tensor:
-        """The length of each token's error in the run: [samples, length]; infinite where it is not
-        a number.
+        """The length of each token's error in the run: [samples, length].
+
+        It is infinite where it is not a number.
         """
         return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
 
@@ -73,8 +71,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The model without rounding and with that of the run, each with the weights that it computes
-    with.
+    """The model without rounding and with that of the run, each with the weights that it uses.
 
     ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.models.trials`
     returns.
@@ -91,30 +88,35 @@ class Pair:
         """Return the results of both."""
         return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
 
+    def shown(self, where: str) -> dict[str, Trial]:
+        """Return the changes that show in ``where``."""
+        return {name: trial for name, trial in self.trials.items() if where in trial.shows}
+
     def moved(
         self, where: str, exact: Tensor, compute: Callable[[Any], Tensor]
     ) -> dict[str, Tensor]:
-        """Return how far each change that shows in ``where`` moves what ``compute`` makes with a
-        model.
-        """
-        shown = {name: trial for name, trial in self.trials.items() if where in trial.shows}
+        """Return how far the changes that show in ``where`` move what ``compute`` makes."""
+        shown = self.shown(where)
+        moved = {}
         with torch.no_grad():
+            plain = exact
             if shown and self.plain is not self.exact:
                 plain = compute(self.plain)
-            else:
-                plain = exact
-            return {
-                name: compute(trial.model) - (exact if trial.rounds else plain)
-                for name, trial in shown.items()
-            }
+            for name, trial in shown.items():
+                unchanged = plain
+                if trial.rounds:
+                    unchanged = exact
+                moved[name] = compute(trial.model) - unchanged
+        return moved
 
 
 def compare(
     folder: Path, job: Job, step: int, samples: Samples, pair: Pair
 ) -> tuple[Rows, list[Part]]:
-    """Return for each module how its errors at ``step`` compare with the noise, see
-    :func:`_figures`; and with the effects of changed constants. Raises Unlike if the run's modules
-    were not called as they should be.
+    """Return for each module how its errors at ``step`` compare with the noise.
+
+    The rows are those of :func:`_figures`. The effects of changed constants are returned as well.
+    Raises Unlike if the run's modules were not called as they should be.
     """
     ranks = job["data_parallel"]
     count = job["accumulation"]
@@ -124,47 +126,59 @@ def compare(
     scale = 1.0
     if job["backend"] == "megatron":
         scale = float(terms)
-    seen = _calls(folder, step)
-    if sorted(seen) != list(range(ranks)):
-        raise Unlike(f"the ranks {sorted(seen)} of {ranks} left what their blocks computed")
+    calls = _calls(folder, step)
+    if sorted(calls) != list(range(ranks)):
+        raise Unlike(f"the ranks {sorted(calls)} of {ranks} left what their blocks computed")
     by_name: dict[str, list[Result]] = {}
     for rank, whole in enumerate(batches):
-        for number, parts in enumerate(
-            zip(*(tensor.chunk(count) for tensor in whole.values()), strict=True)
-        ):
+        for number, batch in enumerate(micro_batches(whole, count)):
             micro_batch = _MicroBatch(
-                calls=seen[rank],
+                calls=calls[rank],
                 number=number,
                 count=count,
                 pair=pair,
-                batch=dict(zip(whole, parts, strict=True)),
+                batch=batch,
                 per_term=scale / terms,
                 per_call=scale / ranks / count,
             )
             for result in micro_batch.results():
                 by_name.setdefault(result.name, []).append(result)
-    rows = [{"name": name, **_figures(results)} for name, results in by_name.items()]
-    return rows, products_of_blocks(
-        list(pair.trials), (result for results in by_name.values() for result in results)
-    )
+    rows: Rows = []
+    every_result: list[Result] = []
+    for name, results in by_name.items():
+        rows.append({"name": name, **_figures(results)})
+        every_result += results
+    return rows, products_of_blocks(list(pair.trials), every_result)
 
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     calls: dict[int, dict[str, list[list[Call]]]] = {}
-    for file in sorted(
-        folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2])
-    ):
-        seen = torch.load(file, weights_only=True)
-        of_rank = calls.setdefault(int(seen["data_rank"]), {})
-        for name, each in seen["calls"].items():
-            of_rank.setdefault(name, []).append(each)
+    files = folder.glob(f"blocks-{step}-*.pt")
+    for file in sorted(files, key=lambda file: int(file.stem.rpartition("-")[2])):
+        recorded = torch.load(file, weights_only=True)
+        of_rank = calls.setdefault(int(recorded["data_rank"]), {})
+        for name, of_module in recorded["calls"].items():
+            of_rank.setdefault(name, []).append(of_module)
     return calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What entered a module of the run and what it returned, and their gradients, if there are."""
+
+    name: str
+    entered: Tensor
+    returned: Tensor | None
+    gradient: Tensor | None
+    of_returned: Tensor | None = None
 
 
 @dataclass(kw_only=True)
 class _MicroBatch:
-    """The ``number``-th of ``count`` micro-batches of a rank, which left ``calls``. Gradients are
-    those of the losses × ``per_term`` + the balancing losses × ``per_call``.
+    """The ``number``-th of ``count`` micro-batches of a rank, which left ``calls``.
+
+    Gradients are those of the losses × ``per_term`` + the balancing losses × ``per_call``.
+    ``context`` is what all blocks get besides their states.
     """
 
     calls: Mapping[str, Sequence[Sequence[Call]]]
@@ -174,56 +188,66 @@ class _MicroBatch:
     batch: Batch
     per_term: float
     per_call: float
+    context: Tensor | None = None
 
     def results(self) -> Iterator[Result]:
         model = self.pair.exact
-        batch = self.batch
-        names, (inside, outside, predicted) = model.blocks(), _shapes(model, batch)
+        names = model.blocks()
+        inside, outside, predicted = _shapes(model, self.batch)
+        yield from self._of_entrance(names[0], inside)
         states = self._needed(names[0], inside)
+        for name in names:
+            if not torch.equal(self._needed(name, inside), states):
+                raise Unlike(f"{name} did not get what the block before it returned")
+            if model.sizes.of_images and not torch.equal(self._time(name), self._time(names[0])):
+                raise Unlike(f"{name} did not get the time that the first block got")
+            gradient = self._read(name, inside, "grad.")
+            of_returned = None
+            if gradient is not None:
+                of_returned = self._read(name, outside, "grad.")
+            returned = self._needed(name, outside)
+            yield from self._of_block(
+                _Seen(
+                    name=name,
+                    entered=states,
+                    returned=returned,
+                    gradient=gradient,
+                    of_returned=of_returned,
+                )
+            )
+            states = returned
+        name = "logits"
+        if model.sizes.of_images:
+            name = "velocity"
+        prediction = None
+        if model.sizes.of_images or any(map(any, self.calls.get("output", ()))):
+            # A fused loss has no logits.
+            prediction = self._needed("output", {"out.0": predicted})
+        gradient = self._read(names[-1], outside, "grad.")
+        yield from self._of_output(
+            _Seen(name=name, entered=states, returned=prediction, gradient=gradient)
+        )
+
+    def _of_entrance(self, first: str, inside: Shapes) -> Iterator[Result]:
+        states = self._needed(first, inside)
         (exact, context), (rounded, near) = self.pair.both(
-            lambda model, weights: model.entered(weights, batch)
+            lambda model, weights: model.entered(weights, self.batch)
         )
         yield Result(
             name="embeddings", run=states, exact=exact, rounded=rounded, certain=_every(states)
         )
-        time = None
-        if model.sizes.of_images:
-            time = self._time(names[0])
-        if time is not None:
-            seen = time[:, None]
-            exact = context[:, None]
-            rounded = near[:, None]
+        self.context = context
+        if self.pair.exact.sizes.of_images:
+            self.context = self._time(first)
+            time = self.context[:, None]
             yield Result(
                 name="time",
-                run=seen,
-                exact=exact,
-                rounded=rounded,
-                certain=_every(seen),
+                run=time,
+                exact=context[:, None],
+                rounded=near[:, None],
+                certain=_every(time),
                 floor=_LIMITS["time"],
             )
-            context = time
-        for name in names:
-            if not torch.equal(self._needed(name, inside), states):
-                raise Unlike(f"{name} did not get what the block before it returned")
-            if time is not None and not torch.equal(self._time(name), time):
-                raise Unlike(f"{name} did not get the time that the first block got")
-            returned = self._needed(name, outside)
-            back = self._read(name, inside, "grad.")
-            if back is None:
-                back_out = None
-            else:
-                back_out = self._read(name, outside, "grad.")
-            yield from self._of_block(name, states, returned, back, back_out, context)
-            states = returned
-        # A fused loss has no logits.
-        called = time is not None or any(chain.from_iterable(self.calls.get("output", ())))
-        logits = None
-        if called:
-            logits = self._needed("output", {"out.0": predicted})
-        back = self._read(names[-1], outside, "grad.")
-        yield from self._of_output(
-            "logits" if time is None else "velocity", states, logits, back, context
-        )
 
     def _needed(self, name: str, keys: Shapes) -> Tensor:
         tensor = self._read(name, keys)
@@ -237,166 +261,178 @@ class _MicroBatch:
             raise Unlike(f"{name} left no time")
         return time
 
-    def _read(self, name: str, keys: Shapes, before: str = "") -> Tensor | None:
-        """Return the tensors ``keys`` of the module ``name`` joined along their length; or with
-        ``before`` "grad.", their gradients, if the run has any.
+    def _read(self, name: str, keys: Shapes, prefix: str = "") -> Tensor | None:
+        """Return the tensors ``keys`` of the module ``name`` joined along their length.
+
+        With the ``prefix`` "grad.", these are their gradients, if the run has any.
         """
         parts = self.calls.get(name, [])
-        if not parts or any(len(each) % self.count or not each for each in parts):
-            raise Unlike(
-                f"{name} ran {len(parts[0]) if parts else 0} times for {self.count} micro-batches"
-            )
-        joined = {}
+        wrong = [calls for calls in parts if not calls or len(calls) % self.count]
+        if wrong or not parts:
+            times = 0
+            if parts:
+                times = len(parts[0])
+            raise Unlike(f"{name} ran {times} times for {self.count} micro-batches")
+        joined = []
+        recorded = False
         for key, shape in keys.items():
-            pieces = []
-            for each in parts:
-                size = len(each) // self.count
-                share = [
-                    call.get(before + key)
-                    for call in each[self.number * size : (self.number + 1) * size]
-                ]
-                held = [tensor for tensor in share if tensor is not None]
-                if len(held) == len(share):
-                    pieces.append(
-                        torch.cat([tensor.flatten(0, -2) for tensor in held])
-                        if len(held) > 1
-                        else held[0]
-                    )
-            if len(pieces) == len(parts):
-                joined[key] = _arranged(pieces, shape, name)
-        # What no later block uses has no gradient.
-        every = [
-            joined[key] if key in joined else torch.zeros(*shape) for key, shape in keys.items()
-        ]
-        if joined:
-            return torch.cat(every, 1)
+            pieces = [self._piece(calls, prefix + key) for calls in parts]
+            whole = [piece for piece in pieces if piece is not None]
+            if len(whole) == len(parts):
+                joined.append(_arranged(whole, shape, name))
+                recorded = True
+            else:
+                # What no later block uses has no gradient.
+                joined.append(torch.zeros(*shape))
+        if recorded:
+            return torch.cat(joined, 1)
         return None
 
-    def _of_block(
-        self,
-        name: str,
-        entered: Tensor,
-        returned: Tensor,
-        back: Tensor | None,
-        back_out: Tensor | None,
-        context: Tensor | None,
-    ) -> Iterator[Result]:
+    def _piece(self, calls: Sequence[Call], key: str) -> Tensor | None:
+        size = len(calls) // self.count
+        of_batch = calls[self.number * size : (self.number + 1) * size]
+        tensors = [call[key] for call in of_batch if key in call]
+        if len(tensors) != len(of_batch):
+            return None
+        if len(tensors) == 1:
+            return tensors[0]
+        return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+
+    def _of_block(self, seen: _Seen) -> Iterator[Result]:
         pair = self.pair
-        sure = _every(entered)
+
+        def compute(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
+            return self._block(model, weights, seen)
+
+        (exact, gradient), (rounded, near) = pair.both(compute)
+        certain = _every(seen.entered)
         balanced = False
-
-        def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
-            states = entered.detach().to(next(iter(weights.values())).dtype).requires_grad_()
-            out, balance = model.block(weights, name, states, context)
-            if back_out is None:
-                return out.detach(), None
-            outs = [out]
-            gradients = [back_out.to(out.dtype)]
-            if balance.requires_grad:
-                outs.append(balance)
-                gradients.append(torch.full_like(balance, self.per_call))
-            return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
-
-        (exact, gradient), (rounded, near) = pair.both(one)
         if isinstance(pair.exact, Model) and pair.exact.choices:
-            balanced = (
-                pair.exact.dialect.balance != "none" and pair.exact.sizes.moe.auxiliary_loss > 0
-            )
-            sure = _sure(pair.exact, pair.rounded).view_as(sure)
-            pair.both(lambda model, _: model.choices.clear())
-        states = entered.to(exact.dtype)
-        moved = pair.moved(
-            "outputs", exact, lambda model: model.block(pair.weights, name, states, context)[0]
-        )
+            balancing = pair.exact.dialect.balance != "none"
+            balanced = balancing and pair.exact.sizes.moe.auxiliary_loss > 0
+            certain = _certain(pair.exact, pair.rounded).view_as(certain)
+            pair.exact.choices.clear()
+            pair.rounded.choices.clear()
+        states = seen.entered.to(exact.dtype)
+
+        def returned(model: Transformer) -> Tensor:
+            return model.block(pair.weights, seen.name, states, self.context)[0]
+
         result = Result(
-            name=name,
-            entered=entered,
-            run=returned,
+            name=seen.name,
+            entered=seen.entered,
+            run=seen.returned,
             exact=exact,
             rounded=rounded,
-            certain=sure,
-            moved=moved,
+            certain=certain,
+            moved=pair.moved("outputs", exact, returned),
         )
         yield result
-        if gradient is not None and near is not None and back is not None:
-            if not sure.all():
-                # Attention spreads the gradient of a token that went to another expert over its
-                # sample.
-                usual = _LIMITS["flipped"] * _mean_square(result.noises[sure])
-                sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
-            trials = [
-                (key, trial.model)
-                for key, trial in pair.trials.items()
-                if "gradients" in trial.shows
-            ]
-            yield Result(
-                name=f"gradients of {name}",
-                entered=back_out,
-                run=back,
-                exact=gradient,
-                rounded=near,
-                certain=sure,
-                balanced=balanced,
-                moved={key: one(model, pair.weights)[1] - gradient for key, model in trials},
-            )
+        if gradient is None or near is None or seen.gradient is None:
+            return
+        moved = {}
+        for name, trial in pair.shown("gradients").items():
+            moved[name] = compute(trial.model, pair.weights)[1] - gradient
+        yield Result(
+            name=f"gradients of {seen.name}",
+            entered=seen.of_returned,
+            run=seen.gradient,
+            exact=gradient,
+            rounded=near,
+            certain=_unspread(result),
+            balanced=balanced,
+            moved=moved,
+        )
 
-    def _of_output(
-        self,
-        name: str,
-        entered: Tensor,
-        returned: Tensor | None,
-        back: Tensor | None,
-        context: Tensor | None,
-    ) -> Iterator[Result]:
+    def _block(
+        self, model: Transformer, weights: Tensors, seen: _Seen
+    ) -> tuple[Tensor, Tensor | None]:
+        states = _leaf(seen.entered, weights)
+        out, balance = model.block(weights, seen.name, states, self.context)
+        if seen.of_returned is None:
+            return out.detach(), None
+        outs = [out]
+        gradients = [seen.of_returned.to(out.dtype)]
+        if balance.requires_grad:
+            outs.append(balance)
+            gradients.append(torch.full_like(balance, self.per_call))
+        gradient = torch.autograd.grad(outs, states, gradients)[0]
+        return out.detach(), model.between(gradient)
+
+    def _of_output(self, seen: _Seen) -> Iterator[Result]:
         pair = self.pair
-        batch = self.batch
         moved: dict[str, Tensor] = {}
 
-        def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor]:
-            states = entered.detach().to(next(iter(weights.values())).dtype).requires_grad_()
-            out = model.head(weights, states, context)
-            value = model.errors(out, batch).sum() * self.per_term
-            gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
-            for key, trial in pair.trials.items() if model is pair.exact else ():
-                if "loss" in trial.shows:
-                    change = trial.model.errors(out, batch).sum() * self.per_term - value
-                    moved[key] = torch.autograd.grad(change, states, retain_graph=True)[0]
+        def compute(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor]:
+            states = _leaf(seen.entered, weights)
+            out = model.head(weights, states, self.context)
+            loss = self._loss(model, out)
+            gradient = torch.autograd.grad(loss, states, retain_graph=True)[0]
+            if model is pair.exact:
+                for name, trial in pair.shown("loss").items():
+                    change = self._loss(trial.model, out) - loss
+                    moved[name] = torch.autograd.grad(change, states, retain_graph=True)[0]
             return out.detach(), model.between(gradient)
 
-        (exact, gradient), (rounded, near) = pair.both(one)
-        if returned is not None:
-            states = entered.to(exact.dtype)
+        (exact, gradient), (rounded, near) = pair.both(compute)
+        if seen.returned is not None:
+            states = seen.entered.to(exact.dtype)
+
+            def predicted(model: Transformer) -> Tensor:
+                return model.head(pair.weights, states, self.context)
+
             yield Result(
-                name=name,
-                run=returned,
+                name=seen.name,
+                run=seen.returned,
                 exact=exact,
                 rounded=rounded,
                 certain=_every(exact),
-                moved=pair.moved(
-                    "head", exact, lambda model: model.head(pair.weights, states, context)
-                ),
+                moved=pair.moved("head", exact, predicted),
             )
-        if back is not None:
+        if seen.gradient is not None:
             yield Result(
-                name=f"gradients of {name}",
-                run=back,
+                name=f"gradients of {seen.name}",
+                run=seen.gradient,
                 exact=gradient,
                 rounded=near,
                 certain=_every(gradient),
                 moved=moved,
             )
 
+    def _loss(self, model: Transformer, predicted: Tensor) -> Tensor:
+        return model.errors(predicted, self.batch).sum() * self.per_term
+
 
 def _every(states: Tensor) -> Tensor:
     return torch.ones(states.shape[:2], dtype=torch.bool)
 
 
+def _leaf(states: Tensor, weights: Tensors) -> Tensor:
+    dtype = next(iter(weights.values())).dtype
+    return states.detach().to(dtype).requires_grad_()
+
+
+def _unspread(result: Result) -> Tensor:
+    """Return the certain tokens of ``result`` whose gradients are certain as well.
+
+    Attention spreads the gradient of a token that went to another expert over its sample.
+    """
+    certain = result.certain
+    if certain.all():
+        return certain
+    usual = _LIMITS["flipped"] * _mean_square(result.noises[certain])
+    near = (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
+    return certain & near
+
+
 def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
-    """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with
-    the length.
+    """Join tensors of ranks that share a layer, each the whole or a piece.
+
+    Megatron's begin with the length.
     """
     samples, length, size = shape
-    for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
+    joined = [torch.cat(list(parts), axis) for axis in range(parts[0].ndim)]
+    for whole in (parts[0], *joined):
         if whole.shape == (samples, length, size):
             return whole
         if whole.shape == (length, samples, size):
@@ -409,21 +445,20 @@ def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
 def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
     width = model.sizes.hidden_size
     if model.sizes.of_images:
-        images, tokens, _ = batch["latents"].shape
+        images, tokens, channels = batch["latents"].shape
         text = (images, batch["text"].shape[1], width)
         image = (images, tokens, width)
         inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
-        return inside, {"out.0": text, "out.1": image}, tuple(batch["latents"].shape)
-    shape = (*batch["inputs"].shape, width)
-    return (
-        {"in.hidden_states": shape},
-        {"out.0": shape},
-        (*batch["inputs"].shape, model.sizes.vocab_size),
-    )
+        return inside, {"out.0": text, "out.1": image}, (images, tokens, channels)
+    samples, length = batch["inputs"].shape
+    states = (samples, length, width)
+    logits = (samples, length, model.sizes.vocab_size)
+    return {"in.hidden_states": states}, {"out.0": states}, logits
 
 
-def _sure(exact: Model, rounded: Transformer) -> Tensor:
-    (choice,), (other,) = exact.choices.values(), rounded.choices.values()
+def _certain(exact: Model, rounded: Transformer) -> Tensor:
+    (choice,) = exact.choices.values()
+    (other,) = rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
     return ~exact.doubtful(choice, _LIMITS["ahead"] * moved.clamp(min=_mean_square(moved)))
 
@@ -434,57 +469,67 @@ def _mean_square(values: Tensor) -> float:
     return math.inf
 
 
+def _joined(results: Sequence[Result], key: str) -> Tensor:
+    return torch.cat([getattr(result, key) for result in results]).double()
+
+
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the errors as multiples of the noise: of the ``typical`` (median) token, in the sample
-    where it is largest if samples are long, of each ``token``, and of all tokens but the worst at
-    one ``position``.
+    """Return the errors as multiples of the noise.
+
+    They are those of the ``typical`` (median) token, in the sample where it is largest if samples
+    are long, of each ``token``, and of all tokens but the worst at one ``position``.
 
     ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the
     errors along the module's change of its input beyond that of the noise, and ``noise`` the size
     of the noise, both relative to the change.
     """
-    sure = torch.cat([result.certain for result in results])
-    errors, noise = (
-        torch.cat([getattr(result, key) for result in results]).double()
-        for key in ("errors", "noises")
-    )
-    exact = torch.cat([result.exact for result in results]).double()
+    certain = torch.cat([result.certain for result in results])
+    row = {"certain": float(certain.double().mean()), "balanced": results[0].balanced}
+    if not certain.any():
+        return row
+    errors = _joined(results, "errors")
+    noise = _joined(results, "noises")
+    exact = _joined(results, "exact")
+    # Before the first update of a layer that begins at 0, all gradients are 0.
+    length = _mean_square(exact.norm(dim=-1)[certain])
+    floor = results[0].floor * length + _LIMITS["smallest"]
+    usual = _mean_square(noise[certain]) + floor
+    allowed = noise.clamp(min=usual)
+    ratios = torch.where(certain, errors / allowed, 0.0)
+    token = int(ratios.argmax())
+    others = certain.scatter(0, ratios.argmax(0, keepdim=True), value=False)
+    squares = torch.where(others, errors.square(), 0.0).sum(0)
+    spread = torch.where(others, allowed.square(), 0.0).sum(0)
+    positions = (squares / spread.clamp(min=usual**2)).sqrt()
+    change = exact
     if results[0].entered is not None:
         change = exact - torch.cat([result.entered for result in results])
-    else:
-        change = exact
-    row: dict[str, Any] = {"certain": float(sure.double().mean()), "balanced": results[0].balanced}
-    if not sure.any():
-        return row
-    # Before the first update of a layer that begins at 0, all gradients are 0.
-    floor = results[0].floor * _mean_square(exact.norm(dim=-1)[sure]) + _LIMITS["smallest"]
-    usual = _mean_square(noise[sure]) + floor
-    allowed = noise.clamp(min=usual)
-    ratios = torch.where(sure, errors / allowed, 0.0)
-    at = int(ratios.argmax())
-    others = sure.scatter(0, ratios.argmax(0, keepdim=True), value=False)
-    squares, spread = (torch.where(others, part.square(), 0.0).sum(0) for part in (errors, allowed))
-    places = (squares / spread.clamp(min=usual**2)).sqrt()
-    parts = [
-        part if sure.shape[1] >= _LIMITS["long"] else part[None] for part in (errors, noise, sure)
-    ]
-    medians = [
-        float(of[held].median() / (rounding[held].median() + floor))
-        for of, rounding, held in zip(*parts, strict=True)
-        if int(held.sum()) >= min(_LIMITS["enough"], held.numel())
-    ]
-    size = float(change.norm(dim=-1)[sure].norm())
-    run, rounded = (
-        torch.cat([getattr(result, key) for result in results]).double()
-        for key in ("run", "rounded")
-    )
-    along = ((run - rounded) * change).sum(-1)
+    size = float(change.norm(dim=-1)[certain].norm())
+    share = 0.0
+    relative_noise = math.inf
+    if size:
+        along = ((_joined(results, "run") - _joined(results, "rounded")) * change).sum(-1)
+        share = float(along[certain].sum()) / size**2
+        relative_noise = usual * math.sqrt(int(certain.sum())) / size
     return row | {
-        "typical": max(medians, default=0.0),
+        "typical": _typical(errors, noise, certain, floor),
         "token": float(ratios.max()),
-        "token_at": list(divmod(at, sure.shape[1])),
-        "position": float(places.max()),
-        "position_at": int(places.argmax()),
-        "share": float(along[sure].sum()) / size**2 if size else 0.0,
-        "noise": usual * math.sqrt(int(sure.sum())) / size if size else math.inf,
+        "token_at": list(divmod(token, certain.shape[1])),
+        "position": float(positions.max()),
+        "position_at": int(positions.argmax()),
+        "share": share,
+        "noise": relative_noise,
     }
+
+
+def _typical(errors: Tensor, noise: Tensor, certain: Tensor, floor: float) -> float:
+    if certain.shape[1] < _LIMITS["long"]:
+        errors = errors[None]
+        noise = noise[None]
+        certain = certain[None]
+    medians = []
+    for number, compared in enumerate(certain):
+        if int(compared.sum()) >= min(_LIMITS["enough"], compared.numel()):
+            rounding = noise[number][compared].median() + floor
+            medians.append(float(errors[number][compared].median() / rounding))
+    return max(medians, default=0.0)

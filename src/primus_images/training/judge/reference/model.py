@@ -1,7 +1,7 @@
-"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek,
-Gemma and gpt-oss.
+"""Decoder-only language models from their definitions.
 
-A model is a function of its weights, by Hugging Face's names, and computes in their precision.
+They are Llama, Mistral, Qwen, Mixtral, DeepSeek, Gemma and gpt-oss. A model is a function of its
+weights, by Hugging Face's names, and computes in their precision.
 """
 
 import math
@@ -15,7 +15,14 @@ from torch.nn import functional
 from typing_extensions import override
 
 from primus_images.recipes.architecture import Architecture, RopeScaling
-from primus_images.training.judge.reference.rounding import Rounding, attended, exact, multiplied
+from primus_images.training.judge.reference.rounding import (
+    EightBits,
+    Kernel,
+    Rounding,
+    attended,
+    exact,
+    multiplied,
+)
 
 Weights = Mapping[str, Tensor]
 
@@ -43,16 +50,17 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a model computes with besides weights and sizes. The defaults are correct;
-    :mod:`.models` tries others.
+    """What a model computes with besides weights and sizes.
+
+    The defaults are correct; :mod:`.models` tries others.
 
     ``phases`` is applied to position × frequency, ``angles`` to their cosines and sines.
     ``norm_eps`` is added to every epsilon. ``attention`` multiplies the attention logits,
     ``shares`` is applied to their softmax. ``z_loss`` is the coefficient of the squared
     log-sum-exp, ``smoothing`` the spread share of a label. ``one_format``: gradients of FP8
     products have the format of the factors. ``wide`` is which of these products is not rounded:
-    "outputs", "gradients of states" or "gradients of weights". ``reversed_shares``: a token's
-    experts have each other's weights.
+    "outputs" or "gradients of states". ``reversed_shares``: a token's experts have each other's
+    weights.
     """
 
     angles: Rounding = exact
@@ -67,13 +75,25 @@ class Constants:
     reversed_shares: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How pairs of tokens attend: ``hidden`` ones not at all, the others by products × ``scale``.
+
+    ``sinks`` [heads] are logits of nothing.
+    """
+
+    hidden: Tensor
+    scale: float
+    sinks: Tensor | None = None
+
+
 @dataclass
 class Transformer:
     """A model as a function of its weights, which enter block after block.
 
     ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a
     narrow type, the model shows how far that precision moves its results. ``adding`` is as in
-    :func:`.rounding.attended`.
+    :class:`.rounding.Kernel`.
     """
 
     sizes: Architecture
@@ -92,8 +112,9 @@ class Transformer:
         raise NotImplementedError
 
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
-        """Return the states [samples, length, hidden] that enter the first block, and what all
-        blocks see besides.
+        """Return the states [samples, length, hidden] that enter the first block.
+
+        The second is what all blocks get besides their states.
         """
         raise NotImplementedError
 
@@ -120,35 +141,29 @@ class Transformer:
             balance = balance + extra
         return self.head(weights, states, context), balance
 
-    def attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do
-        not attend. ``sinks`` [heads] are logits of nothing; no fused kernel has them, so every
-        operation rounds.
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Return attention's output [samples, length, heads · size].
+
+        No fused kernel has sinks, so with them every operation rounds.
         """
         between = self.between
-        if between is not exact and sinks is None:
-            return attended(
-                query, key, value, hidden, scale=scale, between=between, adding=self.adding
-            )
-        key, value = (
-            part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value)
-        )
-        scores = between(
-            between(query @ key.transpose(-1, -2)) * (scale * self.constants.attention)
-        )
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
-        scores = between(scores - scores.detach().amax(-1, keepdim=True))
-        shares = between(self.constants.shares(scores.softmax(-1)[..., : key.shape[-2]]))
+        hidden = scores.hidden
+        if between is not exact and scores.sinks is None:
+            scale = scores.scale
+            kernel = Kernel(hidden=hidden, scale=scale, between=between, adding=self.adding)
+            return attended(query, key, value, kernel)
+        group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(group, 1)
+        value = value.repeat_interleave(group, 1)
+        products = between(query @ key.transpose(-1, -2))
+        logits = between(products * (scores.scale * self.constants.attention))
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if scores.sinks is not None:
+            sinks = scores.sinks.view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat((logits, sinks), -1)
+        logits = between(logits - logits.detach().amax(-1, keepdim=True))
+        shares = logits.softmax(-1)[..., : key.shape[-2]]
+        shares = between(self.constants.shares(shares))
         return between(shares @ value).transpose(1, 2).flatten(-2)
 
     def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
@@ -159,8 +174,10 @@ class Transformer:
 
 @dataclass
 class Model(Transformer):
-    """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs``
-    [samples, length] of a batch; with ``positions``, each 0 begins a document of its own.
+    """A language model, which predicts logits [samples, length, vocabulary].
+
+    It gets the ``inputs`` [samples, length] of a batch; with ``positions``, each 0 begins a
+    document of its own.
 
     ``inner``: operations of ``limits.yaml`` inside of which ``between`` is applied as well.
     ``eight``: the FP8 format in which linear layers multiply. ``doubt``: a token goes to the next
@@ -180,9 +197,8 @@ class Model(Transformer):
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
         states = self.between(weights["model.embed_tokens.weight"][batch["inputs"]])
         if self.sizes.scaled_embedding:
-            states = self.between(
-                states * self.dialect.scale(torch.tensor(self.sizes.hidden_size**0.5))
-            )
+            scale = self.dialect.scale(torch.tensor(self.sizes.hidden_size**0.5))
+            states = self.between(states * scale)
         return states, batch.get("positions")
 
     @override
@@ -193,31 +209,35 @@ class Model(Transformer):
         layer = f"model.{name}."
         number = int(name.removeprefix("layers."))
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
-        if sizes.mla.kv_lora_rank:
-            attend = self._latent_attention
-        else:
-            attend = self._attention
-        parts = [normed]
-        if context is not None:
-            starts = (context.flatten() == 0).nonzero().flatten().tolist()
-            lengths = [end - start for start, end in pairwise([*starts, context.numel()])]
-            parts = list(normed.reshape(1, -1, normed.shape[-1]).split(lengths, 1))
-        attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
-        attended = attended.view_as(states)
+        attended = self._attended_documents(weights, layer + "self_attn.", normed, context)
         before = "post_attention_layernorm.weight"
         if sizes.sandwich_norms:
             attended = self._norm(weights[layer + before], attended)
             before = "pre_feedforward_layernorm.weight"
         states = self.between(states + attended)
         normed = self._norm(weights[layer + before], states)
+        balance = states.new_zeros(())
         if sizes.moe.experts and number >= sizes.moe.dense_layers:
-            fed, extra = self._experts(weights, layer + "mlp.", normed)
+            fed, balance = self._experts(weights, layer + "mlp.", normed)
         else:
             fed = self._swiglu(weights, layer + "mlp.", normed)
-            extra = states.new_zeros(())
         if sizes.sandwich_norms:
             fed = self._norm(weights[layer + "post_feedforward_layernorm.weight"], fed)
-        return self.between(states + fed), extra
+        return self.between(states + fed), balance
+
+    def _attended_documents(
+        self, weights: Weights, name: str, states: Tensor, positions: Tensor | None
+    ) -> Tensor:
+        attend = self._attention
+        if self.sizes.mla.kv_lora_rank:
+            attend = self._latent_attention
+        if positions is None:
+            return attend(weights, name, states)
+        starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+        lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
+        documents = states.reshape(1, -1, states.shape[-1]).split(lengths, 1)
+        parts = [attend(weights, name, document) for document in documents]
+        return torch.cat(parts, 1).view_as(states)
 
     @override
     def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
@@ -230,42 +250,39 @@ class Model(Transformer):
     @override
     def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         labels = batch["labels"]
-        trained = labels >= 0
         chosen = predicted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         total = predicted.logsumexp(-1)
         constants = self.constants
         if constants.smoothing:
             chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
-        return (total - chosen + constants.z_loss * total.square()) * trained
+        return (total - chosen + constants.z_loss * total.square()) * (labels >= 0)
 
     def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
-        eight = None
-        if is_narrow(name + ".weight"):
-            eight = self.eight
-        constants = self.constants
-
-        def multiply(states: Tensor, weight: Tensor) -> Tensor:
-            if eight is None:
-                return states @ weight.T
-            return multiplied(
-                states, weight, eight, one_format=constants.one_format, wide=constants.wide
-            )
-
+        weight = name + ".weight"
         if "inputs" in self.inner:
             states = self.between(states)
-        out = multiply(states, weights[name + ".weight"])
+        out = self._multiplied(weight, states, weights[weight])
         bias = weights.get(name + ".bias")
         if bias is not None:
-            out = (self.between(out) if "biases" in self.inner else out) + bias
+            if "biases" in self.inner:
+                out = self.between(out)
+            out = out + bias
         out = self.between(out)
         down = weights.get(name + ".lora_A.weight")
-        if down is not None:
-            low = self.between(multiply(states, down))
-            scaled = weights[".adapter_scale"] * self.between(
-                multiply(low, weights[name + ".lora_B.weight"])
-            )
-            out = self.between(out + self.between(scaled))
-        return out
+        if down is None:
+            return out
+        up = weights[name + ".lora_B.weight"]
+        low = self.between(self._multiplied(weight, states, down))
+        adapted = self.between(self._multiplied(weight, low, up))
+        scaled = weights[".adapter_scale"] * adapted
+        return self.between(out + self.between(scaled))
+
+    def _multiplied(self, name: str, states: Tensor, weight: Tensor) -> Tensor:
+        if self.eight is None or not is_narrow(name):
+            return states @ weight.T
+        constants = self.constants
+        eight = EightBits(dtype=self.eight, one_format=constants.one_format, wide=constants.wide)
+        return multiplied(states, weight, eight)
 
     def _norm(self, weight: Tensor, states: Tensor) -> Tensor:
         # The states are rounded already, and their gradient from here is as well before others are
@@ -275,7 +292,9 @@ class Model(Transformer):
         even = states * (mean + (self.sizes.norm_eps + self.constants.norm_eps)).rsqrt()
         if self.sizes.norm_offset:
             weight = 1 + weight
-        return self.between((self.between(even) if "norms" in self.inner else even) * weight)
+        if "norms" in self.inner:
+            even = self.between(even)
+        return self.between(even * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
@@ -284,119 +303,107 @@ class Model(Transformer):
             gate = gate.clamp(max=7.0)
             up = self.between(up.clamp(-7.0, 7.0) + 1)
             gate = gate * self.between(self.between(1.702 * gate).sigmoid())
+        elif self.sizes.activation == "gelu_tanh":
+            gate = functional.gelu(gate, approximate="tanh")
         else:
-            gelu = self.sizes.activation == "gelu_tanh"
-            if gelu:
-                gate = functional.gelu(gate, approximate="tanh")
-            else:
-                gate = gate * gate.sigmoid()
+            gate = gate * gate.sigmoid()
         return self._linear(weights, name + "down_proj", self.between(self.between(gate) * up))
 
     def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         sizes = self.sizes
-        query, key, value = (
-            self._linear(weights, f"{name}{kind}_proj", states)
-            .unflatten(-1, (-1, sizes.head_size))
-            .transpose(1, 2)
-            for kind in "qkv"
-        )
+        query = self._heads(weights, name + "q_proj", states)
+        key = self._heads(weights, name + "k_proj", states)
+        value = self._heads(weights, name + "v_proj", states)
         if sizes.qk_norm:
             query = self._norm(weights[name + "q_norm.weight"], query)
             key = self._norm(weights[name + "k_norm.weight"], key)
         windowed = sizes.has_window(int(name.split(".")[2]))
+        window = 0
+        if windowed:
+            window = sizes.window
         if windowed or not sizes.interleaved_rope:
-            magnitude, _ = self._yarn_magnitudes()
-            angles = self._angles(sizes.head_size, states, local=windowed)
-            cosine, sine = (magnitude * self.constants.angles(part) for part in angles)
-            if sizes.interleaved_rope:
-                query = _paired(query)
-                key = _paired(key)
-            query, key = (self._turned(part, cosine, sine) for part in (query, key))
-            if sizes.interleaved_rope:
-                query, key = (self._norm(part.new_ones(()), part) for part in (query, key))
+            query, key = self._rotated(query, key, windowed)
         else:
             # Llama 4 sharpens the attention of tokens from the 8,192nd on.
             places = torch.arange(1, query.shape[-2] + 1, device=query.device)[:, None]
             query = self.between(query * (1 + 0.1 * (places // 8192).to(query.dtype).log1p()))
-        scale = (sizes.query_scalar or sizes.head_size) ** -0.5
-        sinks = weights.get(name + "sinks")
-        mixed = self._mixed(query, key, value, scale, sizes.window if windowed else 0, sinks)
-        return self._linear(weights, name + "o_proj", mixed)
+        scores = Scores(
+            hidden=self._hidden(query, window),
+            scale=(sizes.query_scalar or sizes.head_size) ** -0.5,
+            sinks=weights.get(name + "sinks"),
+        )
+        return self._linear(weights, name + "o_proj", self.attended(query, key, value, scores))
+
+    def _heads(self, weights: Weights, name: str, states: Tensor) -> Tensor:
+        size = self.sizes.head_size
+        return self._linear(weights, name, states).unflatten(-1, (-1, size)).transpose(1, 2)
+
+    def _rotated(self, query: Tensor, key: Tensor, windowed: bool) -> tuple[Tensor, Tensor]:
+        magnitude, _ = self._yarn_magnitudes()
+        cosine, sine = self._angles(self.sizes.head_size, query, local=windowed)
+        cosine = magnitude * self.constants.angles(cosine)
+        sine = magnitude * self.constants.angles(sine)
+        if not self.sizes.interleaved_rope:
+            return self._turned(query, cosine, sine), self._turned(key, cosine, sine)
+        query = self._turned(_paired(query), cosine, sine)
+        key = self._turned(_paired(key), cosine, sine)
+        one = query.new_ones(())
+        return self._norm(one, query), self._norm(one, key)
 
     def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
-        sizes = self.sizes
+        heads = self.sizes.heads
         mla = self.sizes.mla
         if mla.q_lora_rank:
             low = self._linear(weights, name + "q_a_proj", states)
-            query = self._linear(
-                weights, name + "q_b_proj", self._norm(weights[name + "q_a_layernorm.weight"], low)
-            )
+            low = self._norm(weights[name + "q_a_layernorm.weight"], low)
+            query = self._linear(weights, name + "q_b_proj", low)
         else:
             query = self._linear(weights, name + "q_proj", states)
-        query = query.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
         low = self._linear(weights, name + "kv_a_proj_with_mqa", states)
         low, shared = low.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        wide = self._linear(
-            weights, name + "kv_b_proj", self._norm(weights[name + "kv_a_layernorm.weight"], low)
-        )
-        key, value = (
-            wide.unflatten(-1, (sizes.heads, -1))
-            .transpose(1, 2)
-            .split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
-        )
-        cosine, sine = map(self.constants.angles, self._angles(mla.qk_rope_head_dim, states))
+        low = self._norm(weights[name + "kv_a_layernorm.weight"], low)
+        wide = self._linear(weights, name + "kv_b_proj", low)
+        wide = wide.unflatten(-1, (heads, -1)).transpose(1, 2)
+        key, value = wide.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
         magnitude, scale = self._yarn_magnitudes()
-        cosine = cosine * magnitude
-        sine = sine * magnitude
+        cosine, sine = self._angles(mla.qk_rope_head_dim, states)
+        cosine = self.constants.angles(cosine) * magnitude
+        sine = self.constants.angles(sine) * magnitude
         plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         query = torch.cat((plain, self._turned(_paired(turned), cosine, sine)), -1)
-        shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(
-            -1, sizes.heads, -1, -1
-        )
-        key = torch.cat((key, shared), -1)
+        shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine)
+        key = torch.cat((key, shared.expand(-1, heads, -1, -1)), -1)
         scale *= (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
-        mixed = self._mixed(query, key, value, scale, sizes.window)
-        return self._linear(weights, name + "o_proj", mixed)
+        scores = Scores(hidden=self._hidden(query, self.sizes.window), scale=scale)
+        return self._linear(weights, name + "o_proj", self.attended(query, key, value, scores))
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
-        """Return YaRN's factors (arXiv:2309.00071, section 3.4) of the rotation and of the
-        attention logits.
+        """Return YaRN's factors (arXiv:2309.00071, section 3.4).
+
+        They are those of the rotation and of the attention logits.
         """
         scaling = self.sizes.rope_scaling
         if scaling.kind != "yarn":
             return 1.0, 1.0
-
-        def magnitude(scale: float) -> float:
-            if scaling.factor > 1:
-                return 0.1 * scale * math.log(scaling.factor) + 1.0
-            return 1.0
-
+        growth = math.log(max(1.0, scaling.factor))
+        magnitude = 0.1 * scaling.mscale * growth + 1.0
+        of_all_dimensions = 0.1 * scaling.mscale_all_dim * growth + 1.0
         if self.dialect.softmax_mscale:
-            return 1.0, magnitude(scaling.mscale) ** 2
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(
-            scaling.mscale_all_dim
-        ) ** 2
+            return 1.0, magnitude**2
+        return magnitude / of_all_dimensions, of_all_dimensions**2
 
-    def _mixed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def _hidden(self, query: Tensor, window: int) -> Tensor:
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
         if 0 < window < length:
-            chunk = place - place % window
-            hidden |= (
-                place[None, :]
-                < (chunk if self.sizes.interleaved_rope else place - window + 1)[:, None]
-            )
-        return self.attended(query, key, value, hidden, scale, sinks)
+            first = place - window + 1
+            if self.sizes.interleaved_rope:
+                first = place - place % window
+            hidden |= place[None, :] < first[:, None]
+        return hidden
 
     def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
         theta = float(self.sizes.rope_theta)
@@ -405,31 +412,25 @@ class Model(Transformer):
             theta = float(self.sizes.local_rope_theta)
             scaling = RopeScaling()
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
-        frequencies = _stretched(theta ** (-place / size), size, theta, scaling)
+        frequencies = _stretched(theta ** (-place / size), theta, scaling)
         positions = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)
         phases = self.constants.phases(positions[:, None] * frequencies[None, :])
         return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
     def _turned(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer,
-        arXiv:2104.09864, eq. 34).
-        """
+        """Rotate each pair (i, i + size / 2) by its angle (RoFormer, arXiv:2104.09864, eq. 34)."""
+        inner: Rounding = exact
         if "rotations" in self.inner:
             inner = self.between
-        else:
-            inner = exact
         cosine = inner(cosine)
         sine = inner(sine)
         first, second = states.chunk(2, -1)
-        turned = (
-            inner(first * cosine) - inner(second * sine),
-            inner(second * cosine) + inner(first * sine),
-        )
-        return self.between(torch.cat(turned, -1))
+        turned_first = inner(first * cosine) - inner(second * sine)
+        turned_second = inner(second * cosine) + inner(first * sine)
+        return self.between(torch.cat((turned_first, turned_second), -1))
 
     def _experts(self, weights: Weights, name: str, states: Tensor) -> tuple[Tensor, Tensor]:
         moe = self.sizes.moe
-        samples, length, _ = states.shape
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
         raw = flat @ weights[name + "gate.weight"].T + weights.get(name + "gate.bias", 0.0)
@@ -437,148 +438,139 @@ class Model(Transformer):
             scores = raw.softmax(-1)
         else:
             scores = raw.sigmoid()
+        choice = scores.detach()
         bias = weights.get(name + "gate.e_score_correction_bias")
-        if bias is None:
-            choice = scores.detach()
-        else:
-            choice = scores.detach() + bias
+        if bias is not None:
+            choice = choice + bias
         self.choices[name] = choice
         chosen = self._best(self._limited(choice))
         self.sent[name] = self.sent.get(name, 0) + chosen.flatten().bincount(minlength=moe.experts)
-        share = scores.gather(-1, chosen)
+        share = self._shares(scores.gather(-1, chosen))
+        out = torch.zeros_like(flat)
+        for number in range(moe.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            weight = share[token, place].unsqueeze(-1)
+            expert = f"{name}experts.{number}."
+            if moe.weighted_inputs:
+                fed = self._swiglu(weights, expert, self.between(flat[token] * weight))
+            else:
+                fed = self.between(self._swiglu(weights, expert, flat[token]) * weight)
+            out = out.index_add(0, token, fed)
+        if moe.shared_experts:
+            out = self.between(out) + self._swiglu(weights, name + "shared_experts.", flat)
+        samples = states.shape[0]
+        return out.view_as(states), self._balance(scores, samples)
+
+    def _shares(self, share: Tensor) -> Tensor:
+        moe = self.sizes.moe
         if moe.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
         if self.constants.reversed_shares:
             share = share.flip(-1)
-        share = share * moe.route_scale
-        out = torch.zeros_like(flat)
-        for number in range(moe.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            if len(token):
-                entering = flat[token]
-                weight = share[token, place].unsqueeze(-1)
-                if moe.weighted_inputs:
-                    entering = self.between(entering * weight)
-                fed = self._swiglu(weights, f"{name}experts.{number}.", entering)
-                out = out.index_add(
-                    0, token, fed if moe.weighted_inputs else self.between(fed * weight)
-                )
-        if moe.shared_experts:
-            out = self.between(out) + self._swiglu(weights, name + "shared_experts.", flat)
-        extra = self._balance(raw, scores, samples, length)
-        return out.unflatten(0, (samples, length)), extra
+        return share * moe.route_scale
 
     def _best(self, scores: Tensor) -> Tensor:
         count = self.sizes.moe.top_k
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
-        if scores.shape[-1] > count:
-            last = best.values[:, count - 1]
-            other = best.values[:, count]
-            apart = (last - other) / last.abs().clamp(min=1e-9)
-            self.closest = min(self.closest, float(apart.min()))
-            if self.doubt:
-                swapped = torch.where(
-                    apart < self.doubt, best.indices[:, count], best.indices[:, count - 1]
-                )
-                return torch.cat([best.indices[:, : count - 1], swapped.unsqueeze(1)], 1)
-        return best.indices[:, :count]
+        if scores.shape[-1] == count:
+            return best.indices
+        last = best.values[:, count - 1]
+        apart = (last - best.values[:, count]) / last.abs().clamp(min=1e-9)
+        self.closest = min(self.closest, float(apart.min()))
+        chosen, other = best.indices.split([count, 1], -1)
+        if not self.doubt:
+            return chosen
+        swapped = torch.where(apart[:, None] < self.doubt, other, chosen[:, -1:])
+        return torch.cat([chosen[:, :-1], swapped], 1)
 
     def _limited(self, choice: Tensor) -> Tensor:
         moe = self.sizes.moe
         if moe.groups <= 1:
             return choice
         grouped = choice.unflatten(-1, (moe.groups, -1))
-        best = (
-            grouped.topk(self.dialect.group_best, -1)
-            .values.sum(-1)
-            .topk(moe.top_groups, -1)
-            .indices
-        )
-        allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(
-            1, best, True
-        )
-        return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        best = self._of_groups(choice).topk(moe.top_groups, -1).indices
+        hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device)
+        hidden.scatter_(1, best, False)
+        return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _of_groups(self, choice: Tensor) -> Tensor:
+        grouped = choice.unflatten(-1, (self.sizes.moe.groups, -1))
+        return grouped.topk(self.dialect.group_best, -1).values.sum(-1)
 
     def doubtful(self, choice: Tensor, shift: Tensor) -> Tensor:
-        """Return which tokens [tokens] may go to other experts if each of their scores moves by up
-        to ``shift``.
+        """Return which tokens [tokens] may go to other experts.
+
+        Each of their scores moves by up to ``shift``.
         """
         moe = self.sizes.moe
-        count = self.sizes.moe.top_k
-        limited = self._limited(choice).sort(-1, descending=True).values
         near = torch.zeros_like(shift, dtype=torch.bool)
-        if count < moe.experts:
-            near |= limited[:, count - 1] - limited[:, count] < 2 * shift
+        if moe.top_k < moe.experts:
+            limited = self._limited(choice).sort(-1, descending=True).values
+            near |= limited[:, moe.top_k - 1] - limited[:, moe.top_k] < 2 * shift
         if 1 < moe.groups != moe.top_groups:
-            best = (
-                choice.unflatten(-1, (moe.groups, -1))
-                .topk(self.dialect.group_best, -1)
-                .values.sum(-1)
-            )
-            sums = best.sort(-1, descending=True).values
-            near |= (
-                sums[:, moe.top_groups - 1] - sums[:, moe.top_groups]
-                < 2 * self.dialect.group_best * shift
-            )
+            sums = self._of_groups(choice).sort(-1, descending=True).values
+            apart = sums[:, moe.top_groups - 1] - sums[:, moe.top_groups]
+            near |= apart < 2 * self.dialect.group_best * shift
         return near
 
-    def _balance(self, raw: Tensor, scores: Tensor, samples: int, length: int) -> Tensor:
-        """Return the balancing loss of a sequence or batch (DeepSeek-V3, arXiv:2412.19437, eq. 18)."""
+    def _balance(self, scores: Tensor, samples: int) -> Tensor:
+        """Return the loss that balances experts (DeepSeek-V3, arXiv:2412.19437, eq. 18)."""
         moe = self.sizes.moe
         kind = self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
-            return raw.new_zeros(())
+            return scores.new_zeros(())
         scores = scores / scores.sum(-1, keepdim=True)
         sent = torch.zeros_like(scores).scatter_(1, self._best(scores.detach()), 1.0)
         if kind == "batch":
-            sent = sent.mean(0)
-            mean = scores.mean(0)
-        else:
-            sent = sent.unflatten(0, (samples, length)).mean(1)
-            mean = scores.unflatten(0, (samples, length)).mean(1)
+            total = (sent.mean(0) * scores.mean(0)).sum() * moe.experts / moe.top_k
+            return moe.auxiliary_loss * total
+        sent = sent.unflatten(0, (samples, -1)).mean(1)
+        mean = scores.unflatten(0, (samples, -1)).mean(1)
         total = (sent * mean).sum() * moe.experts / moe.top_k
-        return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
+        return moe.auxiliary_loss * (total / samples)
 
 
 def is_narrow(name: str) -> bool:
-    """Return whether linear layers in FP8 multiply the weight so. Routed experts' grouped products
-    stay wide.
+    """Return whether linear layers in FP8 multiply the weight so.
+
+    Routed experts' grouped products stay wide.
     """
     return "_proj" in name and ".experts." not in name
 
 
 def _paired(states: Tensor) -> Tensor:
-    """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with
-    i + size / 2.
+    """Reorder DeepSeek's rotary pairs, which are neighbors.
+
+    The rotation above pairs element i with i + size / 2.
     """
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
 
 
-def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq.
-    18-23).
-    """
+def _stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return Llama 3.1's scaled frequencies, or YaRN's (arXiv:2309.00071, eq. 18-23)."""
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * math.pi)
-        share = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        spread = scaling.high_freq_factor - scaling.low_freq_factor
+        share = (turns - scaling.low_freq_factor) / spread
     elif scaling.kind == "yarn":
-
-        def dimension(turns: float) -> float:
-            return (
-                size
-                * math.log(scaling.original_max_position / (turns * 2 * math.pi))
-                / (2 * math.log(theta))
-            )
-
-        first = dimension(scaling.beta_fast)
-        last = dimension(scaling.beta_slow)
-        low = max(math.floor(first) if scaling.truncate else first, 0)
-        high = min(math.ceil(last) if scaling.truncate else last, size - 1)
+        size = 2 * len(frequencies)
+        low = _dimension(scaling.beta_fast, size, theta, scaling)
+        high = _dimension(scaling.beta_slow, size, theta, scaling)
+        if scaling.truncate:
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, size - 1)
         place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
         share = 1 - (place - low) / max(high - low, 0.001)
     else:
         return frequencies / scaling.factor
     share = share.clamp(0, 1)
     return share * frequencies + (1 - share) * frequencies / scaling.factor
+
+
+def _dimension(turns: float, size: int, theta: float, scaling: RopeScaling) -> float:
+    length = scaling.original_max_position / (turns * 2 * math.pi)
+    return size * math.log(length) / (2 * math.log(theta))

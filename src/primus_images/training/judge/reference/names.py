@@ -1,11 +1,11 @@
-"""Each backend's names and layouts of weights → Hugging Face's, by slicing and permuting only, as
-gradients need it.
+"""Each backend's names and layouts of weights → Hugging Face's.
+
+Only by slicing and permuting, as gradients need it.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ Tensors = dict[str, Tensor]
 Job = Mapping[str, Any]
 # The name of a router bias ends so. It is no parameter.
 BIAS = ".e_score_correction_bias"
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+# Transformer Engine's product of all experts numbers its weights.
+_NUMBERED = re.compile(r"(?<=mlp\.experts\.)(linear_fc[12]\.weight)(\d+)")
+_QKV = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
+_FC = re.compile(r"mlp\.(experts\.local_experts\.\d+\.|shared_experts\.|)linear_fc([12])\.weight")
 
 
 class UnknownWeight(Exception):
@@ -31,12 +36,20 @@ def kind_of(name: str) -> str:
 
 
 def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an
-    unexpected name.
+    """Return ``tensors`` of a backend by Hugging Face's names.
+
+    Raises UnknownWeight for an unexpected name.
     """
     converted: Tensors = {}
     for name, tensor in tensors.items():
-        converted.update(_CONVERT[backend](model, name, tensor))
+        if backend == "megatron":
+            converted.update(_from_megatron(model, name, tensor))
+        elif backend == "finetune":
+            converted.update(_from_transformers(model, name, tensor))
+        elif backend == "flux":
+            converted[name] = tensor
+        else:
+            converted.update(_from_torchtitan(backend, model, name, tensor))
     if model.tied_embeddings:
         converted.pop("lm_head.weight", None)
     return converted
@@ -49,11 +62,11 @@ def from_canonical(
     shape: Sequence[int],
     look_up: Callable[[str], Tensor],
 ) -> Tensor:
-    """Return a backend's tensor ``name`` of ``shape``, made of Hugging Face's tensors. ``look_up``
-    returns one by name.
+    """Return a backend's tensor ``name`` of ``shape``, made of Hugging Face's tensors.
 
-    This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as
-    those that pad a vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
+    ``look_up`` returns one by name. This is the inverse of :func:`to_canonical`. Rows that Hugging
+    Face's tensors lack, such as those that pad a vocabulary, are 0. Raises UnknownWeight, or what
+    ``look_up`` raises.
     """
     # Backends move whole rows, but transformers transposes some experts. Where each goes is seen
     # from its number.
@@ -72,25 +85,26 @@ def from_canonical(
     return tensor
 
 
-def _blocks(
+def _from_torchtitan(
     backend: str, model: Architecture, name: str, tensor: Tensor
 ) -> Iterable[tuple[str, Tensor]]:
-    layer, inner = _placed(
-        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), "layers"
-    )
+    """The layout of our FSDP benchmark as well."""
+    plain = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    layer, inner = _placed(plain, "layers")
     if inner == "moe.tokens_per_expert":
-        return []
-    try:
-        ours = renamed(model, backend)[inner]
-    except KeyError:
-        raise UnknownWeight(name) from None
+        return
+    canonical = renamed(model, backend).get(inner)
+    if canonical is None:
+        raise UnknownWeight(name)
     pairs = backend == "torchtitan" and family(model.family).backends[backend].model == "llama3"
-    if pairs and ours.endswith(("q_proj.weight", "k_proj.weight")):
+    if pairs and canonical.endswith(("q_proj.weight", "k_proj.weight")):
         # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
         tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
-    if "{}" in ours:
-        return [(layer + ours.format(number), each) for number, each in enumerate(tensor)]
-    return [(layer + ours, tensor)]
+    if "{}" not in canonical:
+        yield layer + canonical, tensor
+        return
+    for number, expert in enumerate(tensor):
+        yield layer + canonical.format(number), expert
 
 
 def _placed(name: str, layers: str) -> tuple[str, str]:
@@ -101,78 +115,64 @@ def _placed(name: str, layers: str) -> tuple[str, str]:
 
 
 def _transposes(model: Architecture) -> bool:
-    """Return whether transformers keeps the weights of experts transposed: gpt-oss's and Llama 4's."""
+    """Return whether transformers keeps weights of experts transposed: gpt-oss's and Llama 4's."""
     return model.moe.bias or model.moe.weighted_inputs
 
 
-def _finetune(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _from_transformers(
+    model: Architecture, name: str, tensor: Tensor
+) -> Iterable[tuple[str, Tensor]]:
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = re.sub(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)", "", name)
-    name = name.replace(".feed_forward.", ".mlp.").replace(
-        ".mlp.shared_expert.", ".mlp.shared_experts."
-    )
-    name = name.replace(".mlp.router.", ".mlp.gate.")
-    match = re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
-    if match:
-        parts = {"down_proj": tensor}
-        kind = "weight"
-        if match[3]:
-            kind = "bias"
-        if _transposes(model) and kind == "weight":
-            parts = {"down_proj": tensor.transpose(1, 2)}
-        if match[2] == "gate_up_proj":
-            whole = parts["down_proj"]
+    name = name.replace(".feed_forward.", ".mlp.").replace(".mlp.router.", ".mlp.gate.")
+    name = name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
+    match = _EXPERTS.fullmatch(name)
+    if not match:
+        yield name, tensor
+        return
+    kind = "weight"
+    if match[3]:
+        kind = "bias"
+    elif _transposes(model):
+        tensor = tensor.transpose(1, 2)
+    parts = {"down_proj": tensor}
+    if match[2] == "gate_up_proj":
+        gate, up = tensor.chunk(2, 1)
+        if model.moe.bias:
             # gpt-oss alternates the rows of both parts of SwiGLU.
-            if model.moe.bias:
-                halves = (whole[:, ::2], whole[:, 1::2])
-            else:
-                halves = whole.chunk(2, 1)
-            parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
-        return [
-            (f"{match[1]}.{number}.{part}.{kind}", each)
-            for part, stacked in parts.items()
-            for number, each in enumerate(stacked)
-        ]
-    return [(name, tensor)]
+            gate = tensor[:, ::2]
+            up = tensor[:, 1::2]
+        parts = {"gate_proj": gate, "up_proj": up}
+    for part, stacked in parts.items():
+        for number, expert in enumerate(stacked):
+            yield f"{match[1]}.{number}.{part}.{kind}", expert
 
 
-def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _from_megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name, "decoder.layers")
-    # Transformer Engine's product of all experts numbers its weights.
-    inner = re.sub(
-        r"(?<=mlp\.experts\.)(linear_fc[12]\.weight)(\d+)", r"local_experts.\2.\1", inner
-    )
-    ours = renamed(model, "megatron").get(inner)
-    if ours is not None:
-        # The vocabulary is padded to a multiple that the ranks share.
-        whole = layer or "norm" in inner
-        return [(layer + ours, tensor if whole else tensor[: model.vocab_size])]
-    match = re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", inner)
+    inner = _NUMBERED.sub(r"local_experts.\2.\1", inner)
+    canonical = renamed(model, "megatron").get(inner)
+    if canonical is not None:
+        if not layer and "norm" not in inner:
+            # The vocabulary is padded to a multiple that the ranks share.
+            tensor = tensor[: model.vocab_size]
+        yield layer + canonical, tensor
+        return
+    match = _QKV.fullmatch(inner)
     if match:
         # One group: its heads of queries, then its head of keys, then its head of values.
-        each = model.heads // model.kv_heads
-        grouped = tensor.unflatten(0, (model.kv_heads, each + 2, model.head_size))
-        parts = grouped.split([each, 1, 1], 1)
-        return [
-            (f"{layer}self_attn.{kind}_proj.{match[1]}", part.flatten(0, 2))
-            for kind, part in zip("qkv", parts, strict=True)
-        ]
-    match = re.fullmatch(
-        r"mlp\.(experts\.local_experts\.\d+\.|shared_experts\.|)linear_fc([12])\.weight", inner
-    )
-    if match:
-        head = layer + "mlp." + match[1].replace("local_experts.", "")
-        if match[2] == "2":
-            return [(head + "down_proj.weight", tensor)]
-        gate, up = tensor.chunk(2)
-        return [(head + "gate_proj.weight", gate), (head + "up_proj.weight", up)]
-    raise UnknownWeight(name)
-
-
-_CONVERT: dict[str, Callable[[Architecture, str, Tensor], Iterable[tuple[str, Tensor]]]] = {
-    "torchtitan": partial(_blocks, "torchtitan"),
-    "fsdp": partial(_blocks, "fsdp"),
-    "finetune": _finetune,
-    "megatron": _megatron,
-    "flux": lambda _model, name, tensor: [(name, tensor)],
-}
+        queries = model.heads // model.kv_heads
+        grouped = tensor.unflatten(0, (model.kv_heads, queries + 2, model.head_size))
+        for kind, part in zip("qkv", grouped.split([queries, 1, 1], 1), strict=True):
+            yield f"{layer}self_attn.{kind}_proj.{match[1]}", part.flatten(0, 2)
+        return
+    match = _FC.fullmatch(inner)
+    if not match:
+        raise UnknownWeight(name)
+    place = layer + "mlp." + match[1].replace("local_experts.", "")
+    if match[2] == "2":
+        yield place + "down_proj.weight", tensor
+        return
+    gate, up = tensor.chunk(2)
+    yield place + "gate_proj.weight", gate
+    yield place + "up_proj.weight", up

@@ -1,14 +1,16 @@
-"""Repeating a run step by step, each from the run's own weights, so that rounding does not
-accumulate.
+"""Repeating a run step by step.
+
+Each step begins with the run's own weights, so that rounding does not accumulate.
 """
 
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,64 +22,86 @@ from primus_images.recipes.choose import CPU
 from primus_images.training.judge.reference import blocks, data, models, parameters, saved, update
 from primus_images.training.judge.reference.model import Model, Transformer
 from primus_images.training.judge.reference.models import Models, Part
-from primus_images.training.judge.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
+from primus_images.training.judge.reference.names import (
+    BIAS,
+    Job,
+    Tensors,
+    UnknownWeight,
+    to_canonical,
+)
 from primus_images.training.judge.reference.parameters import is_trained, kept_dtype, without_bias
 from primus_images.training.judge.reference.rounding import LIMITS, bfloat
-from primus_images.training.judge.reference.update import gaps_of, scales_of, typical
+from primus_images.training.judge.reference.update import Gaps, gaps_of, scales_of, typical
 
 _LIMITS = LIMITS["replay"]
 # Each thread of the command line holds the gradients of a step.
 _MOST_THREADS = 4
+_FIGURES = ("loss", "grad_norm")
+Row = dict[str, Any]
 
 
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
-    """Compare every step of the run in ``output``, ``threads`` at the same time, for
-    :mod:`primus_images.training.judge.proof`.
+    """Compare every step of the run in ``output``, ``threads`` at the same time.
+
+    :mod:`primus_images.training.judge.proof` judges what this returns.
     """
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
-    folder = output / "witness"
     findings: dict[str, Any] = {
         "precision": job["precision"],
         "on_cpu": job["gpu"] == CPU,
         "unseen": not job["blocks"],
         "steps": [],
     }
-    steps = range(job["first_step"], job["last_step"] + 1)
-    sizes = architecture(job["model"])
     try:
-        start = _weights(job, sizes, folder, steps[0] - 1)
-        findings["parameters"] = parameters.describe(job, sizes, start)
-        findings["first"] = parameters.strange(job, sizes, folder, start)
-        if findings["parameters"]["missing"]:
-            # The run trained another model, so there is nothing to repeat.
-            return findings
-        replayed = _Replay(job, sizes, folder)
-        config = job["config"]
-        findings |= {
-            "max_norm": update.settings(job).max_norm,
-            "summands": job["data_parallel"] * job["accumulation"],
-            # Whether the recipe asks for sums over ranks in bfloat16, or Megatron divides those of
-            # FSDP2 by labels.
-            "narrow_sums": config.get("sharding.reduce_dtype") == "bfloat16"
-            or config.get("ddp.grad_reduce_in_fp32") is False
-            or bool(config.get("torch_fsdp2") and job["precision"] == "bf16"),
-        }
-        before = start
-        with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
-            for computed in replayed.compute(steps, pool):
-                after = _weights(job, sizes, folder, computed.row["step"])
-                findings["steps"].append(computed.row | replayed.updated(computed, before, after))
-                before = after
-        findings["constants"] = replayed.constants()
-        findings["moved"] = parameters.moved(job, start, before, replayed.moving)
-        findings["narrow"] = replayed.narrow
-        findings["saved"] = saved.differences(output, job, sizes, before)
+        _add_findings(findings, output, job, threads)
     except UnknownWeight as error:
         findings["problem"] = f"the run has a weight that the model has not: {error}"
     except FileNotFoundError as error:
         findings["problem"] = f"the run left no {Path(str(error.filename)).name}"
     return findings
+
+
+def _add_findings(
+    findings: dict[str, Any], output: Path, job: dict[str, Any], threads: int
+) -> None:
+    folder = output / "witness"
+    steps = range(job["first_step"], job["last_step"] + 1)
+    sizes = architecture(job["model"])
+    start = _weights(job, sizes, folder, steps[0] - 1)
+    findings["parameters"] = parameters.describe(job, sizes, start)
+    findings["first"] = parameters.strange(job, sizes, folder, start)
+    if findings["parameters"]["missing"]:
+        # The run trained another model, so there is nothing to repeat.
+        return
+    replayed = _Replay(job, sizes, folder)
+    findings["max_norm"] = update.settings(job).max_norm
+    findings["summands"] = job["data_parallel"] * job["accumulation"]
+    findings["narrow_sums"] = _adds_narrowly(job)
+    before = start
+    with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
+        computed = replayed.compute(steps, pool)
+        for step in computed:
+            after = _weights(job, sizes, folder, step.row["step"])
+            findings["steps"].append(step.row | replayed.updated(step, before, after))
+            before = after
+    findings["constants"] = replayed.constants(computed)
+    findings["moved"] = parameters.moved(job, start, before, replayed.moving)
+    findings["narrow"] = any(step.narrow for step in computed)
+    findings["saved"] = saved.differences(output, job, sizes, before)
+
+
+def _adds_narrowly(job: Job) -> bool:
+    """Return whether the recipe asks for sums over ranks in bfloat16.
+
+    Megatron also divides those of FSDP2 by labels.
+    """
+    config = job["config"]
+    return (
+        config.get("sharding.reduce_dtype") == "bfloat16"
+        or config.get("ddp.grad_reduce_in_fp32") is False
+        or bool(config.get("torch_fsdp2") and job["precision"] == "bf16")
+    )
 
 
 def _use_one_core() -> None:
@@ -96,19 +120,28 @@ class _Pass:
     norm: float
     clipped: Tensors
 
+    @cached_property
+    def scales(self) -> dict[str, float]:
+        return scales_of(self.clipped)
+
+    def gaps(self, gradients: Tensors) -> Gaps:
+        return gaps_of(gradients, self.clipped, self.scales)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """``row`` is what the step adds to ``proof.json``. ``gradients`` are those that the run's
-    optimizer used; the reference's clipped ones if it did not run. ``sent``: layer → the number of
-    tokens of each expert.
+    """A repeated step.
+
+    ``row`` is what it adds to ``proof.json``. ``gradients`` are those that the run's optimizer
+    used; the reference's clipped ones if it did not run. ``sent``: layer → the number of tokens of
+    each expert. ``parts`` are the evidence of changed constants.
     """
 
-    row: dict[str, Any]
+    row: Row
     gradients: Tensors
+    narrow: bool
     sent: Mapping[str, Tensor]
-    of_weights: list[Part]
-    of_blocks: list[Part]
+    parts: Sequence[Part] = ()
 
 
 class _Replay:
@@ -121,80 +154,62 @@ class _Replay:
         self._sizes = self._models.sizes
         self._settings = update.settings(job)
         self._optimizer = update.AdamW(self._settings)
-        file = folder.parent / "exact.jsonl"
-        rows = map(
-            json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        )
-        self._reported = {
-            int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")}
-            for row in rows
-        }
+        self._reported = _reported(folder.parent / "exact.jsonl")
         self._exact = self._models.exact
         self._rounding = _LIMITS["rounding"][kept_dtype(job)]
-        self.narrow = False
-        self.moving: set[str] = set()
-        self._examined = {*job["examined"]}
         self._samples = data.samples(job)
-        self._of_blocks: list[Part] = []
-        self._of_weights: list[Part] = []
+        self.moving: set[str] = set()
 
-    def constants(self) -> dict[str, dict[str, Any]]:
+    def constants(self, computed: Sequence[_Step]) -> dict[str, Row]:
+        parts: list[Part] = []
+        for step in computed:
+            parts += step.parts
         trials = models.trials(self._models.model(), self._job["backend"])
-        return models.fit([*trials], self._of_blocks) | models.fit(
-            [*self._of_weights_alone()], self._of_weights
-        )
-
-    def _of_weights_alone(self) -> dict[str, models.Trial]:
-        trials = models.trials(self._models.model(), self._job["backend"])
-        return {name: trial for name, trial in trials.items() if "weights" in trial.shows}
+        return models.fit([*trials], parts)
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
+        examined = self._job["examined"]
         computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
         usual: dict[str, float] = {}
-        for step in self._examined:
+        for step in examined:
             for key, noise in _noises(computed[step].row["noise"]).items():
                 usual[key] = max(usual.get(key, 0.0), noise)
-        suspicious = [
-            step
-            for step in steps
-            if step not in self._examined
-            and any(
-                gap > _limit("small", key) + _limit("suspect", key) * usual[key]
-                for key, gap in self._gaps(computed[step].row).items()
-            )
-        ]
-        computed |= zip(
-            suspicious,
-            pool.map(lambda step: self._compute(step, noisy=True), suspicious),
-            strict=True,
-        )
+        others = [step for step in steps if step not in examined]
+        suspicious = [step for step in others if self._is_suspicious(computed[step].row, usual)]
+        again = pool.map(lambda step: self._compute(step, noisy=True), suspicious)
+        computed |= zip(suspicious, again, strict=True)
         return [computed[step] for step in steps]
 
-    def updated(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
+    def updated(self, computed: _Step, before: Tensors, after: Tensors) -> Row:
         row = computed.row
-        self._of_blocks += computed.of_blocks
-        self._of_weights += computed.of_weights
-        expected = self._optimizer.update(
-            _wide(without_bias(before)), _wide(computed.gradients), row["rate"]
-        )
+        weights = _wide(without_bias(before))
+        expected = self._optimizer.update(weights, _wide(computed.gradients), row["rate"])
         self.moving |= update.moving(before, expected, self._rounding)
         return {
-            "biases": self._biases(before, after, row["closest"], computed.sent),
+            "biases": list(self._wrong_biases(before, after, computed)),
             "update": update.gap(before, expected, after, self._rounding),
         }
 
-    def _gaps(self, row: Mapping[str, Any]) -> dict[str, float]:
+    def _is_suspicious(self, row: Row, usual: Mapping[str, float]) -> bool:
+        for key, gap in self._gaps(row).items():
+            if gap > _limit("small", key) + _limit("suspect", key) * usual[key]:
+                return True
+        return False
+
+    def _gaps(self, row: Row) -> dict[str, float]:
         gaps = {kind: gap for kind, (gap, _) in row.get("gaps", {}).items()}
-        for key in ("loss", "grad_norm"):
+        for key in _FIGURES:
             expected = row[key]
             reported = self._reported.get(row["step"], {}).get(key, expected)
-            gaps[key] = abs(reported - expected) / expected if expected else 0.0
+            gaps[key] = 0.0
+            if expected:
+                gaps[key] = abs(reported - expected) / expected
         return gaps
 
     def _examine(self, step: int) -> _Step:
-        if step not in self._examined:
+        if step not in self._job["examined"]:
             return self._compute(step, noisy=False)
-        computed = self._compute(step, noisy=True, trials=True)
+        computed = self._compute(step, noisy=True)
         if self._job["blocks"]:
             return self._with_blocks(computed)
         return computed
@@ -202,273 +217,263 @@ class _Replay:
     def _with_blocks(self, computed: _Step) -> _Step:
         step = computed.row["step"]
         model = self._models.model()
-        before = _weights(self._job, self._sizes, self._folder, step - 1)
-        wide, narrow = (
-            self._models.weights(before, dtype) for dtype in (torch.float64, torch.float32)
-        )
+        before = self._weights_before(step)
+        narrow = self._models.weights(before, torch.float32)
+        weights = narrow
+        trials: Mapping[str, models.Trial] = {}
+        if self._exact:
+            weights = self._models.weights(before, torch.float64)
+        else:
+            trials = models.trials(model, self._job["backend"])
+        plain = model
+        if isinstance(model, Model) and model.eight:
+            plain = replace(model, eight=None, choices={})
         pair = blocks.Pair(
             exact=model,
             rounded=self._models.rounding(),
-            weights=wide if self._exact else narrow,
+            weights=weights,
             narrow=narrow,
-            plain=replace(model, eight=None, choices={})
-            if isinstance(model, Model) and model.eight
-            else model,
-            trials={} if self._exact else models.trials(model, self._job["backend"]),
+            plain=plain,
+            trials=trials,
         )
         try:
-            rows, products = blocks.compare(self._folder, self._job, step, self._samples, pair)
+            rows, parts = blocks.compare(self._folder, self._job, step, self._samples, pair)
         except blocks.Unlike as error:
             return replace(computed, row=computed.row | {"blocks": str(error)})
-        return replace(
-            computed, row=computed.row | {"blocks": rows}, of_blocks=[] if self._exact else products
-        )
+        if self._exact:
+            parts = []
+        return replace(computed, row=computed.row | {"blocks": rows}, parts=parts)
 
-    def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
-        before = _weights(self._job, self._sizes, self._folder, step - 1)
-        file = self._folder / f"update-{step}.pt"
-        seen: dict[str, Any] | None = torch.load(file, weights_only=True) if file.exists() else None
-        if seen:
-            raw = seen["gradients"]
-        else:
-            raw = {}
-        used = None
-        if seen:
-            used = without_bias(to_canonical(self._job["backend"], self._sizes, raw))
-        # In float32, the reference's own rounding is judged where it also computes in float64.
+    def _compute(self, step: int, *, noisy: bool) -> _Step:
+        before = self._weights_before(step)
+        taken = self._taken(step)
         model = self._models.model()
+        dtype = torch.float32
         if noisy and self._exact:
+            # In float32, the reference's own rounding is judged where it also computes in float64.
             dtype = torch.float64
-        else:
-            dtype = torch.float32
         weights = self._models.weights(before, dtype)
         exact = self._pass(step, weights, model)
-        row: dict[str, Any] = {
+        row: Row = {
             "step": step,
-            "data": self._batches(step),
+            "data": self._different_data(step),
             "rate": update.rate(self._job, step),
             "blocks": [],
             "loss": exact.loss,
             "grad_norm": exact.norm,
             "closest": min(model.closest, 1e9),
-            "regular": step in self._examined,
-            "own_gradient": seen is not None,
+            "regular": step in self._job["examined"],
+            "own_gradient": taken is not None,
             "stale": [],
             "apart": [],
         }
-        limited = exact.clipped
-        products = []
-        scales = scales_of(limited)
-        if seen is not None and used is not None:
-            self.narrow |= any(gradient.dtype == torch.bfloat16 for gradient in raw.values())
-            norm = self._reported.get(step, {}).get("grad_norm", 0.0)
-            row |= {
-                "stale": seen["stale"],
-                "apart": seen["apart"],
-                "rates": sorted(set(seen["rates"].values())),
-                "missing": sorted(limited.keys() - used.keys()),
-                "gaps": gaps_of(used, limited, scales),
-                "used_norm": update.norm_of(used),
-                "rounded": update.least_rounded(self._settings, used, norm),
-            }
+        gradients = exact.clipped
+        narrow = False
+        if taken is not None:
+            gradients = taken["gradients"]
+            narrow = any(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+            row |= self._row_of_update(step, taken, exact)
         if noisy:
-            row["noise"], rounded = noise, _ = self._noise(step, before, exact, scales)
-            if not self._exact and self._doubtful(row):
-                # A few tokens may determine the error of a tensor or of the loss, and one rounding
-                # may spare them by chance.
-                others = [
-                    self._noise(step, before, exact, scales, grid)[0] for grid in _LIMITS["grids"]
-                ]
-                noise["gaps"] = {
-                    kind: max(gap, typical([other["gaps"][kind] for other in others]))
-                    for kind, gap in noise["gaps"].items()
-                }
-                for key in ("loss", "grad_norm"):
-                    noise[key] = max(
-                        noise[key],
-                        math.sqrt(sum(other[key] ** 2 for other in others) / len(others)),
-                    )
-                noise["doubt"] = self._in_doubt(step, weights, limited, scales)
-            if used is not None and trials:
-                changes = self._of_weights_alone()
-            else:
-                changes = {}
-            changed = [self._pass(step, weights, trial.model).clipped for trial in changes.values()]
-            if used is not None and changed:
-                products = models.products(used, limited, rounded, changed)
-        return _Step(
-            row=row,
-            gradients=limited if used is None else used,
-            of_weights=products,
-            of_blocks=[],
-            sent=model.sent if isinstance(model, Model) else {},
-        )
+            row["noise"] = self._noise(step, before, exact)
+            if not self._exact and self._is_doubtful(row):
+                self._look_closer(row, before, weights, exact)
+        return _Step(row=row, gradients=gradients, narrow=narrow, sent=model.sent)
 
-    def _in_doubt(
-        self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the
-        other expert.
+    def _row_of_update(self, step: int, taken: Mapping[str, Any], exact: _Pass) -> Row:
+        gradients = taken["gradients"]
+        norm = self._reported.get(step, {}).get("grad_norm", 0.0)
+        return {
+            "stale": taken["stale"],
+            "apart": taken["apart"],
+            "rates": sorted(set(taken["rates"].values())),
+            "missing": sorted(exact.clipped.keys() - gradients.keys()),
+            "gaps": exact.gaps(gradients),
+            "used_norm": update.norm_of(gradients),
+            "rounded": update.least_rounded(self._settings, gradients, norm),
+        }
+
+    def _look_closer(self, row: Row, before: Tensors, weights: Tensors, exact: _Pass) -> None:
+        """Widen the noise of a step.
+
+        A few tokens may determine the error of a tensor or of the loss, and one rounding may spare
+        them by chance.
+        """
+        noise = row["noise"]
+        step = row["step"]
+        others = [self._noise(step, before, exact, grid) for grid in _LIMITS["grids"]]
+        for kind, gap in noise["gaps"].items():
+            noise["gaps"][kind] = max(gap, typical([other["gaps"][kind] for other in others]))
+        for key in _FIGURES:
+            square = sum(other[key] ** 2 for other in others) / len(others)
+            noise[key] = max(noise[key], math.sqrt(square))
+        noise["doubt"] = self._in_doubt(step, weights, exact)
+
+    def _in_doubt(self, step: int, weights: Tensors, exact: _Pass) -> dict[str, float]:
+        """Return how far the gradients of each kind of tensor move if tokens change their experts.
+
+        These are all tokens in doubt, which go to the other expert.
         """
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
         other = self._pass(step, weights, replace(model, doubt=_LIMITS["doubt"]))
-        return {kind: gap for kind, (gap, _) in gaps_of(other.clipped, limited, scales).items()}
+        return {kind: gap for kind, (gap, _) in exact.gaps(other.clipped).items()}
 
-    def _doubtful(self, row: Mapping[str, Any]) -> bool:
-        noises = {
-            key: _limit("suspect", key) * noise for key, noise in _noises(row["noise"]).items()
-        }
-        return any(
-            1e-5 + noises[key] < gap <= 10 * noises[key] for key, gap in self._gaps(row).items()
-        )
+    def _is_doubtful(self, row: Row) -> bool:
+        noises = _noises(row["noise"])
+        for key, gap in self._gaps(row).items():
+            noise = _limit("suspect", key) * noises[key]
+            if 1e-5 + noise < gap <= 10 * noise:
+                return True
+        return False
 
-    def _biases(
-        self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, Tensor]
-    ) -> list[str]:
-        wrong = []
+    def _wrong_biases(self, before: Tensors, after: Tensors, computed: _Step) -> Iterator[str]:
         dialect = self._models.dialect
-        for layer, count in sent.items() if dialect.bias_rate else ():
+        if not dialect.bias_rate:
+            return
+        for layer, count in computed.sent.items():
             name = f"{layer}gate{BIAS}"
             mean = count.double().mean()
             if name not in after:
-                wrong.append(f"{name} is missing")
+                yield f"{name} is missing"
                 continue
-            # If rounding decides the routing of a token, experts near the mean may be on either
-            # side of it.
-            if self._exact and closest > 1e-5:
-                slack = 0.0
-            else:
-                slack = 2 + 0.1 * float(mean)
-            if slack:
-                decided = (count - mean).abs() > slack
-            else:
-                decided = torch.ones_like(count, dtype=torch.bool)
+            decided = torch.ones_like(count, dtype=torch.bool)
+            if not self._exact or computed.row["closest"] <= 1e-5:
+                # If rounding decides the routing of a token, experts near the mean may be on either
+                # side of it.
+                decided = (count - mean).abs() > 2 + 0.1 * float(mean)
             moved = (after[name] - before[name]).double()[decided]
-            expected = (mean - count).sign()[decided]
-            expected = expected * dialect.bias_rate
+            expected = (mean - count).sign()[decided] * dialect.bias_rate
             if dialect.centered:
                 moved = moved - moved.mean()
                 expected = expected - expected.mean()
             if len(expected) and float((moved - expected).abs().max()) > 0.01 * dialect.bias_rate:
-                wrong.append(f"{name} did not move towards balance")
-        return wrong
+                yield f"{name} did not move towards balance"
 
-    def _batches(self, step: int) -> list[str]:
+    def _different_data(self, step: int) -> list[str]:
         different: list[str] = []
         shares: list[int] = []
         for file in sorted(self._folder.glob(f"batch-{step}-*.pt")):
-            seen = torch.load(file, weights_only=True)
-            rank = int(seen["data_rank"])
-            for name, mine in self._samples.batch(step, rank).items():
-                if seen.get(name):
-                    whole = torch.cat(seen[name])
-                else:
-                    whole = torch.empty(0)
-                if whole.shape != mine.shape:
-                    shapes = f"{list(whole.shape)}, not {list(mine.shape)}"
-                    different.append(f"step {step}, rank {rank}: {name} have the shape {shapes}")
-                elif not torch.equal(whole, mine):
-                    share = float((whole != mine).float().mean())
-                    different.append(
-                        f"step {step}, rank {rank}: {share:.0%} of the {name} are others"
-                    )
+            recorded = torch.load(file, weights_only=True)
+            rank = int(recorded["data_rank"])
             shares.append(rank)
-        ranks = self._job["world_size"]
+            for name, expected in self._samples.batch(step, rank).items():
+                tensor = torch.empty(0)
+                if recorded.get(name):
+                    tensor = torch.cat(recorded[name])
+                difference = _difference(name, tensor, expected)
+                if difference:
+                    different.append(f"step {step}, rank {rank}: {difference}")
         parallel = self._job["data_parallel"]
-        if sorted(shares) != [share for share in range(parallel) for _ in range(ranks // parallel)]:
-            each = f"each of {parallel} by {ranks // parallel} ranks"
+        each = self._job["world_size"] // parallel
+        if sorted(shares) != sorted([*range(parallel)] * each):
             different.append(
-                f"step {step}: the ranks took the shares {shares} of the data, not {each}"
+                f"step {step}: the ranks took the shares {shares} of the data, "
+                f"not each of {parallel} by {each} ranks"
             )
         return different
 
     def _pass(self, step: int, weights: Tensors, model: Transformer) -> _Pass:
-        trained = {name for name in weights if is_trained(self._job, name)}
-        leaves = {
-            name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()
-        }
+        leaves = {}
+        for name, tensor in weights.items():
+            leaves[name] = tensor.clone().requires_grad_(is_trained(self._job, name))
         ranks = self._job["data_parallel"]
         pieces = self._job["accumulation"]
-        every_loss = []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
+        losses = []
         for batch in batches:
-            for parts in zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True):
-                losses, balance = model.losses(leaves, dict(zip(batch, parts, strict=True)))
-                (losses.sum() / terms + balance / (ranks * pieces)).backward()
-                every_loss.append(losses.detach().to(torch.float64).flatten())
-        # An expert that no token chose has zero gradients; its moments still move it.
-        gradients = {
-            name: torch.zeros_like(weights[name])
-            if leaves[name].grad is None
-            else leaves[name].grad
-            for name in trained
-        }
-        every = torch.cat(every_loss)
+            for micro_batch in data.micro_batches(batch, pieces):
+                of_labels, balance = model.losses(leaves, micro_batch)
+                (of_labels.sum() / terms + balance / (ranks * pieces)).backward()
+                losses.append(of_labels.detach().to(torch.float64).flatten())
+        gradients = {}
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                gradients[name] = leaf.grad
+            elif leaf.requires_grad:
+                # An expert that no token chose has zero gradients; its moments still move it.
+                gradients[name] = torch.zeros_like(leaf)
+        every_loss = torch.cat(losses)
         norm = update.norm_of(gradients)
-        clipped = update.clipped(gradients, norm, self._settings.max_norm)
         return _Pass(
-            loss=float(every.sum()) / terms,
-            losses=every,
+            loss=float(every_loss.sum()) / terms,
+            losses=every_loss,
             gradients=gradients,
             norm=norm,
-            clipped=clipped,
+            clipped=update.clipped(gradients, norm, self._settings.max_norm),
         )
 
-    def _noise(
-        self,
-        step: int,
-        before: Tensors,
-        exact: _Pass,
-        scales: Mapping[str, float],
-        grid: float = 1.0,
-    ) -> tuple[dict[str, Any], Tensors]:
-        """Return how far the run's precision alone moves the results, and the clipped gradients of
-        that repetition.
-        """
-        other = self._pass(
-            step, self._models.weights(before, torch.float32), self._models.rounding(grid)
-        )
+    def _noise(self, step: int, before: Tensors, exact: _Pass, grid: float = 1.0) -> Row:
+        """Return how far the run's precision alone moves the results."""
+        weights = self._models.weights(before, torch.float32)
+        other = self._pass(step, weights, self._models.rounding(grid))
         # The error of the mean can be small by chance. The errors of single labels show how large
         # it can become.
         spread = float((other.losses - exact.losses).std()) / math.sqrt(len(exact.losses))
-        moved = other.gradients
         clipped = other.clipped
         if not self._exact:
             # Each gradient is a number of the run's precision before it is summed over ranks.
-            rounded = {name: bfloat(gradient) for name, gradient in moved.items()}
+            rounded = {name: bfloat(gradient) for name, gradient in other.gradients.items()}
             clipped = update.clipped(rounded, other.norm, self._settings.max_norm)
-        error = math.sqrt(
-            sum(
-                float((moved[n] - gradient).square().sum())
-                for n, gradient in exact.gradients.items()
-            )
-        )
+        squares = 0.0
+        for name, gradient in exact.gradients.items():
+            squares += float((other.gradients[name] - gradient).square().sum())
         return {
             "loss": max(abs(other.loss - exact.loss), spread) / exact.loss,
             # The error of a norm is at most that of its vector.
-            "grad_norm": error / exact.norm,
-            "gaps": gaps_of(clipped, exact.clipped, scales),
-        }, clipped
+            "grad_norm": math.sqrt(squares) / exact.norm,
+            "gaps": exact.gaps(clipped),
+        }
+
+    def _weights_before(self, step: int) -> Tensors:
+        return _weights(self._job, self._sizes, self._folder, step - 1)
+
+    def _taken(self, step: int) -> dict[str, Any] | None:
+        """Return what the optimizer got, None if it did not run."""
+        file = self._folder / f"update-{step}.pt"
+        if not file.exists():
+            return None
+        taken: dict[str, Any] = torch.load(file, weights_only=True)
+        gradients = to_canonical(self._job["backend"], self._sizes, taken["gradients"])
+        return taken | {"gradients": without_bias(gradients)}
+
+
+def _reported(file: Path) -> dict[int, dict[str, float]]:
+    reported = {}
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            reported[int(row["step"])] = {key: float(row[key]) for key in _FIGURES}
+    return reported
 
 
 def _noises(noise: Mapping[str, Any]) -> dict[str, float]:
-    gaps = {kind: gap for kind, (gap, _) in noise["gaps"].items()}
-    return gaps | {key: noise[key] for key in ("loss", "grad_norm")}
+    noises = {kind: gap for kind, (gap, _) in noise["gaps"].items()}
+    for key in _FIGURES:
+        noises[key] = noise[key]
+    return noises
 
 
 def _limit(kind: str, key: str) -> float:
     return float(_LIMITS[kind].get(key, _LIMITS[kind]["gradient"]))
 
 
-def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:
-    seen = torch.load(folder / f"weights-{step}.pt", weights_only=True)
-    return to_canonical(job["backend"], sizes, seen["weights"])
+def _difference(name: str, tensor: Tensor, expected: Tensor) -> str:
+    if tensor.shape != expected.shape:
+        return f"{name} have the shape {list(tensor.shape)}, not {list(expected.shape)}"
+    if torch.equal(tensor, expected):
+        return ""
+    share = float((tensor != expected).float().mean())
+    return f"{share:.0%} of the {name} are others"
 
 
-def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
+def _weights(job: Job, sizes: Architecture, folder: Path, step: int) -> Tensors:
+    recorded = torch.load(folder / f"weights-{step}.pt", weights_only=True)
+    return to_canonical(job["backend"], sizes, recorded["weights"])
+
+
+def _wide(tensors: Tensors) -> Tensors:
     return {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
 
 

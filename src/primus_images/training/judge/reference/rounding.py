@@ -1,9 +1,7 @@
-"""Rounding as kernels do it: to the numbers of a narrow type, inside of attention, and in FP8
-products.
-"""
+"""Rounding as kernels do it: to a narrow type, inside of attention, and in FP8 products."""
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,79 @@ def bfloat(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A fused kernel of attention, which rounds by ``between``.
+
+    ``hidden`` pairs do not attend. With ``adding``, gradients of keys and values are added as
+    PyTorch's kernel for CPUs does, one block of queries and one head of a group after the other.
+    """
+
+    hidden: Tensor
+    scale: float
+    between: Rounding
+    adding: bool = False
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    """Return attention's output [samples, length, heads · size], rounded as in fused kernels.
+
+    They round the softmax and its gradient before they multiply, and compute the latter from the
+    rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2).
+    """
+    out: Tensor = _Attended.apply(query, key, value, kernel)
+    return out.transpose(1, 2).flatten(-2)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        groups = key.shape[1]
+        query = query.unflatten(1, (groups, -1))
+        scores = kernel.scale * query @ key.unsqueeze(2).transpose(-1, -2)
+        shares = scores.masked_fill_(kernel.hidden, -torch.inf).softmax(-1)
+        narrow = kernel.between(shares)
+        out = kernel.between(narrow @ value.unsqueeze(2))
+        context.save_for_backward(query, key, value, shares, narrow, out)
+        context.kernel = kernel
+        return out.flatten(1, 2)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, shares, narrow, out = context.saved_tensors
+        kernel = context.kernel
+        gradient = gradients[0].unflatten(1, (key.shape[1], -1))
+        wide = gradient @ value.unsqueeze(2).transpose(-1, -2)
+        along = (out * gradient).sum(-1, keepdim=True)
+        of_scores = kernel.between(shares * (wide - along) * kernel.scale)
+        of_query = kernel.between(of_scores @ key.unsqueeze(2))
+        of_key = _added(of_scores, query, kernel)
+        of_value = _added(narrow, gradient, kernel)
+        return of_query.flatten(1, 2), of_key, of_value, None
+
+
+def _added(shares: Tensor, states: Tensor, kernel: Kernel) -> Tensor:
+    """Return shareᵀ × states [samples, groups, keys, size], the sum over queries and heads."""
+    length = states.shape[-2]
+    size = _block_size(length)
+    if not kernel.adding or length % size:
+        return kernel.between((shares.transpose(-1, -2) @ states).sum(2))
+    blocks = shares.unflatten(-2, (-1, size)).transpose(-1, -2)
+    parts = blocks @ states.unflatten(-2, (-1, size))
+    total = torch.zeros_like(parts[:, :, 0, 0])
+    for part in parts.flatten(2, 3).unbind(2):
+        total = kernel.between(total + part)
+    return total
+
+
+def _block_size(length: int) -> int:
+    if length < 192:
+        return 32
+    if length < 768:
+        return 64
+    return 256
+
+
 # The FP8 format of a product's factors → that of its gradient, with more range and fewer digits.
 _OF_GRADIENTS = {
     torch.float8_e4m3fn: torch.float8_e5m2,
@@ -34,134 +105,50 @@ _OF_GRADIENTS = {
 }
 
 
-def attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Tensor,
-    *,
-    scale: float,
-    between: Rounding,
-    adding: bool,
-) -> Tensor:
-    """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused
-    kernels.
-
-    They round the softmax and its gradient before they multiply, and compute the latter from the
-    rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). With ``adding``, gradients of
-    keys and values are added as PyTorch's kernel for CPUs does, one block of queries and one head
-    of a group after the other. ``hidden`` pairs do not attend.
-    """
-    out: Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
-    return out.transpose(1, 2).flatten(-2)
-
-
-class _Attended(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor,
-        scale: float,
-        between: Rounding,
-        adding: bool,
-    ) -> Tensor:
-        groups = key.shape[1]
-        query = query.unflatten(1, (groups, -1))
-        scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        shares = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-        narrow = between(shares)
-        out = between(narrow @ value.unsqueeze(2))
-        context.save_for_backward(query, key, value, shares, narrow, out)
-        context.rest = scale, between, adding
-        return out.flatten(1, 2)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, shares, narrow, out = context.saved_tensors
-        scale, between, adding = context.rest
-        gradient = gradients[0].unflatten(1, (key.shape[1], -1))
-        wide = gradient @ value.unsqueeze(2).transpose(-1, -2)
-        of_scores = between(shares * (wide - (out * gradient).sum(-1, keepdim=True)) * scale)
-        of_query = between(of_scores @ key.unsqueeze(2))
-        of_key, of_value = (
-            _added(first, second, between, adding)
-            for first, second in ((of_scores, query), (narrow, gradient))
-        )
-        return of_query.flatten(1, 2), of_key, of_value, None, None, None, None
-
-
-def _added(shares: Tensor, states: Tensor, between: Rounding, adding: bool) -> Tensor:
-    """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a
-    group.
-    """
-    length = states.shape[-2]
-    size = next(size for size, most in ((32, 192), (64, 768), (256, math.inf)) if length < most)
-    if not adding or length % size:
-        return between((shares.transpose(-1, -2) @ states).sum(2))
-    parts = shares.unflatten(-2, (-1, size)).transpose(-1, -2) @ states.unflatten(-2, (-1, size))
-    total = torch.zeros_like(parts[:, :, 0, 0])
-    for part in parts.flatten(2, 3).unbind(2):
-        total = between(total + part)
-    return total
-
-
-def multiplied(
-    states: Tensor, weight: Tensor, eight: torch.dtype, *, one_format: bool, wide: str
-) -> Tensor:
-    """Return states × weightᵀ with factors rounded to ``eight``, each scaled by its largest value.
+@dataclass(frozen=True, kw_only=True)
+class EightBits:
+    """FP8 products, whose factors have the format ``dtype``.
 
     ``one_format`` and ``wide`` are those of :class:`.model.Constants`.
     """
-    if one_format:
-        back = eight
-    else:
-        back = _OF_GRADIENTS[eight]
-    return _EightBits.apply(states, weight, eight, back, wide)
+
+    dtype: torch.dtype
+    one_format: bool = False
+    wide: str = ""
 
 
-class _EightBits(torch.autograd.Function):
+def multiplied(states: Tensor, weight: Tensor, eight: EightBits) -> Tensor:
+    """Return states × weightᵀ with factors rounded to FP8, each scaled by its largest value."""
+    product: Tensor = _Multiplied.apply(states, weight, eight)
+    return product
+
+
+class _Multiplied(torch.autograd.Function):
     @staticmethod
-    def forward(
-        context: Any,
-        states: Tensor,
-        weight: Tensor,
-        eight: torch.dtype,
-        back: torch.dtype,
-        wide: str,
-    ) -> Tensor:
-        narrow = _scaled(states, eight), _scaled(weight, eight)
-        context.save_for_backward(
-            states if wide == "gradients of weights" else narrow[0],
-            weight if wide == "gradients of states" else narrow[1],
-        )
-        context.back = back
-        context.wide = wide
-        if wide == "outputs":
+    def forward(context: Any, states: Tensor, weight: Tensor, eight: EightBits) -> Tensor:
+        narrow_states = _scaled(states, eight.dtype)
+        narrow_weight = _scaled(weight, eight.dtype)
+        context.eight = eight
+        if eight.wide == "gradients of states":
+            context.save_for_backward(narrow_states, weight)
+        else:
+            context.save_for_backward(narrow_states, narrow_weight)
+        if eight.wide == "outputs":
             return states @ weight.T
-        return narrow[0] @ narrow[1].T
+        return narrow_states @ narrow_weight.T
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = context.saved_tensors
-        narrow = _scaled(gradient, context.back)
-        if context.wide == "gradients of states":
-            for_states = gradient
-        else:
-            for_states = narrow
-        if context.wide == "gradients of weights":
-            for_weight = gradient
-        else:
-            for_weight = narrow
-        return (
-            for_states @ weight,
-            for_weight.flatten(0, -2).T @ states.flatten(0, -2),
-            None,
-            None,
-            None,
-        )
+        eight = context.eight
+        dtype = _OF_GRADIENTS[eight.dtype]
+        if eight.one_format:
+            dtype = eight.dtype
+        narrow = _scaled(gradient, dtype)
+        of_weight = narrow.flatten(0, -2).T @ states.flatten(0, -2)
+        if eight.wide == "gradients of states":
+            return gradient @ weight, of_weight, None
+        return narrow @ weight, of_weight, None
 
 
 def _scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:

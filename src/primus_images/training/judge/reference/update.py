@@ -1,6 +1,4 @@
-"""Clipping, learning rates and AdamW, from their definitions, and relative errors of gradients and
-updates.
-"""
+"""Clipping, learning rates and AdamW from their definitions, and errors of their results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +10,16 @@ from torch import Tensor
 
 from primus_images.training.judge.reference.names import Job, Tensors, kind_of
 
+# Kind of tensor → the largest relative error of a gradient, and the name of its tensor.
+Gaps = dict[str, tuple[float, str]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``decay_vectors``: weight decay also applies to norms and biases. ``decoupled``: it shortens
-    the weights (AdamW) instead of adding to the gradients (Adam).
+    """What an optimizer is given.
+
+    ``decay_vectors``: weight decay also applies to norms and biases. ``decoupled``: it shortens the
+    weights (AdamW) instead of adding to the gradients (Adam).
     """
 
     beta1: float
@@ -29,59 +32,86 @@ class Settings:
 
 
 def settings(job: Job) -> Settings:
-    """Return the settings that the recipe of ``job`` requests, with the backend's documented
-    defaults.
-    """
+    """Return the settings that the recipe of ``job`` requests, with the backend's defaults."""
     config = job["config"]
     part = "training"
     if job["backend"] == "torchtitan":
         part = "optimizer"
-    usual = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     return Settings(
-        **{key: float(config.get(f"{part}.{key}", value)) for key, value in usual.items()},
+        beta1=float(config.get(f"{part}.beta1", 0.9)),
+        beta2=float(config.get(f"{part}.beta2", 0.95)),
+        eps=float(config.get(f"{part}.eps", 1e-8)),
+        weight_decay=float(config.get(f"{part}.weight_decay", 0.1)),
         max_norm=float(config.get("training.max_norm", 1.0)),
         decay_vectors=job["backend"] != "megatron",
         decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """A rate rises in ``warmup`` steps of 1 / ``risen``, and falls from ``begin`` to ``end``."""
+
+    rate: float
+    least: float
+    kind: str
+    warmup: int
+    risen: int
+    begin: int
+    end: int
+
+
+def _of_torchtitan(config: Mapping[str, Any]) -> _Schedule:
+    rate = float(config.get("optimizer.lr", 8e-4))
+    total = int(config.get("lr_scheduler.total_steps") or config["training.steps"])
+    warmup = min(int(config.get("lr_scheduler.warmup_steps", 200)), total)
+    decay = total - warmup
+    ratio = config.get("lr_scheduler.decay_ratio")
+    if ratio is not None:
+        decay = min(round(total * ratio), decay)
+    # The first decaying step is one after the last stable one; the last step's rate is not 0.
+    return _Schedule(
+        rate=rate,
+        least=rate * float(config.get("lr_scheduler.min_lr_factor", 0.0)),
+        kind=config.get("lr_scheduler.decay_type", "linear"),
+        warmup=warmup,
+        risen=warmup,
+        begin=total + 1 - decay,
+        end=total + 1,
+    )
+
+
+def _of_our_loop(config: Mapping[str, Any]) -> _Schedule:
+    warmup = int(config.get("training.warmup_steps", 0))
+    end = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
+    return _Schedule(
+        rate=float(config.get("training.lr", 3e-4)),
+        least=float(config.get("training.min_lr", 0.0)),
+        kind=config.get("training.lr_schedule", "constant"),
+        warmup=warmup,
+        risen=warmup + 1,
+        begin=warmup,
+        end=end,
+    )
+
+
 def rate(job: Job, step: int) -> float:
     """Return the learning rate of ``step`` (from 1): linear warm-up, then constant or decaying."""
-    config = job["config"]
     if job["backend"] == "torchtitan":
-        lr = float(config.get("optimizer.lr", 8e-4))
-        kind = config.get("lr_scheduler.decay_type", "linear")
-        least = lr * float(config.get("lr_scheduler.min_lr_factor", 0.0))
-        total = int(config.get("lr_scheduler.total_steps") or config["training.steps"])
-        warmup = min(int(config.get("lr_scheduler.warmup_steps", 200)), total)
-        ratio = config.get("lr_scheduler.decay_ratio")
-        if ratio is None:
-            decay = total - warmup
-        else:
-            decay = min(round(total * ratio), total - warmup)
-        # The first decaying step is one after the last stable one; the last step's rate is not 0.
-        risen = warmup
-        begin = total + 1 - decay
-        end = total + 1
+        schedule = _of_torchtitan(job["config"])
     else:
-        lr = float(config.get("training.lr", 3e-4))
-        kind = config.get("training.lr_schedule", "constant")
-        least = float(config.get("training.min_lr", 0.0))
-        warmup = int(config.get("training.warmup_steps", 0))
-        end = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
-        risen = warmup + 1
-        begin = warmup
-    if step <= warmup:
-        return lr * step / risen
-    if kind == "constant" or step < begin:
-        return lr
-    done = min(1.0, (step - begin) / max(1, end - begin))
+        schedule = _of_our_loop(job["config"])
+    if step <= schedule.warmup:
+        return schedule.rate * step / schedule.risen
+    if schedule.kind == "constant" or step < schedule.begin:
+        return schedule.rate
+    done = min(1.0, (step - schedule.begin) / max(1, schedule.end - schedule.begin))
     remaining = {
         "linear": 1 - done,
         "cosine": (1 + math.cos(math.pi * done)) / 2,
         "sqrt": 1 - math.sqrt(done),
     }
-    return least + (lr - least) * remaining[kind]
+    return schedule.least + (schedule.rate - schedule.least) * remaining[schedule.kind]
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
@@ -89,13 +119,16 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
 
 
-def clipped(gradients: Mapping[str, Tensor], norm: float, limit: float) -> dict[str, Tensor]:
-    """Return ``gradients`` shortened to ``limit`` if ``norm`` exceeds it (with PyTorch's 1e-6 in
-    the quotient).
-    """
-    factor = 1.0
+def _factor(norm: float, limit: float) -> float:
+    # PyTorch adds 1e-6 in the quotient.
     if limit > 0:
-        factor = min(1.0, limit / (norm + 1e-6))
+        return min(1.0, limit / (norm + 1e-6))
+    return 1.0
+
+
+def clipped(gradients: Mapping[str, Tensor], norm: float, limit: float) -> dict[str, Tensor]:
+    """Return ``gradients`` shortened to ``limit`` if ``norm`` exceeds it."""
+    factor = _factor(norm, limit)
     return {name: gradient * factor for name, gradient in gradients.items()}
 
 
@@ -108,122 +141,115 @@ class AdamW:
     second: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
-    def update(
-        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
-    ) -> dict[str, Tensor]:
+    def update(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         """Return the weights after one update. A weight without a gradient stays as it is."""
-        settings = self.settings
         self.step += 1
         after = {}
         for name, weight in weights.items():
-            gradient = gradients.get(name)
-            if gradient is None:
-                after[name] = weight
-                continue
-            decay = 0.0
-            if weight.ndim > 1 or settings.decay_vectors:
-                decay = settings.weight_decay
-            if not settings.decoupled:
-                gradient = gradient + decay * weight
-            for moments in (self.first, self.second):
-                moments.setdefault(name, torch.zeros_like(weight))
-            first = self.first[name].mul_(settings.beta1).add_(gradient, alpha=1 - settings.beta1)
-            second = (
-                self.second[name]
-                .mul_(settings.beta2)
-                .addcmul_(gradient, gradient, value=1 - settings.beta2)
-            )
-            spread = (second / (1 - settings.beta2**self.step)).sqrt_().add_(settings.eps)
-            if settings.decoupled:
-                decayed = weight * (1 - lr * decay)
-            else:
-                decayed = weight
-            after[name] = torch.addcdiv(
-                decayed, first, spread, value=-lr / (1 - settings.beta1**self.step)
-            )
+            after[name] = weight
+            if name in gradients:
+                after[name] = self._updated(name, weight, gradients[name], lr)
         return after
+
+    def _updated(self, name: str, weight: Tensor, gradient: Tensor, lr: float) -> Tensor:
+        settings = self.settings
+        decay = 0.0
+        if weight.ndim > 1 or settings.decay_vectors:
+            decay = settings.weight_decay
+        decayed = weight
+        if settings.decoupled:
+            decayed = weight * (1 - lr * decay)
+        else:
+            gradient = gradient + decay * weight
+        first = self.first.setdefault(name, torch.zeros_like(weight))
+        first.mul_(settings.beta1).add_(gradient, alpha=1 - settings.beta1)
+        second = self.second.setdefault(name, torch.zeros_like(weight))
+        second.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+        spread = (second / (1 - settings.beta2**self.step)).sqrt_().add_(settings.eps)
+        size = -lr / (1 - settings.beta1**self.step)
+        return torch.addcdiv(decayed, first, spread, value=size)
 
 
 def least_rounded(settings: Settings, used: Tensors, norm: float) -> float:
-    """Return the least share of a matrix's gradients that are bfloat16 numbers × the factor of
-    clipping. Sums in float32 have more digits. ``norm`` is the reported one before clipping.
+    """Return the least share of a matrix's gradients that are bfloat16 numbers.
+
+    They are multiplied by the factor of clipping. Sums in float32 have more digits. ``norm`` is the
+    reported one before clipping.
     """
-    factor = 1.0
-    if settings.max_norm:
-        factor = min(1.0, settings.max_norm / (norm + 1e-6))
-    shares = [1.0]
+    factor = _factor(norm, settings.max_norm)
+    least = 1.0
     for gradient in used.values():
         plain = gradient[gradient != 0].double() / factor
         if gradient.ndim > 1 and len(plain):
             near = (plain - plain.bfloat16().double()).abs() <= 4e-7 * plain.abs()
-            shares.append(float(near.double().mean()))
-    return min(shares)
+            least = min(least, float(near.double().mean()))
+    return least
 
 
 def moving(before: Tensors, expected: Tensors, rounding: float) -> set[str]:
-    """Return the weights that an update changes. Less than half the distance to the next number is
-    always lost.
+    """Return the weights that an update changes.
+
+    Less than half the distance to the next number is always lost.
     """
-    return {
-        name
-        for name, target in expected.items()
-        if bool(((target - before[name]).abs() > rounding / 2 * before[name].abs()).any())
-    }
+    changed = set()
+    for name, target in expected.items():
+        distance = rounding / 2 * before[name].abs()
+        if bool(((target - before[name]).abs() > distance).any()):
+            changed.add(name)
+    return changed
 
 
 def gap(before: Tensors, expected: Tensors, after: Tensors, rounding: float) -> dict[str, Any]:
-    """Return the largest error of a weight beyond its rounding, relative to its change, and the
-    weight's name.
+    """Return the largest error of a weight beyond its rounding, and the weight's name.
+
+    The error is relative to the weight's change.
     """
     worst = 0.0
     at = ""
     for name, target in expected.items():
+        error = float((after[name].to(torch.float64) - target).norm())
+        error -= rounding * float(target.norm())
+        if error <= 0:
+            continue
         change = float((target - before[name]).norm())
-        error = max(
-            0.0,
-            float((after[name].to(torch.float64) - target).norm())
-            - rounding * float(target.norm()),
-        )
-        if error:
-            if change:
-                relative = error / change
-            else:
-                relative = math.inf
-            if not relative <= worst:
-                worst = relative
-                at = name
-    return {"gap": min(worst, 1e9), "name": at}
+        relative = 1e9
+        if change and math.isfinite(error):
+            relative = min(error / change, relative)
+        if relative > worst:
+            worst = relative
+            at = name
+    return {"gap": worst, "name": at}
 
 
 def scales_of(gradients: Tensors) -> dict[str, float]:
-    """Return the scale of each tensor's error: its own length, or a thousandth of the length of all
-    gradients.
+    """Return the scale of each tensor's error.
+
+    It is the tensor's own length, or a thousandth of the length of all gradients.
     """
     lengths = {name: float(gradient.norm()) for name, gradient in gradients.items()}
     least = 1e-3 * math.sqrt(sum(length**2 for length in lengths.values()))
     return {name: max(length, least) or 1.0 for name, length in lengths.items()}
 
 
-def gaps_of(
-    run: Mapping[str, Tensor], expected: Tensors, scales: Mapping[str, float]
-) -> dict[str, tuple[float, str]]:
-    """Return the largest relative error of a gradient, with its tensor's name, for each kind of
-    tensor. Those of all layers and experts are similar, so the noise of some predicts that of the
-    others.
+def gaps_of(run: Tensors, expected: Tensors, scales: Mapping[str, float]) -> Gaps:
+    """Return the largest relative error of a gradient for each kind of tensor.
+
+    Those of all layers and experts are similar, so the noise of some predicts that of the others.
     """
-    worst: dict[str, tuple[float, str]] = {}
+    worst: Gaps = {}
     for name, target in expected.items():
         if name in run:
             kind = kind_of(name)
             gap = float((run[name].to(target.dtype) - target).norm()) / scales[name]
-            worst[kind] = max(
-                worst.get(kind, (0.0, "")), (gap if math.isfinite(gap) else 1e9, name)
-            )
+            if not math.isfinite(gap):
+                gap = 1e9
+            worst[kind] = max(worst.get(kind, (0.0, "")), (gap, name))
     return worst
 
 
 def typical(gaps: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the root mean square of the gaps under several roundings, and the tensor with the
-    largest one.
+    """Return the root mean square of the gaps under several roundings.
+
+    The tensor is the one with the largest gap.
     """
     return math.sqrt(sum(gap**2 for gap, _ in gaps) / len(gaps)), max(gaps)[1]

@@ -36,7 +36,7 @@ from primus_images.training.backends.fsdp.llama import Llama
 from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.config import read_job
 from primus_images.training.backends.megatron import cpu
-from primus_images.training.backends.torchtitan import cpu as on_cpu, entry, render
+from primus_images.training.backends.torchtitan import cpu as on_cpu, render, spec as specs
 from primus_images.training.judge.reference.names import to_canonical
 from primus_images.training.run import identity, ranks
 from primus_images.training.run.job import Job
@@ -108,13 +108,13 @@ def built(where: Path, recipe: Recipe) -> Model:
     if recipe.backend == "torchtitan":
         spec = get_train_spec(render.model_name(job.model))
         kind = type(next(iter(spec.model_args.values())))
-        arguments = entry._arguments(kind, render.model_arguments(job.model, recipe.precision))
+        arguments = specs.arguments(kind, render.model_arguments(job.model, recipe.precision))
         arguments.update_from_config(
             ConfigManager().parse_args(["--job.config_file", str(where / render.FILE)])
         )
         model = spec.model_cls(arguments)
         if recipe.find(render.INITIAL, False):
-            adapter = entry.adapter_of(spec.state_dict_adapter, job.model)(
+            adapter = specs.adapter_of(spec.state_dict_adapter, job.model)(
                 arguments, job.assets["tokenizer"]
             )
             files = adapter.to_hf(model.state_dict())

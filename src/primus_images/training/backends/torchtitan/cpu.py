@@ -97,7 +97,7 @@ def _memory_stats(_device: object = None) -> dict[str, int]:
 
 
 def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``draw`` for sharded weights: it draws each as a whole, and keeps this rank's share."""
+    """Return ``draw`` for sharded weights: it draws the whole, and keeps this rank's share."""
 
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(tensor, DTensor):

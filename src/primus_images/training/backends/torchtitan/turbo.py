@@ -148,8 +148,8 @@ def _fp8_weight_cast() -> None:
 def _fp8_linear() -> None:
     from torchao.float8.float8_linear import Float8Linear
 
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        out = fp8.linear(input, self.weight, self.config)
+    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+        out = fp8.linear(states, self.weight, self.config)
         if self.bias is None:
             return out
         return out + self.bias.to(out.dtype)

@@ -1,5 +1,4 @@
-"""Fetch missing locked files into the cache, through the host's own pip, apt, registry and git
-configuration.
+"""Fetch missing locked files into the cache, as the host's pip, apt, skopeo and git would.
 
 A file is identified by its sha256 alone, so a mirror, a local folder and the original source are
 equally good.
@@ -47,14 +46,15 @@ def fetch(
     offline: bool = False,
     progress: Progress,
 ) -> None:
-    """Fetch every missing file into the cache. ``files`` maps each to the request that it was
-    locked for.
+    """Fetch every missing file into the cache. ``files`` maps each to the request of its lock.
 
     Raises HostError if a source is unreachable, no longer has a file or offers other bytes under
     its name, or if the disk is full; InputError if a request does not name a file's source. Files
     that were fetched before are kept.
     """
-    missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
+    missing = {
+        file.sha256: file for file in files if not cache.has(file.sha256, file.size)
+    }.values()
     if not missing:
         return
     if offline:
@@ -65,7 +65,8 @@ def fetch(
             hint="run it once without --offline",
         )
     began = time.monotonic()
-    size = sum(f.size for f in missing)
+    size = sum(file.size for file in missing)
+    megabytes = f"{size / 1e6:,.1f} MB"
     progress.start("fetch", "fetch", size)
     try:
         cache.root.mkdir(parents=True, exist_ok=True)
@@ -77,31 +78,38 @@ def fetch(
             work.run(work.jobs({file: files[file] for file in missing}), missing)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            size_text = size / 1e6
             raise HostError(
-                f"the disk is full at {cache.root}: the missing files take {size_text:,.1f} MB",
+                f"the disk is full at {cache.root}: the missing files take {megabytes}",
                 hint="free some space and run it again; what has been fetched is kept",
             ) from None
         if error.errno in (errno.EACCES, errno.EROFS):
             raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
         raise
     if work.gone:
-        gone = {
-            f"{file.name} {file.version}": file.name
-            for file in sorted(work.gone, key=lambda file: file.name)
-        }
-        options = " ".join(
-            f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5]
-        )
-        raise HostError(
-            f"no source that pip and apt are configured for offers: {some([*gone], 5)}",
-            hint="configure them as where it was locked (pip config list); if the files were "
-            "removed there, use an archive that keeps them, or lock their successors "
-            f"(primus lock {options})",
-        )
+        raise _not_offered(work.gone)
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
-    progress.finish(
-        "fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s"
+    progress.finish("fetch", f"{counted(len(missing), 'file')}, {megabytes}, {rate:,.1f} MB/s")
+
+
+def _not_offered(gone: Collection[LockedFile]) -> HostError:
+    files = sorted(gone, key=lambda file: file.name)
+    texts = dict.fromkeys(f"{file.name} {file.version}" for file in files)
+    names = list(dict.fromkeys(file.name for file in files))[:5]
+    options = " ".join(f"--refresh-package {name}" for name in names)
+    return HostError(
+        f"no source that pip and apt are configured for offers: {some([*texts], 5)}",
+        hint="configure them as where it was locked (pip config list); if the files were "
+        "removed there, use an archive that keeps them, or lock their successors "
+        f"(primus lock {options})",
+    )
+
+
+def _other_bytes(file: LockedFile, source: str, offer: str) -> HostError:
+    return HostError(
+        f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} "
+        f"({file.size} bytes) is locked",
+        hint="do not trust that source; if its maker replaced the file on purpose: primus "
+        "lock --refresh",
     )
 
 
@@ -116,52 +124,38 @@ class _Fetch:
         """Return a job per archive and image, and one per other file."""
         archives: dict[tuple[str, ...], list[LockedFile]] = defaultdict(list)
         images: dict[str, list[LockedFile]] = defaultdict(list)
-        jobs: list[Callable[[], None]] = []
+        singles: list[Callable[[], None]] = []
         own = {name: url for request in files.values() for name, url in request.indexes.items()}
         indexes = None
-        if any(file.kind in ("wheel", "sdist") for file in files):
-            indexes = Indexes.of_host(own)
         # Largest first: the last one alone would prolong the fetch.
         for file, request in sorted(files.items(), key=lambda item: -item[0].size):
             try:
                 if file.kind == "git":
                     commit = request.gits[file.name]
-                    jobs.append(
-                        partial(
-                            self._copy,
-                            [file],
-                            commit.url,
-                            partial(archive_commit, commit, file.sha256),
-                        )
-                    )
-                elif indexes and file.kind in ("wheel", "sdist"):
-                    if file.index:
-                        places = [own[file.index]]
-                    else:
-                        places = indexes.places
-                    jobs.append(partial(self._download, file, indexes, places))
-                else:
+                    tool = partial(archive_commit, commit, file.sha256)
+                    singles.append(partial(self._copy, [file], commit.url, tool))
+                elif file.kind == "deb":
                     base = request.bases[file.base or ""]
-                    if file.kind == "deb":
-                        archives[suites_of(base.suite, base.packages)].append(file)
-                    elif base.image:
-                        images[base.image].append(file)
-                    else:
-                        raise KeyError(f"an image of base {file.base}")
+                    archives[suites_of(base.suite, base.packages)].append(file)
+                elif file.kind == "layer":
+                    image = request.bases[file.base or ""].image
+                    images[image or ""].append(file)
+                else:
+                    indexes = indexes or Indexes.of_host(own)
+                    places = (own[file.index],) if file.index else indexes.places
+                    singles.append(partial(self._download, file, indexes, places))
             except KeyError as error:
-                what = error.args[0]
                 raise InputError(
-                    f"the lock names {what}, but versions.yaml does not",
+                    f"the lock names {error.args[0]}, but versions.yaml does not",
                     hint="run `primus lock` again",
                 ) from None
+        jobs: list[Callable[[], None]] = []
+        for image, group in images.items():
+            jobs.append(partial(self._copy, group, image, partial(copy_image, image)))
         for suites, group in archives.items():
             source = f"the archive of {' and '.join(suites)}"
-            jobs.insert(
-                0, partial(self._copy, group, source, partial(download_debs, group, suites))
-            )
-        for image, group in images.items():
-            jobs.insert(0, partial(self._copy, group, image, partial(copy_image, image)))
-        return jobs
+            jobs.append(partial(self._copy, group, source, partial(download_debs, group, suites)))
+        return jobs + singles
 
     def run(self, jobs: Sequence[Callable[[], None]], files: Collection[LockedFile]) -> None:
         """Run all jobs. Raises the first failure."""
@@ -184,9 +178,7 @@ class _Fetch:
         return size
 
     def _copy(self, files: Sequence[LockedFile], source: str, tool: Callable[[Path], None]) -> None:
-        """Let the tool write the files to a folder, each named by its sha256, and take them from
-        there.
-        """
+        """Take the files from a folder to which the tool writes them, named by their sha256."""
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         tool(folder)
         for file in files:
@@ -195,13 +187,7 @@ class _Fetch:
                 self.gone.append(file)
                 continue
             if not self._cache.put(path, file.sha256):
-                offer = "other bytes"
-                raise HostError(
-                    f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} "
-                    f"({file.size} bytes) is locked",
-                    hint="do not trust that source; if its maker replaced the file on purpose: primus "
-                    "lock --refresh",
-                )
+                raise _other_bytes(file, source, "other bytes")
             path.unlink()
 
     def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
@@ -220,49 +206,36 @@ class _Fetch:
     def _take(self, file: LockedFile, offer: Offer, indexes: Indexes) -> bool:
         """Download the file from one place. Returns False if it is not there."""
         sha256 = offer.sha256 or file.sha256
-        if sha256 == file.sha256:
-            with self._cache.part(file.sha256) as part:
-                if part is None:
+        if sha256 != file.sha256:
+            raise _other_bytes(file, offer.url, f"sha256 {sha256}")
+        with self._cache.part(file.sha256) as part:
+            if part is None:
+                return True
+            # What is there already may come from another source or a bad disk. Only a file read in
+            # one go proves that the source is wrong.
+            tries = 2 if part.seek(0, os.SEEK_END) else 1
+            for _ in range(tries):
+                if not _append(part, file, offer.url, indexes):
+                    return False
+                sha256 = self._cache.commit(part, file.sha256)
+                if sha256 == file.sha256:
                     return True
-                # What is there already may come from another source or a bad disk. Only a file read
-                # in one go proves that the source is wrong.
-                for _ in range(2 if part.seek(0, os.SEEK_END) else 1):
-                    if not _append(part, file, offer.url, indexes):
-                        return False
-                    sha256 = self._cache.commit(part, file.sha256)
-                    if sha256 == file.sha256:
-                        return True
-        offer_text = f"sha256 {sha256}"
-        raise HostError(
-            f"{file.file} from {bare_url(offer.url)} has {offer_text}, but sha256 "
-            f"{file.sha256} ({file.size} bytes) is locked",
-            hint="do not trust that source; if its maker replaced the file on purpose: primus "
-            "lock --refresh",
-        )
+        raise _other_bytes(file, offer.url, f"sha256 {sha256}")
 
 
 def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
-    """Download the rest of the part, as long as bytes keep arriving. Returns False if the source
-    has no file.
+    """Download the rest of the part, as long as bytes keep arriving.
+
+    Returns False if the source has no file.
     """
     faults = 0
-    size = part.seek(0, os.SEEK_END)
-    while size < file.size or not file.size:
-        before = size
+    while True:
+        begin = part.seek(0, os.SEEK_END)
+        if begin >= file.size > 0:
+            return True
         try:
-            with (
-                answer_of(bare_url(url), lambda: size),
-                indexes.open(url, size) as (_, offset, blocks),
-            ):
-                # A server without ranges begins again.
-                part.truncate(offset)
-                size = offset
-                for block in blocks:
-                    part.write(block)
-                    size += len(block)
-                    if size > file.size:
-                        break
-            break
+            _read_on(part, file, url, indexes)
+            return True
         except (FileNotFoundError, PermissionError):
             return False
         except (requests.RequestException, HTTPError) as error:
@@ -270,16 +243,11 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
             if status in _ABSENT:
                 return False
             if status == 416:
-                break
+                return True
             # A server that starts over each time makes no progress.
-            if size > before:
-                faults = 1
-            else:
-                faults = faults + 1
+            faults = 1 if part.seek(0, os.SEEK_END) > begin else faults + 1
             if status is not None or faults >= _FAULTS:
-                times = ""
-                if status is None:
-                    times = f", {_FAULTS} times"
+                times = f", {_FAULTS} times" if status is None else ""
                 hint = "run it again to continue the download"
                 if status in (401, 407):
                     hint = LOGIN_HINT
@@ -287,4 +255,15 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
                     f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint
                 ) from None
         time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
-    return True
+
+
+def _read_on(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> None:
+    """Append what the source sends; no more than a block beyond the file's size."""
+    start = part.seek(0, os.SEEK_END)
+    with answer_of(bare_url(url), part.tell), indexes.open(url, start) as (_, offset, blocks):
+        # A server without ranges begins again.
+        part.truncate(offset)
+        for block in blocks:
+            part.write(block)
+            if part.tell() > file.size:
+                break

@@ -1,6 +1,4 @@
-"""The Python indexes of this host: pip's configuration, as settings for uv and as requests for
-files.
-"""
+"""The Python indexes of this host: pip's configuration, for uv and for requests of our own."""
 
 import ast
 import hashlib
@@ -27,14 +25,11 @@ from urllib3.util import Retry
 from uv import find_uv_bin
 
 from primus_images.errors import HostError
-from primus_images.refusals import refusal
-from primus_images.versions.traffic import LOG, bare_url, cause
+from primus_images.versions.lock import Kind, LockedFile
+from primus_images.versions.traffic import bare_url, cause
 from primus_images.waits import answer_of
 
 LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
-# Of pip's providers of credentials, those that use the program keyring.
-_KEYRINGS = ("subprocess", "import")
-_PLAIN = {"Accept-Encoding": "identity"}
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (4.0, 20.0)
@@ -56,8 +51,9 @@ _RETRIES = Retry(
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One file of an index; None is not stated. ``python`` are the versions of Python that it
-    requires (empty: any).
+    """One file of an index; None is not stated.
+
+    ``python`` are the versions of Python that it requires (empty: any).
     """
 
     file: str
@@ -74,11 +70,10 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Indexes:
-    """The places that pip would search, first to last, and how it would reach them. They may
-    contain credentials.
+    """The places that pip would search, first to last, and how it would reach them.
 
-    ``own`` are a channel's own indexes of versions.yaml, by name, and ``settings`` pip's settings
-    by their names.
+    They may contain credentials. ``own`` are a channel's own indexes of versions.yaml, by name, and
+    ``settings`` pip's settings by their names.
     """
 
     urls: tuple[str, ...] = field(repr=False)
@@ -87,18 +82,13 @@ class Indexes:
 
     @classmethod
     def of_host(cls, own: Mapping[str, str]) -> Self:
-        """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError
-        without pip.
-        """
-        return replace(
-            cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items())))), own=own
-        )
+        """Return the configuration of this host's pip. Raises HostError without pip."""
+        listing = _pip_config(frozenset(os.environ.items()))
+        return replace(cls.from_settings(parse_config(listing)), own=own)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Self:
-        """Return the indexes that pip's settings name, or the default of pip and uv if they name
-        none.
-        """
+        """Return the indexes that pip's settings name, or the default of pip and uv."""
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
             urls = [
@@ -114,50 +104,56 @@ class Indexes:
     @property
     def places(self) -> tuple[str, ...]:
         """Return the addresses of pip's indexes and find-links, local ones first."""
-        return tuple(
-            sorted(
-                (*self.listed("find-links"), *self.urls),
-                key=lambda place: local_path(place) is None,
-            )
-        )
+        places = (*self.listed("find-links"), *self.urls)
+        return tuple(sorted(places, key=lambda place: local_path(place) is None))
 
     @property
     def shown(self) -> tuple[str, ...]:
         """Return every address without credentials."""
-        return tuple(map(bare_url, (*self.urls, *self.listed("find-links"), *self.own.values())))
+        return tuple(map(bare_url, self._addresses))
+
+    @property
+    def _addresses(self) -> tuple[str, ...]:
+        return (*self.urls, *self.listed("find-links"), *self.own.values())
 
     def uv_settings(self, wheels: Path) -> str:
-        """Return a ``uv.toml`` of these indexes and the folder ``wheels`` in pip's order: uv tries
-        its default last.
+        """Return a ``uv.toml`` of these indexes and the folder ``wheels``.
+
+        The order is pip's, because uv tries its default last.
         """
         urls = (*self.urls, *self.own.values())
-        keyring = self.settings.get("keyring-provider") in _KEYRINGS
         lines = [
             'index-strategy = "unsafe-best-match"',
             f"find-links = {json.dumps([*self.listed('find-links'), str(wheels)])}",
             f"allow-insecure-host = {json.dumps(self.listed('trusted-host'))}",
             f"no-index = {json.dumps(not urls)}",
-            f'keyring-provider = "{"subprocess" if keyring else "disabled"}"',
+            'keyring-provider = "disabled"',
             'python-downloads = "never"',
         ]
         for url in urls:
             lines += ["[[index]]", f"url = {json.dumps(url)}", "ignore-error-codes = [403]"]
-        return "\n".join([*lines, *(["default = true"] if urls else []), ""])
+        if urls:
+            lines.append("default = true")
+        return "\n".join([*lines, ""])
 
     def uv_environment(self) -> dict[str, str]:
-        """Return the environment in which uv reaches what pip would. Other settings of uv on this
-        host do not apply.
+        """Return the environment in which uv reaches what pip would.
+
+        Other settings of uv on this host do not apply.
         """
         environment = {
-            k: v for k, v in os.environ.items() if not k.startswith("UV_") or k == "UV_CACHE_DIR"
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("UV_") or name == "UV_CACHE_DIR"
         }
-        # A source that does not answer must be named within seconds.
         environment |= {
+            # A source that does not answer must be named within seconds.
             "UV_HTTP_CONNECT_TIMEOUT": "3",
             "UV_HTTP_TIMEOUT": "6",
             "UV_HTTP_RETRIES": "1",
+            "UV_SYSTEM_CERTS": "true",
+            "NO_COLOR": "1",
         }
-        environment |= {"UV_SYSTEM_CERTS": "true", "NO_COLOR": "1"}
         ca = self._ca()
         if ca:
             environment["SSL_CERT_FILE"] = ca
@@ -166,8 +162,9 @@ class Indexes:
             environment["SSL_CLIENT_CERT"] = certificate
         proxy = self.settings.get("proxy")
         if proxy:
-            names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-            environment |= {word: proxy for name in names for word in (name, name.lower())}
+            for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+                environment[name] = proxy
+                environment[name.lower()] = proxy
         return environment
 
     @cached_property
@@ -182,129 +179,115 @@ class Indexes:
     def get(
         self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None
     ) -> requests.Response:
-        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of
-        ``requests``.
+        """Make one streamed request with pip's CA, proxy and credentials.
+
+        Raises the errors of ``requests``.
         """
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
         proxy = self.settings.get("proxy")
-        try:
-            response = self._session.request(
-                method,
-                parts._replace(netloc=host).geturl(),
-                stream=True,
-                allow_redirects=True,  # requests itself follows none for HEAD
-                headers=headers,
-                auth=self._login(host),
-                # Not set on the session, where the environment's proxies would precede pip's own
-                # setting.
-                proxies={"http": proxy, "https": proxy} if proxy else None,
-                verify=False
-                if {host, parts.hostname} & {*self.listed("trusted-host")}
-                else self._ca() or True,
-                cert=self.settings.get("client-cert"),
-                timeout=_TIMEOUT,
-            )
-        except requests.RequestException as error:
-            LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
-            raise
-        about = response.headers
-        seconds = response.elapsed.total_seconds()
-        outcome = (
-            f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
+        trusted = not {host, parts.hostname}.isdisjoint(self.listed("trusted-host"))
+        return self._session.request(
+            method,
+            parts._replace(netloc=host).geturl(),
+            stream=True,
+            allow_redirects=True,  # requests itself follows none for HEAD
+            headers=headers,
+            auth=self._login(host),
+            # Not set on the session, where the environment's proxies would precede pip's own
+            # setting.
+            proxies={"http": proxy, "https": proxy} if proxy else None,
+            verify=False if trusted else self._ca() or True,
+            cert=self.settings.get("client-cert"),
+            timeout=_TIMEOUT,
         )
-        LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), seconds, outcome)
-        return response
 
     def offers(self, package: str, place: str) -> list[Offer]:
-        """Return every file of the package at ``place``: an index, or find-links. HostError if it
-        does not answer.
+        """Return every file of the package at ``place``: an index, or find-links.
+
+        Raises HostError if it does not answer.
         """
-        flat = place in self.listed("find-links")
+        url = place
         folder = local_path(place)
-        if flat:
-            url = place
-        else:
+        if place not in self.listed("find-links"):
             url = f"{place.rstrip('/')}/{package}/"
+            folder = folder and folder / package
         try:
-            if folder is None:
-                with answer_of(bare_url(url)), self.get(url) as page:
-                    if page.status_code in (403, 404):
-                        return []
-                    page.raise_for_status()
-                    content = page.raw.read(_LARGEST_PAGE + 1, decode_content=True)
-                    if len(content) > _LARGEST_PAGE:
-                        raise ValueError("its page has no end")
-                    if "json" in page.headers.get("Content-Type", ""):
-                        return offers_in(json.loads(content)["files"], page.url)
-                    return offers_in(_files(content.decode("utf-8", "replace")), page.url)
-            if flat:
-                folder = folder.absolute()
-            else:
-                folder = folder.absolute() / package
-            offers = [Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*")]
-            listing = folder / "index.html"
-            text = ""
-            if listing.exists():
-                text = listing.read_text(encoding="utf-8")
-            return [*offers_in(_files(text), listing.as_uri()), *offers]
+            if folder:
+                return _files_in(folder.absolute())
+            return self._files_at(url)
         except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
+
+    def _files_at(self, url: str) -> list[Offer]:
+        with answer_of(bare_url(url)), self.get(url) as page:
+            if page.status_code in (403, 404):
+                return []
+            page.raise_for_status()
+            content = page.raw.read(_LARGEST_PAGE + 1, decode_content=True)
+            if len(content) > _LARGEST_PAGE:
+                raise ValueError("its page has no end")
+            if "json" in page.headers.get("Content-Type", ""):
+                return offers_in(json.loads(content)["files"], page.url)
+            return offers_in(_files(content.decode("utf-8", "replace")), page.url)
 
     def silence(self, url: str, reason: str, about: str) -> HostError:
         """Return the error for an index that does not answer the request for ``url``."""
         address = bare_url(url)
-        name = next(
-            (
-                name
-                for name, own in self.own.items()
-                if address.startswith(bare_url(own).rstrip("/"))
-            ),
-            None,
-        )
         place = f"the Python index at {address}"
         hint = "point pip at a mirror (pip config set global.index-url URL)"
-        if name is not None:
-            place = f"the index {name} ({bare_url(self.own[name])})"
-            hint = "use another channel (--channel)"
+        for name, own in self.own.items():
+            if address.startswith(bare_url(own).rstrip("/")):
+                place = f"the index {name} ({bare_url(own)})"
+                hint = "use another channel (--channel)"
         if re.search(r"\b40[17]\b", reason):
-            return HostError(
-                f"{place} wants valid authentication credentials: {reason}",
-                hint=LOGIN_HINT,
-                about=about,
-            )
+            message = f"{place} wants valid authentication credentials: {reason}"
+            return HostError(message, hint=LOGIN_HINT, about=about)
         return HostError(
             f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about
         )
 
     def _login(self, host: str) -> tuple[str, str] | None:
-        for url in (*self.urls, *self.listed("find-links"), *self.own.values()):
+        for url in self._addresses:
             login, at, netloc = urlsplit(url).netloc.rpartition("@")
             if at and netloc == host:
-                user, colon, password = map(unquote, login.partition(":"))
-                if self.settings.get("keyring-provider") in _KEYRINGS and not colon:
-                    command = ["keyring", "get", url, user]
-                    ended = subprocess.run(
-                        command, capture_output=True, errors="replace", check=False
-                    )
-                    password = ended.stdout.strip()
-                return user, password
+                user, _, password = login.partition(":")
+                return unquote(user), unquote(password)
         return None
 
     def _ca(self) -> str | None:
-        configured = (
-            self.settings.get("cert"),
-            *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")),
-        )
         # pip trusts the system's certificate store. requests alone would not find a company's own
         # CA in it.
-        return next(filter(None, configured), ssl.get_default_verify_paths().cafile)
+        return (
+            self.settings.get("cert")
+            or os.environ.get("REQUESTS_CA_BUNDLE")
+            or os.environ.get("CURL_CA_BUNDLE")
+            or ssl.get_default_verify_paths().cafile
+        )
+
+    def locked(
+        self, kind: Kind, name: str, version: str, offer: Offer, index: str | None = None
+    ) -> LockedFile:
+        """Return the offered file with its length and sha256, which are measured if need be."""
+        size = offer.size
+        sha256 = offer.sha256
+        if size is None or sha256 is None:
+            size, sha256 = self.measure(offer.url, f"{name} {version}", sha256)
+        return LockedFile(
+            kind=kind,
+            name=name,
+            version=version,
+            file=offer.file,
+            size=size,
+            sha256=sha256,
+            index=index,
+        )
 
     def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
-        """Return length and sha256 of the file at ``url``. It is read in full only if one of them
-        is not stated.
+        """Return length and sha256 of the file at ``url``.
 
-        Raises HostError if there is no such file, or if the answer is a web page.
+        It is read in full only if one of them is not stated. Raises HostError if there is no such
+        file, or if the answer is a web page.
         """
         try:
             if sha256 is not None:
@@ -319,18 +302,22 @@ class Indexes:
                     digest.update(block)
                     size += len(block)
         except (OSError, urllib3.exceptions.HTTPError) as error:
-            names = {"file": about, "address": bare_url(url), "error": cause(error)}
-            raise refusal("listed_only", None, about.partition(" ")[0], **names) from None
+            raise HostError(
+                f"the index lists {about}, but the file at {bare_url(url)} is not there: "
+                f"{cause(error)}",
+                hint="try again later, or pin another version",
+                about=about.partition(" ")[0],
+            ) from None
         return size, digest.hexdigest()
 
     @contextmanager
     def open(
         self, url: str, start: int = 0, method: str = "GET"
     ) -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
-        """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if
-        it has no ranges.
+        """Yield length, if it is stated, offset and blocks of a file from ``start``.
 
-        Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
+        The offset is 0 if the server has no ranges. Raises the errors of ``requests`` and
+        ``urllib3``, and OSError for a local file.
         """
         path = local_path(url)
         if path:
@@ -338,18 +325,15 @@ class Indexes:
                 file.seek(start)
                 yield path.stat().st_size, start, iter(partial(file.read, _BLOCK), b"")
             return
+        headers = {"Accept-Encoding": "identity"}
         if start:
-            ranges = {"Range": f"bytes={start}-"}
-        else:
-            ranges = {}
-        with self.get(url, method, _PLAIN | ranges) as response:
+            headers["Range"] = f"bytes={start}-"
+        with self.get(url, method, headers) as response:
             response.raise_for_status()
             if response.headers.get("Content-Type", "").startswith("text/html"):
                 raise requests.RequestException("it sends a web page")
             length = response.headers.get("Content-Length", "")
-            offset = 0
-            if response.status_code == 206:
-                offset = start
+            offset = start if response.status_code == 206 else 0
             blocks = response.raw.stream(_BLOCK, decode_content=False)
             yield int(length) if length.isdigit() else None, offset, blocks
 
@@ -368,24 +352,30 @@ def _files(page: str) -> list[dict[str, Any]]:
     return files
 
 
+def _files_in(folder: Path) -> list[Offer]:
+    listing = folder / "index.html"
+    text = listing.read_text(encoding="utf-8") if listing.exists() else ""
+    listed = offers_in(_files(text), listing.as_uri())
+    return listed + [Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*")]
+
+
 def offers_in(files: Any, base: str = "") -> list[Offer]:
-    """Return the files that a page of an index lists, whose address is ``base``, or a package of a
-    ``pylock.toml``.
-    """
-    places = [(row, row["url"] if "url" in row else row["path"]) for row in files]
-    return [
-        Offer(
-            file=str(row["filename"])
-            if "filename" in row
-            else unquote(urlsplit(place).path.rpartition("/")[2]),
+    """Return the files of an index's page at the address ``base``, or of a pylock's package."""
+    offers = []
+    for row in files:
+        place = row["url"] if "url" in row else row["path"]
+        name = row.get("filename") or unquote(urlsplit(place).path.rpartition("/")[2])
+        size = row.get("size")
+        offer = Offer(
+            file=str(name),
             url=urljoin(base, place),
             sha256=row.get("hashes", {}).get("sha256"),
-            size=None if row.get("size") is None else int(row["size"]),
+            size=None if size is None else int(size),
             python=str(row.get("requires-python") or ""),
             yanked=bool(row.get("yanked")),
         )
-        for row, place in places
-    ]
+        offers.append(offer)
+    return offers
 
 
 def local_path(url: str) -> Path | None:
@@ -399,8 +389,9 @@ def local_path(url: str) -> Path | None:
 
 
 def parse_config(listing: str) -> dict[str, str]:
-    """Return pip's settings for `install` from the output of `pip config list`. Variables override
-    files.
+    """Return pip's settings for `install` from the output of `pip config list`.
+
+    Variables override files.
     """
     layers: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for section, name, value in re.findall(r"^([^.=\n]+)\.([^=\n]+)=(.*)$", listing, re.M):

@@ -260,7 +260,7 @@ def dumps(lock: Lock) -> str:
     head = [f"{_json(key)}: {_json(getattr(lock, key))}" for key in _HEAD]
     pins = [f"    {_json(pin)}: {_json(text)}" for pin, text in sorted(lock.pins.items())]
     files = []
-    for file in sorted(lock.files, key=_order):
+    for file in sorted(lock.files, key=file_order):
         stated = {key: value for key, value in asdict(file).items() if value is not None}
         files.append(f"    {_json(stated)}")
     parts = [
@@ -271,7 +271,8 @@ def dumps(lock: Lock) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _order(file: LockedFile) -> tuple[str, str, str]:
+def file_order(file: LockedFile) -> tuple[str, str, str]:
+    """Return what tells the files of a lock apart, and sorts them."""
     return file.kind, file.base or "", file.name
 
 
@@ -301,12 +302,12 @@ def _parsed(document: Document) -> Lock:
     lock = build(Lock, document)
     listed = set[tuple[str, str, str]]()
     for index, file in enumerate(lock.files):
-        if _order(file) in listed:
+        if file_order(file) in listed:
             raise InputError(
                 f"the {file.kind} {file.name} is listed twice",
                 where=document.where(("files", index)),
             )
-        listed.add(_order(file))
+        listed.add(file_order(file))
     return lock
 
 

@@ -1,5 +1,6 @@
-"""Resolving a request to a lock with as few changes as possible: versions that still match their
-pins are kept.
+"""Resolving a request to a lock with as few changes as possible.
+
+Versions that still match their pins are kept.
 """
 
 import re
@@ -7,20 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 from primus_images.errors import InputError
 from primus_images.progress import Progress
 from primus_images.terminal import counted
 from primus_images.versions.debs import resolve_debs
 from primus_images.versions.lock import (
-    BaseRequest,
-    Commit,
     Lock,
     LockedFile,
     Request,
     Shared,
     drift,
+    file_order,
 )
 from primus_images.versions.remotes import resolve_commit, resolve_image
 from primus_images.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
@@ -32,7 +33,9 @@ _FOR_SCRIPTS = (
     "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: "
     "all\nMulti-Arch: foreign\n"
 )
-_Way = Callable[..., tuple[LockedFile, ...]]
+
+_Files = tuple[LockedFile, ...]
+_Way = Callable[..., _Files]
 
 
 def stale(
@@ -41,37 +44,46 @@ def stale(
     """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and
     ``build NAME``.
     """
-    # Part → what it follows from: pins, and files of parts that are gone. A package that is built
-    # here, or was until now, changes which wheels are needed. A base's glibc and exact Python
-    # determine which wheels fit it.
+    causes = _causes(request)
+    if previous is None:
+        return frozenset(causes)
+    changes = [change.pin for change in drift(previous, request)]
+    changes += [_part(file) for file in gone]
+    again = set()
+    for part, cause in causes.items():
+        pattern = re.compile(f"architecture|python|{cause}")
+        if any(pattern.fullmatch(change) for change in changes):
+            again.add(part)
+    return frozenset(again)
+
+
+def _causes(request: Request) -> dict[str, str]:
+    """Return part → pattern of what it follows from: pins, and parts whose files are gone."""
+    # A package that is built here, or was until now, changes which wheels are needed. A base's
+    # glibc and exact Python determine which wheels fit it.
     wheels = "wheels|(wheel|deb|sdist|git) .*|base .* (suite|python)"
-    sources = {"wheels": wheels, "sdists": "sdists|sdist .*", "gits": "gits|git .*"}
+    causes = {"wheels": wheels, "sdists": "sdists|sdist .*", "gits": "gits|git .*"}
     for name, base in request.bases.items():
         # An extra is installed over its base, so both come from the archive of the same day.
-        both = [
-            re.escape(n)
-            for n, other in request.bases.items()
-            if (other.over or n) == (base.over or name)
+        family = base.over or name
+        together = [
+            re.escape(other)
+            for other, about in request.bases.items()
+            if family in (other, about.over)
         ]
-        sources[f"base {name}"] = rf"base ({'|'.join(both)})( \w+)?"
-    # Builds have the image's versions.
-    sources |= {
-        f"build {name}": rf"{wheels}|build {re.escape(name)}( wheels)?" for name in request.builds
-    }
-    if previous is None:
-        return frozenset(sources)
-    changes = [*(change.pin for change in drift(previous, request)), *map(_part, gone)]
-    return frozenset(
-        part
-        for part, source in sources.items()
-        if any(re.fullmatch(f"architecture|python|{source}", change) for change in changes)
-    )
+        causes[f"base {name}"] = rf"base ({'|'.join(together)})( \w+)?"
+    for name in request.builds:
+        # Builds have the image's versions.
+        causes[f"build {name}"] = rf"{wheels}|build {re.escape(name)}( wheels)?"
+    return causes
 
 
 def _part(file: LockedFile) -> str:
     if file.base is None:
         return f"{file.kind}s"
-    return f"{'build' if file.kind == 'wheel' else 'base'} {file.base}"
+    if file.kind == "wheel":
+        return f"build {file.base}"
+    return f"base {file.base}"
 
 
 def resolve(
@@ -89,101 +101,106 @@ def resolve(
     """
     parts = stale(request, previous, gone)
     locked: dict[str, list[LockedFile]] = defaultdict(list)
-    for file in previous.files if previous is not None else ():
+    for file in previous.files if previous else ():
         locked[_part(file)].append(file)
+    task = _Resolving(request, shared, progress)
 
-    def versions(part: str) -> dict[str, str]:
+    def kept(part: str) -> dict[str, str]:
         return {file.name: file.version for file in locked[part] if file not in gone}
 
-    show = partial(_shown, progress)
+    def files_of(part: str) -> Sequence[LockedFile]:
+        if part not in parts:
+            return locked[part]
+        if part.startswith("base "):
+            return task.base(part.removeprefix("base "))
+        if part == "gits":
+            return task.commits()
+        if part == "sdists":
+            return task.sdists()
+        return task.wheels(kept(part))
+
+    order = ["gits", "sdists", "wheels", *(f"base {name}" for name in request.bases)]
     with ThreadPoolExecutor() as pool:
-        if "gits" in parts:
-            futures = [pool.submit(_commits, request.gits, shared)]
-        else:
-            futures = []
-        if "wheels" in parts and request.wheels:
-            futures.append(
-                pool.submit(
-                    show, "resolve wheels", "wheel", resolve_wheels, request, versions("wheels")
-                )
-            )
-        if "sdists" in parts and request.sdists:
-            futures.append(
-                pool.submit(show, "find source archives", "source archive", resolve_sdists, request)
-            )
-        files = _bases(request, parts, shared, show)
-        files += [file for future in futures for file in future.result()]
+        files = list(chain.from_iterable(pool.map(files_of, order)))
     for name, base in request.bases.items():
         if base.over and f"base {name}" in parts:
             files = _without(name, base.over, files)
-    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
-    files += [file for part in here - parts for file in locked[part]]
     image = {file.name: file.version for file in files if file.kind == "wheel"}
-    for name, wheels in request.builds.items():
+    for name in request.builds:
         part = f"build {name}"
-        if part in parts:
-            label = f"resolve wheels of {name}"
-            files += show(
-                label, "wheel", resolve_build, request, name, wheels, image, versions(part)
-            )
-        else:
-            files += locked[part]
-    answer = sorted(files, key=lambda f: (f.kind, f.base or "", f.name))
+        files += task.build(name, image, kept(part)) if part in parts else locked[part]
     return Lock(
-        target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer)
+        target=request.target,
+        channel=request.channel,
+        pins=request.flat(),
+        files=tuple(sorted(files, key=file_order)),
     )
 
 
-def _shown(
-    progress: Progress, label: str, noun: str, way: _Way, *arguments: object
-) -> tuple[LockedFile, ...]:
-    progress.start(label, label, unit="files")
-    files = way(*arguments)
-    progress.finish(label, counted(len(files), noun))
-    return files
+class _Resolving(NamedTuple):
+    """The parts of one request that are asked of the sources."""
+
+    request: Request
+    shared: Shared
+    progress: Progress
+
+    def shown(self, label: str, noun: str, resolve: _Way, *arguments: object) -> _Files:
+        self.progress.start(label, label, unit="files")
+        files = resolve(*arguments)
+        self.progress.finish(label, counted(len(files), noun))
+        return files
+
+    def commits(self) -> list[LockedFile]:
+        files: list[LockedFile] = []
+        for name, commit in self.request.gits.items():
+            if commit not in self.shared:
+                self.shared[commit] = (resolve_commit(name, commit),)
+            files += self.shared[commit]
+        return files
+
+    def wheels(self, kept: Mapping[str, str]) -> _Files:
+        if not self.request.wheels:
+            return ()
+        return self.shown("resolve wheels", "wheel", resolve_wheels, self.request, kept)
+
+    def sdists(self) -> _Files:
+        if not self.request.sdists:
+            return ()
+        return self.shown("find source archives", "source archive", resolve_sdists, self.request)
+
+    def build(self, name: str, image: Mapping[str, str], kept: Mapping[str, str]) -> _Files:
+        wheels = self.request.builds[name]
+        arguments = (self.request, name, wheels, image, kept)
+        return self.shown(f"resolve wheels of {name}", "wheel", resolve_build, *arguments)
+
+    def base(self, name: str) -> list[LockedFile]:
+        base = self.request.bases[name]
+        if base not in self.shared:
+            layers: _Files = ()
+            debs: _Files = ()
+            status = ""
+            if base.image:
+                layers, status = resolve_image(name, base.image)
+            if base.over:
+                status += _FOR_SCRIPTS
+            if base.packages or not base.image:
+                label = f"resolve packages of {name}"
+                debs = self.shown(label, "package", resolve_debs, name, base, status)
+            self.shared[base] = (*layers, *debs)
+        return [replace(file, base=name) for file in self.shared[base]]
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
+    """Leave out what ``base`` has of the packages of ``extra``."""
     below = {f.name: f for f in files if f.base == base and f.kind in ("deb", "layer")}
-    result = []
+    kept = []
     for file in files:
-        same = None
-        if file.base == extra:
-            same = below.get(file.name)
-        if same is None:
-            result.append(file)
-        elif same.sha256 != file.sha256:
+        if file.base != extra or file.name not in below:
+            kept.append(file)
+        elif below[file.name].sha256 != file.sha256:
             raise InputError(
-                f"{extra} needs {file.name} {file.version}, and base {base} has {same.version}",
+                f"{extra} needs {file.name} {file.version}, and base {base} has "
+                f"{below[file.name].version}",
                 hint=f"name the suite of {file.name} under `packages` of the base",
             )
-    return result
-
-
-def _commits(commits: Mapping[str, Commit], shared: Shared) -> tuple[LockedFile, ...]:
-    for name, commit in commits.items():
-        if commit not in shared:
-            shared[commit] = (resolve_commit(name, commit),)
-    return tuple(file for commit in commits.values() for file in shared[commit])
-
-
-def _bases(
-    request: Request, parts: Collection[str], shared: Shared, show: _Way
-) -> list[LockedFile]:
-    bases = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
-    lacking = {base: name for name, base in reversed(bases.items()) if base not in shared}
-    with ThreadPoolExecutor() as pool:
-        files = pool.map(lambda base: _base(lacking[base], base, show), lacking)
-        shared.update(zip(lacking, files, strict=True))
-    return [replace(file, base=name) for name, base in bases.items() for file in shared[base]]
-
-
-def _base(name: str, base: BaseRequest, show: _Way) -> tuple[LockedFile, ...]:
-    layers, status = resolve_image(name, base.image) if base.image else ((), "")
-    if base.image and not base.packages:
-        return layers
-    status += _FOR_SCRIPTS if base.over else ""
-    return (
-        *layers,
-        *show(f"resolve packages of {name}", "package", resolve_debs, name, base, status),
-    )
+    return kept

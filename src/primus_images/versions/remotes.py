@@ -19,10 +19,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from primus_images.errors import HostError, InputError
-from primus_images.refusals import refusal
 from primus_images.versions.lock import ARCHITECTURE, Commit, LockedFile
 from primus_images.versions.traffic import bare_url, run_tool
 from primus_images.yamlfile import read_values
@@ -39,10 +38,9 @@ _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 
 
 def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
-    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it
-    (empty without dpkg).
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and its dpkg status.
 
-    Raises InputError for an image of another platform or with unsupported layers.
+    The status is empty without dpkg. Raises InputError for an image of another platform or with unsupported layers.
     """
     # A copy may take long, but a registry that does not answer is named within seconds.
     skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")
@@ -96,9 +94,7 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
 
 
 def copy_image(image: str, folder: Path) -> None:
-    """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with
-    unchanged bytes.
-    """
+    """Copy the image to ``folder``: one file per layer, named by the digits of its digest."""
     platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
     skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
 
@@ -109,9 +105,8 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
         try:
             with tarfile.open(folder / layer.sha256, "r:gz") as archive:
                 for member in archive:
-                    if member.name.removeprefix("./") == _STATUS and (
-                        file := archive.extractfile(member)
-                    ):
+                    if member.name.removeprefix("./") == _STATUS and member.isreg():
+                        file = cast(IO[bytes], archive.extractfile(member))
                         status = file.read().decode("utf-8", "replace")
         # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended
         # headers raise.
@@ -123,15 +118,17 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
             ValueError,
             RecursionError,
         ) as error:
-            names = {"sha256": layer.sha256, "image": image, "error": error}
-            raise refusal("damaged_layer", None, image.partition("@")[0], **names) from None
+            raise InputError(
+                f"layer sha256:{layer.sha256} of {image} is not a gzip-compressed tar archive: "
+                f"{error}",
+                hint="choose another image",
+                about=image.partition("@")[0],
+            ) from None
     return status
 
 
 def skopeo(command: str, *words: str) -> str:
-    """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a
-    failure.
-    """
+    """Return the output of ``skopeo COMMAND WORDS``. A HostError has skopeo's own words."""
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
     for pause in (0.5, 2.0, None):
@@ -147,16 +144,19 @@ def skopeo(command: str, *words: str) -> str:
         if pause is None or not (failing or re.search(r"\bEOF\b|connection reset", reason)):
             break
         time.sleep(pause)
+    raise _failure(image, reason, pushed=command == "copy" and address == words[-1])
+
+
+def _failure(image: str, reason: str, *, pushed: bool) -> HostError:
     host = "docker.io"
     if re.search(r"[.:].*/", image):
         host = image.partition("/")[0]
-    pushed = command == "copy" and address == words[-1]
     other = "name a mirror in containers-registries.conf"
     if pushed:
         other = "run it again: what was sent is kept"
-    does, first = next(row[1:] for row in _FAILURES if re.search(row[0], reason))
+    fault, first = next(row[1:] for row in _FAILURES if re.search(row[0], reason))
     hint = f"{first.format(host=host, image=image)}, or {other}"
-    raise HostError(f"the registry of {image} {does}: {reason}", hint=hint, about=image)
+    return HostError(f"the registry of {image} {fault}: {reason}", hint=hint, about=image)
 
 
 def _reason(log: str) -> str:
@@ -170,9 +170,7 @@ def _reason(log: str) -> str:
 
 
 def resolve_commit(name: str, pin: Commit) -> LockedFile:
-    """Return the archive of the commit of package ``name``. Raises InputError if the repository has
-    no such commit.
-    """
+    """Return the archive of the commit of package ``name``."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         archive_commit(pin, "archive.tar", Path(folder))
         with Path(folder, "archive.tar").open("rb") as file:
@@ -182,26 +180,29 @@ def resolve_commit(name: str, pin: Commit) -> LockedFile:
         kind="git",
         name=name,
         version=pin.version,
-        file=f"{name}-{pin.commit}.tar",
+        file=pin.file_of(name),
         size=size,
         sha256=sha256,
     )
 
 
 def archive_commit(pin: Commit, name: str, folder: Path) -> None:
-    """Write the archive of the commit to ``folder``. InputError for an unknown commit, HostError
-    without an answer.
+    """Write the archive of the commit to ``folder``.
+
+    Raises InputError for an unknown commit, HostError without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="primus-git-") as scratch:
         source = Path(scratch, "source")
         _check_out(source, pin.url, pin.commit)
-        paths = (path for path in source.rglob("*") if path.is_symlink() or path.is_file())
-        names = sorted(os.fsencode(path.relative_to(source)) for path in paths)
+        paths = []
+        for path in source.rglob("*"):
+            # The repository of a submodule is a file or folder of the name .git.
+            name_in_source = path.relative_to(source)
+            if (path.is_symlink() or path.is_file()) and ".git" not in name_in_source.parts:
+                paths.append(name_in_source)
         with tarfile.open(folder / name, "w", format=tarfile.GNU_FORMAT) as archive:
-            for path in map(Path, map(os.fsdecode, names)):
-                # The repository of a submodule is a file or folder of the name .git.
-                if ".git" not in path.parts:
-                    archive.add(source / path, f"source/{path}", recursive=False, filter=_plain)
+            for path in sorted(paths, key=os.fsencode):
+                archive.add(source / path, f"source/{path}", recursive=False, filter=_plain)
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -247,9 +248,7 @@ def _check_out(source: Path, url: str, commit: str) -> None:
 
 def _git(source: Path, url: str, template: Path, *words: str, timeout: float | None = None) -> None:
     # Another host must not name folders of this one.
-    local = "never"
-    if url.startswith("file:"):
-        local = "always"
+    local = "always" if url.startswith("file:") else "never"
     options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
     options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
     variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
@@ -259,7 +258,8 @@ def _git(source: Path, url: str, template: Path, *words: str, timeout: float | N
         )
         if done.returncode == 0:
             return
-        reason = (re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M) or ["git failed"])[0]
+        reasons = re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M)
+        reason = [*reasons, "git failed"][0]
     except subprocess.TimeoutExpired:
         reason = f"no answer in {timeout:.0f} s"
     address = bare_url(url)

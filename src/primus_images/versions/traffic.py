@@ -1,11 +1,7 @@
-"""Runs of tools and requests to sources: records of one logger without credentials, and a time
-limit.
-"""
+"""Runs of tools and requests to sources: waits, a time limit, and words without credentials."""
 
 import logging
-import re
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
@@ -21,41 +17,29 @@ LOG = logging.getLogger("primus.sources")
 
 
 def run_tool(
-    words: Sequence[str], url: str, method: str = "", **options: Any
+    words: Sequence[str], url: str, command: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a tool that accesses ``url`` and record its outcome. The caller checks the exit code."""
-    began = time.monotonic()
-    outcome = "did not end"
+    """Run a tool's ``command`` that accesses ``url``. The caller checks the exit code."""
     try:
-        options |= {
-            "stdin": subprocess.DEVNULL,
-            "capture_output": True,
-            "encoding": "utf-8",
-            "errors": "replace",
-        }
-        with answer_of(f"{words[0]} {method} {bare_url(url)}"):
-            done = subprocess.run(words, check=False, **options)
-        text = re.sub(r"(?<=://)[^/@\s\"]+@|\?[^\"\s]*", "", " ".join(done.stderr[-2000:].split()))
-        outcome = "done"
-        if done.returncode:
-            outcome = f"exit code {done.returncode}: {text}"
-        return done
+        with answer_of(f"{words[0]} {command} {bare_url(url)}"):
+            return subprocess.run(
+                words,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                **options,
+            )
     except FileNotFoundError:
-        tool_text = words[0]
         raise HostError(
-            f"{tool_text} is missing; it is needed to reach registries and repositories",
-            hint=f"apt-get install {tool_text}",
+            f"{words[0]} is missing; it is needed to reach registries and repositories",
+            hint=f"apt-get install {words[0]}",
         ) from None
-    finally:
-        tool = re.split("[ /]", words[0])[-1]
-        LOG.info(
-            "%s %s %s, %.1f s: %s", tool, method, bare_url(url), time.monotonic() - began, outcome
-        )
 
 
 def within(seconds: float, url: str, exchange: Callable[[], T]) -> T:
-    """Return ``exchange()`` with the server at ``url``. Raises TimeoutError if it takes longer than
-    ``seconds``.
+    """Return ``exchange()`` with the server at ``url``. Raises TimeoutError after ``seconds``.
 
     A server that sends a byte now and then never falls silent.
     """
@@ -64,7 +48,7 @@ def within(seconds: float, url: str, exchange: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answer.set_result(exchange())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
             answer.set_exception(error)
 
     Thread(target=run, daemon=True, name="exchange").start()
@@ -73,22 +57,17 @@ def within(seconds: float, url: str, exchange: Callable[[], T]) -> T:
 
 
 def bare_url(url: str) -> str:
-    """Return ``url`` without credentials, query and fragment, so that messages and reports may show
-    it.
-    """
+    """Return ``url`` without credentials, query and fragment, so that messages may show it."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def cause(error: BaseException) -> str:
-    """Return what ended a request in a few words: the status, or the first error of the chain,
-    without its URL.
-    """
+    """Return what ended a request: the status, or the first error of the chain without its URL."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return f"HTTP status {status}"
     while error.__context__ is not None:
         error = error.__context__
-    return " ".join(
-        str(getattr(error, "strerror", None) or str(error) or type(error).__name__).split()
-    )
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(words).split())

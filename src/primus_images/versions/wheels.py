@@ -1,5 +1,4 @@
-"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip
-configuration.
+"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip.
 
 Every function here that asks an index raises HostError if it does not answer.
 """
@@ -16,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -25,9 +25,8 @@ from packaging.version import Version
 from uv import find_uv_bin
 
 from primus_images.errors import HostError, InputError
-from primus_images.refusals import refusal
 from primus_images.versions.indexes import Indexes, Offer, offers_in
-from primus_images.versions.lock import MACHINE, SUITES, BaseRequest, Kind, LockedFile, Request
+from primus_images.versions.lock import MACHINE, SUITES, BaseRequest, LockedFile, Request
 from primus_images.versions.traffic import bare_url, run_tool
 
 
@@ -36,13 +35,15 @@ class NoSolutionError(InputError):
 
 
 def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
-    """Return the pinned wheels and all dependencies. ``keep`` prefers versions. InputError if no
-    set of them fits.
+    """Return the pinned wheels and all dependencies. ``keep`` prefers versions.
+
+    Raises InputError if no set of them fits.
     """
     pins = [f"{name}==={version}" if version else name for name, version in request.wheels.items()]
-    files = _locked(request, pins, keep=keep)
+    files = _locked(request, _Wanted(pins, keep=keep))
     for file in files:
-        if file.version != (pinned := request.wheels.get(file.name) or file.version):
+        pinned = request.wheels.get(file.name)
+        if pinned and file.version != pinned:
             raise InputError(
                 f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
                 hint=f"pin {file.version} if that is the intended version",
@@ -57,13 +58,14 @@ def resolve_build(
     image: Mapping[str, str],
     keep: Mapping[str, str],
 ) -> tuple[LockedFile, ...]:
-    """Return the wheels of the build root ``root`` and all dependencies, in the versions of
-    ``image`` if it has them.
+    """Return the wheels of the build ``root`` and all dependencies, in the image's versions.
 
-    ``keep`` prefers versions. Raises InputError for a name without a version that the image does
-    not have, and if the build's own packages do not fit the image's versions.
+    ``image`` are these versions, and ``keep`` prefers versions of other packages. Raises InputError
+    for a name without a version that the image does not have, and if the build's own packages do
+    not fit the image's versions.
     """
-    pins: dict[str, str] = {}
+    versions = dict(image)
+    pinned = []
     for wheel in wheels:
         name, _, version = wheel.partition("==")
         name = canonicalize_name(name)
@@ -71,9 +73,11 @@ def resolve_build(
             raise InputError(
                 f"{root}: the image has no {wheel}", hint=f"name a version: {wheel}==VERSION"
             )
-        pins[name] = f"{name}==={version or image[name]}"
-    constraints = [f"{name}==={version}" for name, version in image.items() if name not in pins]
-    files = _locked(request, list(pins.values()), constraints=constraints, keep=keep)
+        versions[name] = version or image[name]
+        pinned.append(name)
+    pins = [f"{name}==={versions.pop(name)}" for name in dict.fromkeys(pinned)]
+    constraints = [f"{name}==={version}" for name, version in versions.items()]
+    files = _locked(request, _Wanted(pins, constraints, keep))
     return tuple(replace(file, base=root) for file in files)
 
 
@@ -91,89 +95,60 @@ def offered(name: str, request: Request, kind: str) -> set[Version]:
 def fits_together(
     request: Request, loose: Collection[str], constraints: Sequence[str]
 ) -> dict[str, str] | None:
-    """Return the versions of all wheels if they fit together, else None. Those named in ``loose``
-    are newer if needed.
+    """Return the versions of all wheels if they fit together, else None.
 
-    ``constraints`` are those of a constraints file.
+    Those named in ``loose`` are newer if needed. ``constraints`` are those of a constraints file.
     """
-    wheels = request.wheels.items()
-    pins = [
-        name + (f"{'>=' if name in loose else '==='}{version}" if version else "")
-        for name, version in wheels
-    ]
-    keep = {name: request.wheels[name] for name in loose}
+    pins = []
+    for name, version in request.wheels.items():
+        operator = ">=" if name in loose else "==="
+        pins.append(f"{name}{operator}{version}" if version else name)
+    wanted = _Wanted(pins, constraints, {name: request.wheels[name] for name in loose})
     try:
-        packages = _compile(request, Indexes.of_host(request.indexes), pins, constraints, keep)
+        packages = _compile(request, Indexes.of_host(request.indexes), wanted)
     except NoSolutionError:
         return None
     return {package["name"]: package["version"] for package in packages}
 
 
-def _compile(
-    request: Request,
-    indexes: Indexes,
-    pins: Sequence[str],
-    constraints: Sequence[str],
-    keep: Mapping[str, str],
-) -> list[dict[str, Any]]:
-    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises
-    NoSolutionError.
+class _Wanted(NamedTuple):
+    """Packages for uv: pins, the lines of a constraints file, and versions to prefer.
 
     Pins have ``===``, because ``==2.13.0`` means 2.13.0+cpu, too.
     """
+
+    pins: Sequence[str]
+    constraints: Sequence[str] = ()
+    keep: Mapping[str, str] = MappingProxyType({})
+
+
+def _compile(request: Request, indexes: Indexes, wanted: _Wanted) -> list[dict[str, Any]]:
+    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels.
+
+    Raises NoSolutionError if there are none.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
         folder = Path(name)
-        lock = folder / "pylock.toml"
-        settings = folder / "uv.toml"
-        provided = folder / "provided"
-        if keep:
-            rows = [
-                f"[[packages]]\nname = {json.dumps(n)}\nversion = {json.dumps(v)}"
-                for n, v in keep.items()
-            ]
-            lock.write_text(
-                "\n".join(['lock-version = "1.0"', 'created-by = "primus"', *rows]),
-                encoding="utf-8",
-            )
-        more = (f"-c {Path(place).absolute()}" for place in indexes.listed("constraint"))
-        (folder / "constraints.txt").write_text("\n".join([*constraints, *more]), encoding="utf-8")
-        (folder / "pins.in").write_text(
-            "\n".join([*pins, *_provide(request.provided, provided)]), encoding="utf-8"
-        )
-        # The settings may contain credentials, so only this user can read them.
-        settings.touch(0o600)
-        settings.write_text(indexes.uv_settings(provided), encoding="utf-8")
+        _write_inputs(folder, request, indexes, wanted)
         base = _base(request)
         # The newest glibc 2 that uv knows is 40.
         platform = f"{MACHINE}-manylinux_2_{min(SUITES[base.suite]['glibc'], 40)}"
-        command = [find_uv_bin(), "pip", "compile", "pins.in", "--config-file", settings.name]
-        command += [
-            "--python",
-            sys.executable,
-            "--python-platform",
-            platform,
-            "--python-version",
-            base.python,
+        command = [
+            find_uv_bin(),
+            *("pip", "compile", "pins.in", "--constraints", "constraints.txt"),
+            *("--config-file", "uv.toml", "--only-binary", ":all:"),
+            *("--python", sys.executable, "--python-version", base.python),
+            *("--python-platform", platform),
+            *("--format", "pylock.toml", "--output-file", "pylock.toml"),
+            *("--no-header", "--quiet", "--refresh"),
         ]
-        command += [
-            "--format",
-            "pylock.toml",
-            "--output-file",
-            lock.name,
-            "--no-header",
-            "--quiet",
-            "--refresh",
-        ]
-        command += ["--only-binary", ":all:", "--constraints", "constraints.txt"]
-        package = re.split("[=<>!~ ]", pins[0])[0]
-        where = " ".join(indexes.shown)
-        done = run_tool(
-            command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment()
-        )
+        package = re.split("[=<>!~ ]", wanted.pins[0])[0]
+        places = " ".join(indexes.shown)
+        environment = indexes.uv_environment()
+        done = run_tool(command, places, f"compile {package} on", cwd=folder, env=environment)
         if done.returncode == 0:
-            packages: list[dict[str, Any]] = tomllib.loads(lock.read_text(encoding="utf-8")).get(
-                "packages", []
-            )
+            lock = tomllib.loads((folder / "pylock.toml").read_text(encoding="utf-8"))
+            packages: list[dict[str, Any]] = lock.get("packages", [])
             return packages
     error = failure(done.stderr, indexes)
     if isinstance(error, NoSolutionError):
@@ -181,6 +156,23 @@ def _compile(
         for place in (*indexes.urls, *indexes.own.values()):
             indexes.offers(package, place)
     raise error
+
+
+def _write_inputs(folder: Path, request: Request, indexes: Indexes, wanted: _Wanted) -> None:
+    if wanted.keep:
+        rows = ['lock-version = "1.0"', 'created-by = "primus"']
+        for name, version in wanted.keep.items():
+            rows.append(f"[[packages]]\nname = {json.dumps(name)}\nversion = {json.dumps(version)}")
+        (folder / "pylock.toml").write_text("\n".join(rows), encoding="utf-8")
+    files = [f"-c {Path(place).absolute()}" for place in indexes.listed("constraint")]
+    constraints = [*wanted.constraints, *files]
+    (folder / "constraints.txt").write_text("\n".join(constraints), encoding="utf-8")
+    pins = [*wanted.pins, *_provide(request.provided, folder / "provided")]
+    (folder / "pins.in").write_text("\n".join(pins), encoding="utf-8")
+    settings = folder / "uv.toml"
+    # The settings may contain credentials, so only this user can read them.
+    settings.touch(0o600)
+    settings.write_text(indexes.uv_settings(folder / "provided"), encoding="utf-8")
 
 
 def _provide(packages: Mapping[str, str], folder: Path) -> list[str]:
@@ -201,31 +193,31 @@ def _provide(packages: Mapping[str, str], folder: Path) -> list[str]:
     return [f"{name}=={version}" for name, version in packages.items()]
 
 
-def failure(text: str, indexes: Indexes) -> HostError | InputError:
+def failure(log: str, indexes: Indexes) -> HostError | InputError:
     """Return the error for what uv writes when it fails."""
-    text = re.sub(r"\n {3,}", " ", text)
-    causes = [" ".join(line.split()) for line in re.findall(r"^ +cause: (.*)$", text, re.M)]
-    url = re.search(r"Failed to fetch: `?(https?://[^\s`]+)", text)
-    if url is None and "No solution found" in text:
+    log = re.sub(r"\n {3,}", " ", log)
+    causes = [" ".join(line.split()) for line in re.findall(r"^ +cause: (.*)$", log, re.M)]
+    url = re.search(r"Failed to fetch: `?(https?://[^\s`]+)", log)
+    if url:
+        reason = re.sub(r" for url .*", "", [log.strip(), *causes][-1])
+        package = bare_url(url[1]).rstrip("/").rpartition("/")[2]
+        return indexes.silence(url[1], reason, package)
+    if "No solution found" in log:
         return unsolvable(" ".join(causes), indexes)
-    if url is None:
-        reason = " ".join([*re.findall(r"^error: (.*)$", text, re.M), *causes]) or "no reason given"
-        return InputError(f"uv cannot resolve the Python packages: {reason}")
-    reason = re.sub(r" for url .*", "", (causes or [text.strip()])[-1])
-    return indexes.silence(url[1], reason, bare_url(url[1]).rstrip("/").rpartition("/")[2])
+    reason = " ".join([*re.findall(r"^error: (.*)$", log, re.M), *causes]) or "no reason given"
+    return InputError(f"uv cannot resolve the Python packages: {reason}")
 
 
 def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
-    """Return the error for pins that no set of files of the indexes fulfills; ``reason`` is in uv's
-    words.
-    """
+    """Return the error for pins that no set of files fulfills; ``reason`` is in uv's words."""
     reason = reason.replace("===", "==")
     pinned = re.search(r"you require ([^\s=]+)==", reason)
+    reason = reason.removeprefix("Because ").partition(", we can conclude that your")[0]
+    places = ", ".join(indexes.shown)
     return NoSolutionError(
-        f"the pins do not fit the Python indexes of this host ({', '.join(indexes.shown)}): "
-        + reason.removeprefix("Because ").partition(", we can conclude that your")[0],
-        hint="correct a pin in versions.yaml, or check that pip's index-url, extra-index-url and find-links, or "
-        "`indexes` in versions.yaml, reach its channel",
+        f"the pins do not fit the Python indexes of this host ({places}): {reason}",
+        hint="correct a pin in versions.yaml, or check that pip's index-url, extra-index-url and "
+        "find-links, or `indexes` in versions.yaml, reach its channel",
         about=pinned[1] if pinned else None,
     )
 
@@ -233,19 +225,17 @@ def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
 def _available(
     name: str, request: Request, indexes: Indexes, kind: str
 ) -> Iterator[tuple[str | None, Version, Offer]]:
-    """Yield index, version and file of the package's source archives, or of the wheels that fit the
-    target's base.
+    """Yield index, version and file of the package's source archives, or of wheels for the base.
 
     What must come from the channel's own indexes comes from them alone; they are the last for all
     else.
     """
     tags = _tags(request)
     python = _base(request).python
-    if name in request.indexed:
-        places = []
-    else:
-        places = [(None, place) for place in indexes.places]
-    for index, place in (*places, *indexes.own.items()):
+    places: list[tuple[str | None, str]] = list(indexes.own.items())
+    if name not in request.indexed:
+        places = [*((None, place) for place in indexes.places), *places]
+    for index, place in places:
         for offer in indexes.offers(name, place):
             # What packaging raises for a name, a version or a specifier that is none.
             with contextlib.suppress(ValueError):
@@ -253,7 +243,8 @@ def _available(
                     package, version, _, built_for = parse_wheel_filename(offer.file)
                     fits = not tags.keys().isdisjoint(built_for)
                 else:
-                    (package, version), fits = parse_sdist_filename(offer.file), True
+                    package, version = parse_sdist_filename(offer.file)
+                    fits = True
                 if package == name and fits and SpecifierSet(offer.python).contains(python):
                     yield index, version, offer
 
@@ -262,20 +253,17 @@ def _sdist(name: str, version: str, request: Request) -> LockedFile:
     indexes = Indexes.of_host(request.indexes)
     for index, other, offer in _available(name, request, indexes, "sdist"):
         if other == Version(version):
-            return _measured("sdist", name, version, offer, index, indexes)
+            return indexes.locked("sdist", name, version, offer, index)
     raise unsolvable(f"there is no source archive of {name}=={version}", indexes)
 
 
-def _locked(
-    request: Request,
-    pins: Sequence[str],
-    *,
-    constraints: Sequence[str] = (),
-    keep: Mapping[str, str],
-) -> tuple[LockedFile, ...]:
+def _locked(request: Request, wanted: _Wanted) -> tuple[LockedFile, ...]:
     indexes = Indexes.of_host(request.indexes)
-    packages = _compile(request, indexes, pins, constraints, keep)
-    packages = [package for package in packages if package["name"] not in request.provided]
+    packages = [
+        package
+        for package in _compile(request, indexes, wanted)
+        if package["name"] not in request.provided
+    ]
     with ThreadPoolExecutor(8) as pool:
         return tuple(pool.map(partial(_wheel, request=request, indexes=indexes), packages))
 
@@ -284,32 +272,29 @@ def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> Lo
     name = package["name"]
     version = package["version"]
     wheel = _best(package, offers_in(package["wheels"]), request)
-    index = None
-    if indexes.own:
-        # uv does not say from where it has it.
-        files = [
-            (i, o)
-            for i, v, o in _available(name, request, indexes, "wheel")
-            if v == Version(version)
-        ]
-        places = [(index, offer) for index, offer in files if index or offer.file == wheel.file]
-        if not places:
-            own = ", ".join(f"{n} ({bare_url(url)})" for n, url in indexes.own.items())
-            words = {
-                "version": version,
-                "channel": request.channel,
-                "file": wheel.file,
-                "indexes": own,
-            }
-            raise refusal("not_in_channel", None, name, name=name, **words)
-        index = places[0][0]
-        if index is not None:
-            wheel = _best(package, [offer for place, offer in places if place == index], request)
-    return _measured("wheel", name, version, wheel, index, indexes)
+    if not indexes.own:
+        return indexes.locked("wheel", name, version, wheel)
+    # uv does not say from where it has it.
+    offers: dict[str | None, list[Offer]] = {}
+    for index, other, offer in _available(name, request, indexes, "wheel"):
+        if other == Version(version) and (index or offer.file == wheel.file):
+            offers.setdefault(index, []).append(offer)
+    if not offers:
+        own = ", ".join(f"{index} ({bare_url(url)})" for index, url in indexes.own.items())
+        raise InputError(
+            f"{name} {version} is pinned to channel {request.channel}, but none of its indexes "
+            f"has {wheel.file}",
+            hint=f"its indexes: {own}",
+            about=name,
+        )
+    index = next(iter(offers))
+    if index:
+        wheel = _best(package, offers[index], request)
+    return indexes.locked("wheel", name, version, wheel, index)
 
 
 def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request) -> Offer:
-    tags = _tags(request)
+    """Return the wheel that fits the base best."""
     if package["name"] in request.pure:
         wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
         if not wheels:
@@ -317,30 +302,12 @@ def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request)
                 f"{package['name']} {package['version']} has no wheel for every platform",
                 hint="leave out `pure`, or pin a version with one",
             )
-    return min(
-        wheels,
-        key=lambda wheel: min(
-            tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3]
-        ),
-    )
+    ranks = _tags(request)
 
+    def rank(wheel: Offer) -> int:
+        return min(ranks.get(tag, len(ranks)) for tag in parse_wheel_filename(wheel.file)[3])
 
-def _measured(
-    kind: Kind, name: str, version: str, offer: Offer, index: str | None, indexes: Indexes
-) -> LockedFile:
-    size = offer.size
-    sha256 = offer.sha256
-    if size is None or sha256 is None:
-        size, sha256 = indexes.measure(offer.url, f"{name} {version}", sha256)
-    return LockedFile(
-        kind=kind,
-        name=name,
-        version=version,
-        file=offer.file,
-        size=size,
-        sha256=sha256,
-        index=index,
-    )
+    return min(wheels, key=rank)
 
 
 def _base(request: Request) -> BaseRequest:
@@ -357,17 +324,21 @@ def _base(request: Request) -> BaseRequest:
 
 
 def _tags(request: Request) -> dict[Tag, int]:
+    """Return the tags of wheels that work on the base → their rank, 0 for the best."""
     python = tuple(map(int, request.python.split(".")))
+    legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+    platforms = []
+    for glibc in range(SUITES[_base(request).suite]["glibc"], 4, -1):
+        platforms.append(f"manylinux_2_{glibc}_{MACHINE}")
+        if glibc in legacy:
+            platforms.append(f"{legacy[glibc]}_{MACHINE}")
+    platforms.append(f"linux_{MACHINE}")
     interpreter = f"cp{request.python.replace('.', '')}"
-    legacy = {17: ["manylinux2014"], 12: ["manylinux2010"], 5: ["manylinux1"]}
-    names = [
-        name
-        for glibc in range(SUITES[_base(request).suite]["glibc"], 4, -1)
-        for name in [f"manylinux_2_{glibc}", *legacy.get(glibc, [])]
-    ]
-    platforms = [f"{name}_{MACHINE}" for name in [*names, "linux"]]
     tags = [
         *cpython_tags(python, platforms=platforms),
         *compatible_tags(python, interpreter, platforms),
     ]
-    return {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
+    ranks: dict[Tag, int] = {}
+    for rank, tag in enumerate(tags):
+        ranks.setdefault(tag, rank)
+    return ranks

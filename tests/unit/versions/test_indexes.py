@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import os
 import threading
 import tomllib
 from pathlib import Path
@@ -66,33 +65,22 @@ def test_other_settings_of_pip_are_uvs_environment(
         "proxy": "http://p:8080",
         "trusted-host": "a b:80",
     }
-    indexes = Indexes.from_settings(settings | {"keyring-provider": "subprocess"})
+    indexes = Indexes.from_settings(settings)
     environment = indexes.uv_environment()
     assert "UV_INDEX" not in environment, "uv's own configuration on this host does not count"
     assert environment.items() >= {"SSL_CERT_FILE": "/ca.pem", "SSL_CLIENT_CERT": "/me.pem"}.items()
     assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://p:8080"
     written = tomllib.loads(indexes.uv_settings(Path("/w")))
-    assert (written["allow-insecure-host"], written["keyring-provider"]) == (
-        ["a", "b:80"],
-        "subprocess",
-    )
+    assert written["allow-insecure-host"] == ["a", "b:80"]
 
 
-def test_a_login_without_a_password_is_looked_up_in_the_keyring(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    program = tmp_path / "keyring"
-    program.write_text('#!/bin/sh\necho "SECRET-of-$3"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    indexes = Indexes.from_settings(
-        {"index-url": "https://me@host/simple", "keyring-provider": "subprocess"}
-    )
-    assert indexes._login("host") == ("me", "SECRET-of-me")
+def test_the_login_of_an_address_is_that_of_its_host() -> None:
+    indexes = Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"})
+    assert indexes._login("host") == ("me", "p@ss")
     assert indexes._login("other") is None
-    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"})._login("host") == (
+    assert Indexes.from_settings({"index-url": "https://me@host/simple"})._login("host") == (
         "me",
-        "p@ss",
+        "",
     )
 
 

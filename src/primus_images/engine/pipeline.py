@@ -18,7 +18,7 @@ from primus_images.gates.examined import examine_image
 from primus_images.gates.rules import rules_hash
 from primus_images.gates.rules.coherence import check_pins
 from primus_images.oci.layer import check_overlap, read_paths
-from primus_images.oci.store import CONFIG_TYPE, MANIFEST_TYPE
+from primus_images.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
 from primus_images.plan.action import (
     Action,
     Built,
@@ -33,6 +33,7 @@ from primus_images.plan.project import Workspace
 from primus_images.programs import stop_all
 from primus_images.progress import choose_progress
 from primus_images.recipes.load import check
+from primus_images.versions.lock import LockedFile, Request
 
 KINDS: Mapping[str, Kind] = {
     "image": Kind(files.adopt),
@@ -80,32 +81,39 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
         store.prepare()
         for sentence in remove_damage(store):
             print(f"! {sentence}", file=sys.stderr)
-    rules = ""
-    if options.judge:
-        rules = rules_hash()
-    complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
+    rules = rules_hash() if options.judge else ""
+    complete = {}
+    for plan in plans:
+        image = finished(store, plan, rules)
+        if image:
+            complete[plan.key] = image
     if all(plan.key in complete for plan in plans):
         return [complete[plan.key] for plan in plans]
     store.prepare()
     for plan in plans:
-        folder = plan.resolved.root / "recipes"
-        if any(
-            action.root == str(folder) and store.layer(action.key) is None for action in plan.layers
-        ):
-            check(folder)  # one that does not load would break `primus list` in the image
+        _check_recipes(store, plan)
         if options.judge:
             check_pins(plan.resolved)
-    layers = [action for plan in plans for action in plan.layers]
     with choose_progress(options.quiet) as progress:
         workshop = Workshop(
             workspace=workspace, progress=progress, engine=options.engine, judge=options.judge
         )
+        layers = [action for plan in plans for action in plan.layers]
+        todo = ordered(layers, workshop.done)
         with options.stage("fetch"):
-            _fetch_files(workshop, plans, ordered(layers, workshop.done), offline=options.offline)
+            _fetch_files(workshop, plans, todo, offline=options.offline)
         with options.stage("build"):
-            ran = _run_actions(workshop, ordered(layers, workshop.done))
+            ran = _run_actions(workshop, todo)
         with options.stage("check"):  # compose → gates → index
             return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
+
+
+def _check_recipes(store: Store, plan: ImagePlan) -> None:
+    """Load the recipes that enter a layer: a faulty one would break `primus list` in the image."""
+    folder = plan.resolved.root / "recipes"
+    for action in plan.layers:
+        if action.root == str(folder) and store.layer(action.key) is None:
+            check(folder)
 
 
 def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules: str) -> Built:
@@ -119,13 +127,12 @@ def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules:
     # Most changes keep the paths of all layers, and the path lists of a whole image are long.
     apart = [[action.kind == "image", layer.paths] for action, layer in image.rows]
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
-        check_overlap(
-            [
-                (action.name, action.kind == "image", read_paths(store, layer))
-                for action, layer in image.rows
-            ]
-        )
-    failed = ()
+        paths = [
+            (action.name, action.kind == "image", read_paths(store, layer))
+            for action, layer in image.rows
+        ]
+        check_overlap(paths)
+    failed: tuple[str, ...] = ()
     if rules:
         failed = admit(examine_image(image, workshop.workspace, workshop.progress))
     store.put(image.config, CONFIG_TYPE)
@@ -144,44 +151,56 @@ def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules:
 def _fetch_files(
     workshop: Workshop, plans: Sequence[ImagePlan], todo: Sequence[Action], *, offline: bool
 ) -> None:
-    for kind in {action.kind: None for action in todo}:
-        KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
-    inputs = {file.sha256: file for action in todo for file in action.files}
-    absent = [
-        file for file in inputs.values() if not workshop.workspace.files.has(file.sha256, file.size)
-    ]
+    by_kind: dict[str, list[Action]] = {}
+    inputs: dict[str, LockedFile] = {}
+    for action in todo:
+        by_kind.setdefault(action.kind, []).append(action)
+        inputs |= {file.sha256: file for file in action.files}
+    for kind, actions in by_kind.items():
+        KINDS[kind].prepare(actions, workshop)
+    cache = workshop.workspace.files
+    absent = [file for file in inputs.values() if not cache.has(file.sha256, file.size)]
     if not absent:
         return
     # Seam "sources": the network libraries take a third of the start-up time of a build that
     # fetches nothing.
     from primus_images.versions.fetch import fetch
 
-    locks = [(plan.resolved.lock, plan.resolved.request) for plan in plans]
-    requests = {file: request for lock, request in locks if lock for file in lock.files}
+    requests: dict[LockedFile, Request] = {}
+    for plan in plans:
+        if plan.resolved.lock:
+            requests |= dict.fromkeys(plan.resolved.lock.files, plan.resolved.request)
     missing = {file: requests[file] for file in absent}
-    fetch(missing, workshop.workspace.files, offline=offline, progress=workshop.progress)
+    fetch(missing, cache, offline=offline, progress=workshop.progress)
 
 
 def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, float]:
-    # After the first failure, no further action starts; finished actions are kept. Hashing and
-    # compressing acquire the GIL a thousand times per gigabyte and compete with gates that search
-    # text. With the default switch interval, each time takes up to 5 ms.
+    """Run the actions, each after those that it needs, and return key → seconds.
+
+    After the first failure, no further action starts; finished actions are kept.
+    """
+    # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates
+    # that search text. With the default switch interval, each time takes up to 5 ms.
     sys.setswitchinterval(0.0005)
     todo = {action.key: action for action in actions}
-    order = TopologicalSorter(
-        {a.key: todo.keys() & {n.key for n in (*a.needs, *a.tools)} for a in actions}
-    )
+    order = TopologicalSorter[str]()
+    for action in actions:
+        needed = {needed.key for needed in (*action.needs, *action.tools)}
+        order.add(action.key, *(needed & todo.keys()))
     order.prepare()
     ran: dict[str, float] = {}
     running: dict[Future[float | None], str] = {}
+
+    def size_of(key: str) -> int:
+        return sum(file.size for file in todo[key].files)
+
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="action") as pool:
         try:
             while order.is_active():
                 # Start the largest action first, since it decides how long the build takes.
-                for key in sorted(
-                    order.get_ready(), key=lambda key: -sum(file.size for file in todo[key].files)
-                ):
-                    running[pool.submit(workshop.run, todo[key], KINDS[todo[key].kind])] = key
+                for key in sorted(order.get_ready(), key=size_of, reverse=True):
+                    action = todo[key]
+                    running[pool.submit(workshop.run, action, KINDS[action.kind])] = key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key = running.pop(future)
                     seconds = future.result()

@@ -1,6 +1,4 @@
-"""What a build would do, and why: the layers to build, download and reuse, and the inputs that
-changed since the last build, old → new, with their lines.
-"""
+"""What a build would do, and why: the layers to build and reuse, and the inputs that changed."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +23,9 @@ class Change(NamedTuple):
 
     def text(self) -> str:
         """The change without the action's name."""
-        place = ""
-        if self.where:
-            place = f"  ({self.where})"
-        old = "nothing"
-        if self.old is not None:
-            old = _short(self.old)
-        new = "removed"
-        if self.new is not None:
-            new = _short(self.new)
+        old = "nothing" if self.old is None else _short(self.old)
+        new = "removed" if self.new is None else _short(self.new)
+        place = f"  ({self.where})" if self.where else ""
         return f"{self.input}: {old} → {new}{place}"
 
 
@@ -42,8 +34,7 @@ def _short(value: str) -> str:
 
 
 def changes(record: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
-    """Return the differences between the last build's record and the plan; empty if there is
-    nothing to do.
+    """Return the differences between the last build's record and the plan.
 
     Changes of a local tree are listed by file. Actions that are rebuilt only because of an action
     they need are left out: only the cause is listed.
@@ -60,28 +51,31 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]
         before = old["actions"].get(name)
         after = new["actions"].get(name)
         if before is None or after is None:
-            what = "layer"
-            if (after or before)["kind"] == "build":
-                what = "build"
-            where = next(
-                (str(where) for _, where in (after or {"inputs": {}})["inputs"].values() if where),
-                "",
-            )
-            yield Change(
-                action=name, input=what, old=_summary(before), new=_summary(after), where=where
-            )
+            yield _whole(name, before, after)
         elif before["key"] != after["key"]:
             yield from _inputs(name, before, after)
     for part in ("config", "annotations"):
         yield from _values("image", part, old[part], new[part])
 
 
+def _whole(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Change:
+    """Return the change of an action that is new, or is gone."""
+    product = "build" if (after or before or {})["kind"] == "build" else "layer"
+    lines = [str(where) for _, where in after["inputs"].values() if where] if after else []
+    return Change(
+        action=name,
+        input=product,
+        old=_summary(before),
+        new=_summary(after),
+        where=next(iter(lines), ""),
+    )
+
+
 def _summary(action: Mapping[str, Any] | None) -> str | None:
     if action is None:
         return None
-    return ", ".join(
-        f"{n} {_short(v[0])}" for n, v in list(action["inputs"].items())[:3] if n != "assembler"
-    )
+    first = list(action["inputs"].items())[:3]
+    return ", ".join(f"{name} {_short(row[0])}" for name, row in first if name != "assembler")
 
 
 def _inputs(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
@@ -94,9 +88,8 @@ def _inputs(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> I
         if files and str(new or old).startswith("tree:"):
             yield from files
         else:
-            yield Change(
-                action=name, input=key, old=old, new=new, where=str(new_where if new else old_where)
-            )
+            where = str(new_where if new else old_where)
+            yield Change(action=name, input=key, old=old, new=new, where=where)
 
 
 def _values(
@@ -110,15 +103,24 @@ def _values(
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _values(action, f"{part}.{key}", before, after)
         else:
-            sides = [None if value is None else str(value) for value in (before, after)]
-            yield Change(action=action, input=f"{part}{separator}{key}", old=sides[0], new=sides[1])
+            yield Change(
+                action=action,
+                input=f"{part}{separator}{key}",
+                old=None if before is None else str(before),
+                new=None if after is None else str(after),
+            )
 
 
 def lost(store: Store, plan: ImagePlan) -> list[Change]:
     """Return what of the plan the store no longer has: its layers, or else the image."""
-    layers = [action.name for action in plan.layers if store.layer(action.key) is None]
-    names = layers or ([] if stored(store, plan) else ["image"])
+    names = _absent(store, plan)
+    if not names and not stored(store, plan):
+        names = ["image"]
     return [Change(action=name, input=plan.ref, old="in the store", new=None) for name in names]
+
+
+def _absent(store: Store, plan: ImagePlan) -> list[str]:
+    return [action.name for action in plan.layers if store.layer(action.key) is None]
 
 
 def explain_text(
@@ -130,9 +132,8 @@ def explain_text(
     lines = [f"{screen.paint(plan.ref, 'bold')}:"]
     for change in changed:
         lines += screen.wrap(f"{change.action}: {change.text()}", "  ", "      ")
-    names = ", ".join(action.name for action in plan.layers if store.layer(action.key) is None)
-    what = names or "no layer, only config and manifest"
-    return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])
+    layers = ", ".join(_absent(store, plan)) or "no layer, only config and manifest"
+    return "\n".join([*lines, *screen.wrap(f"to build: {layers}", "  ", "      ")])
 
 
 def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
@@ -158,8 +159,11 @@ def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
 
 
 def _source_bytes(action: Action) -> int:
-    tree = (Path(action.root) / name for name, kind, _ in action.tree if kind != "link")
-    return sum(file.size for file in action.files) + sum(path.stat().st_size for path in tree)
+    size = sum(file.size for file in action.files)
+    for name, kind, _ in action.tree:
+        if kind != "link":
+            size += Path(action.root, name).stat().st_size
+    return size
 
 
 def outline_text(
@@ -172,34 +176,29 @@ def outline_text(
 ) -> str:
     """Return the layers as text: ``+`` to build, with the reason, and ``=`` to reuse.
 
-    Then follow their number and bytes.
-
-    ``changed`` are the changes since the last build, None if there was none. Without ``full``,
-    layers to reuse are only counted, and so are all layers of an image that was never built.
+    Then follow their number and bytes. ``changed`` are the changes since the last build, None if
+    there was none. Without ``full``, layers to reuse are only counted, and so are all layers of an
+    image that was never built.
     """
     build = [row for row in rows if row["do"] == "build"]
-    reuse = [row for row in rows if row["do"] == "reuse"]
+    shown: Sequence[Mapping[str, Any]] = rows
+    if not full:
+        shown = [] if changed is None else build
     signs = {"build": Styled("+", "green"), "reuse": Styled("=", "dim")}
-    if full:
-        shown = rows
-    elif changed is not None:
-        shown = build
-    else:
-        shown = []
     table = []
     for row in shown:
-        size = ""
-        if row["bytes"]:
-            size = bytes_text(row["bytes"])
+        size = bytes_text(row["bytes"]) if row["bytes"] else ""
         table.append((signs[row["do"]], row["name"], row["kind"], size, _origin(row, changed)))
     lines = screen.table(table, right=(3,), indent="  ")
     for change in changed or ():
         if change.action == "image":
             lines += screen.wrap(change.text(), f"  {screen.paint('~', 'yellow')} ", "    ")
-    what = "nothing to build"
+    bytes_to_build = sum(row["bytes"] for row in build)
+    bytes_to_reuse = sum(row["bytes"] for row in rows) - bytes_to_build
+    count = "nothing to build"
     if build:
-        what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}"
-    count = f"{what}, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
+        count = f"{len(build)} to build from {bytes_text(bytes_to_build)}"
+    count += f", {len(rows) - len(build)} to reuse ({bytes_text(bytes_to_reuse)})"
     if changed is None:
         count = f"not built yet: {count}"
     ref = screen.paint(plan.ref, "bold")
@@ -209,17 +208,17 @@ def outline_text(
 
 
 def _origin(row: Mapping[str, Any], changed: Sequence[Change] | None) -> str:
+    """Return where a layer is, or from how many files and why it is built."""
     if row["digest"]:
         return str(row["digest"])[7:19]
+    words = []
     if row["inputs"]:
-        words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"]
-    else:
-        words = []
+        words.append(f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}")
     if changed is not None:
         reasons = [change.text() for change in changed if change.action == row["name"]]
-        words += reasons[:_REASONS] or [
-            "its layer is not in the store, or a layer that it needs changes"
-        ]
+        unknown = "its layer is not in the store, or a layer that it needs changes"
+        words += reasons[:_REASONS] or [unknown]
         more = len(reasons) - _REASONS
-        words += [f"and {more} more changes: primus explain"] if more > 0 else []
+        if more > 0:
+            words.append(f"and {more} more changes: primus explain")
     return "; ".join(words)

@@ -259,11 +259,13 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
 
 def _read_on(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> None:
     """Append what the source sends; no more than a block beyond the file's size."""
-    start = part.seek(0, os.SEEK_END)
-    with answer_of(bare_url(url), part.tell), indexes.open(url, start) as (_, offset, blocks):
+    size = part.seek(0, os.SEEK_END)
+    with answer_of(bare_url(url), lambda: size), indexes.open(url, size) as (_, offset, blocks):
         # A server without ranges begins again.
         part.truncate(offset)
+        size = offset
         for block in blocks:
             part.write(block)
-            if part.tell() > file.size:
+            size += len(block)
+            if size > file.size:
                 break

@@ -40,7 +40,8 @@ _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
     """Return the layers of ``image`` (``name@sha256:…``), lowest first, and its dpkg status.
 
-    The status is empty without dpkg. Raises InputError for an image of another platform or with unsupported layers.
+    The status is empty without dpkg. Raises InputError for an image of another platform or with
+    unsupported layers.
     """
     # A copy may take long, but a registry that does not answer is named within seconds.
     skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")

@@ -1,6 +1,5 @@
 """Runs of tools and requests to sources: waits, a time limit, and words without credentials."""
 
-import logging
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,8 +11,6 @@ from primus_images.errors import HostError
 from primus_images.waits import answer_of
 
 T = TypeVar("T")
-
-LOG = logging.getLogger("primus.sources")
 
 
 def run_tool(

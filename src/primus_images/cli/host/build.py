@@ -14,6 +14,7 @@ from primus_images.plan.action import Built, ImagePlan, finished
 from primus_images.plan.explain import changes, explain_text, lost, outline, outline_text
 from primus_images.plan.layers import plan_images
 from primus_images.plan.project import Workspace
+from primus_images.plan.resolve import ResolvedTarget
 from primus_images.terminal import Screen, Styled, bytes_text, counted
 
 
@@ -34,13 +35,13 @@ def explain(args: argparse.Namespace) -> int:
     """Show the inputs that changed since the last build, old → new, with their lines."""
     plans, workspace = _planned(args)
     store = workspace.store
-    changed = {
-        p.resolved.name: changes(store.record("targets", p.state), p) or lost(store, p)
-        for p in plans
-    }
-    document = {target: [change._asdict() for change in rows] for target, rows in changed.items()}
-    texts = (explain_text(p, changed[p.resolved.name], store, Screen.of()) for p in plans)
-    return answer(args, document, texts, passed=not any(changed.values()))
+    document = {}
+    texts = []
+    for plan in plans:
+        changed = changes(store.record("targets", plan.state), plan) or lost(store, plan)
+        document[plan.resolved.name] = [change._asdict() for change in changed]
+        texts.append(explain_text(plan, changed, store, Screen.of()))
+    return answer(args, document, texts, passed=not any(document.values()))
 
 
 def build(args: argparse.Namespace) -> int:
@@ -48,23 +49,16 @@ def build(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
-    for target in targets:
-        if len(target.target.channels) > 1 and not args.dry_run:
-            print(
-                f"{target.name}: channel {target.choice.channel}, {target.choice.reason}",
-                file=sys.stderr,
-            )
+    if not args.dry_run:
+        _print_channels(targets)
     plans = plan_images(targets, workspace.stats)
     if args.dry_run:
         return _print_plans(plans, workspace.store, args)
-    rules = rules_hash()
     spent = dict[str, float]()
+    images = []
     # With --rehash, the store may be damaged, and is mended first.
-    if args.rehash:
-        trusted = ()
-    else:
-        trusted = plans
-    images = [image for plan in trusted if (image := finished(workspace.store, plan, rules))]
+    if not args.rehash:
+        images = _finished(plans, workspace.store)
     if len(images) < len(plans):
         # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the
         # time.
@@ -85,66 +79,91 @@ def build(args: argparse.Namespace) -> int:
     return answer(args, document, [built.image.digest for built in images])
 
 
+def _print_channels(targets: Sequence[ResolvedTarget]) -> None:
+    for target in targets:
+        if len(target.target.channels) > 1:
+            channel = f"channel {target.choice.channel}, {target.choice.reason}"
+            print(f"{target.name}: {channel}", file=sys.stderr)
+
+
+def _finished(plans: Sequence[ImagePlan], store: Store) -> list[Built]:
+    rules = rules_hash()
+    images = [finished(store, plan, rules) for plan in plans]
+    return [image for image in images if image]
+
+
 def _print_plans(
     plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False
 ) -> int:
-    outlines = [(plan, outline(store, plan)) for plan in plans]
-    document = [
-        {"target": p.resolved.name, "ref": p.ref, "key": p.key, "layers": rows}
-        | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
-        for p, rows in outlines
-    ]
     screen = Screen.of()
     full = full or len(plans) == 1
+    document = []
     texts = []
-    for plan, rows in outlines:
+    for plan in plans:
+        rows = outline(store, plan)
+        issues = plan.resolved.known_issues
+        document.append(
+            {
+                "target": plan.resolved.name,
+                "ref": plan.ref,
+                "key": plan.key,
+                "layers": rows,
+                "known_issues": [asdict(issue) for issue in issues],
+            }
+        )
         state = store.record("targets", plan.state)
-        issues = [
-            screen.wrap(f"known issue: {i}", "  ! ", "    ")
-            for i in plan.resolved.known_issues
-            if full
-        ]
-        shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
-        texts.append("\n".join([shown, *(line for lines in issues for line in lines)]))
-    return answer(args, document, [("\n\n" if full else "\n").join(texts)])
+        changed = changes(state, plan) if state else None
+        lines = [outline_text(plan, rows, changed, screen, full=full)]
+        for issue in issues if full else ():
+            lines += screen.wrap(f"known issue: {issue}", "  ! ", "    ")
+        texts.append("\n".join(lines))
+    separator = "\n\n" if full else "\n"
+    return answer(args, document, [separator.join(texts)])
 
 
 def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:
     if not any(built.changed for built in images):
         return "\n".join(f"{_named(built)}: nothing to do, {seconds:.2f} s" for built in images)
-    tables = [_table(built, Screen.of(sys.stderr)) for built in images]
-    number = sum(len(built.image.layers) for built in images)
-    ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
+    lines = []
+    layers = 0
+    ran = 0
+    for built in images:
+        lines.append(_table(built, Screen.of(sys.stderr)))
+        layers += len(built.image.layers)
+        ran += sum(action.key in built.ran for action in built.image.plan.layers)
     stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)
-    total = f"{seconds:.2f} s" + (f" ({stages})" if stages else "")
-    return "\n".join([*tables, f"{counted(ran, 'layer')} built, {number - ran} reused, {total}"])
+    total = f"{seconds:.2f} s"
+    if stages:
+        total += f" ({stages})"
+    return "\n".join([*lines, f"{counted(ran, 'layer')} built, {layers - ran} reused, {total}"])
 
 
 def _named(built: Built) -> str:
     plan = built.image.plan
     gates = ", ".join(sentence.partition(":")[0] for sentence in built.failed)
-    return plan.ref + (f" (fails {gates}; see primus check {plan.resolved.name})" if gates else "")
+    if gates:
+        return f"{plan.ref} (fails {gates}; see primus check {plan.resolved.name})"
+    return plan.ref
 
 
 def _table(built: Built, screen: Screen) -> str:
     image = built.image
-    choice = built.image.plan.resolved.choice
+    choice = image.plan.resolved.choice
     lines = screen.wrap(
         f"{image.plan.ref}  (channel {choice.channel}: {choice.reason})", hanging="  "
     )
     if choice.preview:
-        lines += screen.wrap(
-            Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    "
-        )
-    rows = []
+        preview = Styled(f"PREVIEW, no release: {choice.preview}", "yellow")
+        lines += screen.wrap(preview, "  ", "    ")
+    rows: list[tuple[str, ...]] = []
     for action, layer in image.rows:
-        ran = action.key in built.ran
-        state, seconds = (
-            (Styled("built", "green"), f"{built.ran[action.key]:.1f}") if ran else ("cached", "")
-        )
-        rows.append(
-            (action.name, bytes_text(layer.blob.size), state, seconds, layer.blob.digest[7:19])
-        )
+        state: str = "cached"
+        seconds = ""
+        if action.key in built.ran:
+            state = Styled("built", "green")
+            seconds = f"{built.ran[action.key]:.1f}"
+        size = bytes_text(layer.blob.size)
+        rows.append((action.name, size, state, seconds, layer.blob.digest[7:19]))
     rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(
         rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  "

@@ -16,9 +16,7 @@ def target_names() -> Sequence[str]:
 
 def open_project(args: argparse.Namespace) -> Project:
     """Open the project that the options name, and hold its workspace while this command runs."""
-    store = None
-    if args.store:
-        store = args.store.absolute()
+    store = args.store.absolute() if args.store else None
     project = Project.find(args.project, store=store, channel=args.channel)
     with contextlib.suppress(OSError):
         project.workspace.folder.mkdir(exist_ok=True)
@@ -38,9 +36,7 @@ def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
 
 
 def resolved_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Workspace]:
-    """Resolve the requested target. Returns it with the workspace (store and caches) of the
-    project.
-    """
+    """Resolve the requested target. Returns it with the project's workspace."""
     project = open_project(args)
     return resolve(project, args.target), project.workspace
 

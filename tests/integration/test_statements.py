@@ -47,6 +47,7 @@ from primus_images.release.statement import (
 from primus_images.release.verification import Verified, verified_text, verify_image
 from primus_images.training.judge import suite
 from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import Rates, RecordedImage
 from primus_images.versions.lock import Lock, LockedFile, dumps
 from project_kit import SOURCE, Kit, make_project
 
@@ -60,27 +61,24 @@ def record(content: str, digest: str) -> Document:
     """The record of a validation of the image, whose jobs ran nowhere."""
     request = suite.Request(recipe="llama3-proxy", among=SOURCE.parent / "recipes")
     jobs = suite.plan(request, Path("/out"))
-    image = {"ref": TAG, "manifest": digest, "content": content}
-    made: dict[str, Any] = suite.record(
-        jobs,
-        {},
-        [Verdict("loss falls", True, "it does")],
+    place = suite.Place(
         target="demo",
-        image=image,
+        image=RecordedImage(ref=TAG, manifest=digest, content=content),
         gpu="none",
-        time="2026-11-26",
+        made="2026-11-26",
     )
-    made |= {"passed": True, "machine": {"gpus": [], "driver": "", "firmware": ""}, "not_run": []}
-    made["jobs"] = [{**job, "ran": True, "seconds": 1.0} for job in made["jobs"]]
-    made["suite"]["rates"] = {
-        "faults": 100,
-        "named": 99,
-        "healthy": 100,
-        "refused": 1,
-        "recorded": [],
-    }
+    made = suite.record(jobs, {}, [Verdict("loss falls", True, "it does")], place)
+    rates = Rates(faults=100, named=99, healthy=100, refused=1)
+    made = replace(
+        made,
+        passed=True,
+        jobs=tuple(replace(job, ran=True, seconds=1.0) for job in made.jobs),
+        suite=replace(made.suite, rates=rates),
+    )
     return Document(
-        media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical_json(made)
+        media_type=VALIDATION,
+        name="validation-llama3-proxy.json",
+        data=canonical_json(made.as_json()),
     )
 
 

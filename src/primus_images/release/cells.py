@@ -51,23 +51,27 @@ def cells_of(
     """
     for name in recipes:
         path = load.find(name, among)
-        default = cell_of(name, gpu)
-        of_recipe = [
-            Cell(
-                recipe=name,
-                choices=replace(default.choices, backend=backend, mode=mode, precision=precision),
-                folder="-".join(filter(None, (default.folder, backend, mode, precision))),
-            )
-            for (backend, mode), offered in supported(load.read(path).settings).items()
-            for precision in precisions or (None,)
-            if precision is None
-            or (precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend))
-        ]
-        if not of_recipe:
-            precisions_text = ", ".join(precisions)
+        cells = []
+        for (backend, mode), offered in supported(load.read(path).settings).items():
+            trainable = {PROXY_PRECISION, *offered}
+            for precision in precisions:
+                if precision in trainable and computes(gpu, precision, backend):
+                    cells.append(_cell(name, gpu, backend, mode, precision))
+            if not precisions:
+                cells.append(_cell(name, gpu, backend, mode))
+        if not cells:
             raise InputError(
-                f"recipe {name} is trained in none of {precisions_text} on {gpu}",
+                f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
                 where=path,
                 hint="add a precision that it supports to `trained_in` of the target",
             )
-        yield from of_recipe
+        yield from cells
+
+
+def _cell(recipe: str, gpu: str, backend: str, mode: str, precision: str | None = None) -> Cell:
+    default = cell_of(recipe, gpu)
+    choices = replace(default.choices, backend=backend, mode=mode, precision=precision)
+    words = [default.folder, backend, mode]
+    if precision:
+        words.append(precision)
+    return Cell(recipe=recipe, choices=choices, folder="-".join(words))

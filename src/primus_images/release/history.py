@@ -63,7 +63,7 @@ class Release:
 
     @property
     def name(self) -> str:
-        """The release's name without image and variant: ``v25.9`` for ``rocm/primus:v25.9_gfx942``."""
+        """The name without image and variant: ``v25.9`` for ``rocm/primus:v25.9_gfx942``."""
         return cast(re.Match[str], _NAME.search(self.tag))[0]
 
 

@@ -1,10 +1,8 @@
-"""What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of
-them.
-"""
+"""What a release needs: the rules of ``policy.yaml``, and what an image's evidence lacks."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -12,20 +10,17 @@ from typing import Any
 
 from primus_images.errors import CheckFailed, InputError, nearest
 from primus_images.gates.rules import gates
-from primus_images.refusals import refusal
 from primus_images.release.artifact import Document
 from primus_images.release.documents import GATES, IN_TOTO, SPDX, VALIDATION
 from primus_images.release.licences import licence_names
 from primus_images.release.vulnerabilities import audit, load_accepted
 from primus_images.schema import build
 from primus_images.terminal import some
-from primus_images.yamlfile import read
+from primus_images.training.judge.record import Record
+from primus_images.yamlfile import Document as YamlDocument, read
 
 # Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
 _SECONDS_OF_RUN = 19
-_LONGEST = 120
-_UNMENDED = "no version is known to mend it"
-_SOURCE = re.compile(r"source package (\S+) (\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,37 +48,43 @@ def of_project(root: Path, path: Path | None) -> Policy:
 
 def load(path: Path) -> Policy:
     """Read a policy. Paths in it are relative to it. Raises InputError."""
-    policy = build(Policy, document := read(path))
-    licences = [
-        *licence_names().values(),
-        *(n for n in policy.refused_licences if n.startswith("LicenseRef-")),
-    ]
-    for key, names in (("forgiven", [*gates()]), ("refused_licences", licences)):
-        for index, name in enumerate(getattr(policy, key)):
-            if name not in names:
-                words = {"name": name, "nearest": nearest(name, names)}
-                if key == "forgiven":
-                    raise refusal(
-                        "no_gate",
-                        document.where((key, index)),
-                        **words,
-                    )
-                raise refusal(
-                    "no_licence",
-                    document.where((key, index)),
-                    **words,
-                )
-    places: dict[str, Any] = {
-        k: str(path.parent / value) for k in ("osv", "accepted") if (value := getattr(policy, k))
-    }
-    for key, place in places.items():
-        if not Path(place).exists():
+    document = read(path)
+    policy = build(Policy, document)
+    known = gates()
+    for index, name in enumerate(policy.forgiven):
+        if name not in known:
             raise InputError(
-                f"there is no file or folder {place}",
-                where=document.where((key,)),
-                hint="correct the path, which is relative to the policy",
+                f"there is no gate {name!r}{nearest(name, known)}",
+                where=document.where(("forgiven", index)),
+                hint="docs/gates.md lists the gates",
             )
-    return replace(policy, **places)
+    licences = set(licence_names().values())
+    for index, name in enumerate(policy.refused_licences):
+        if name not in licences and not name.startswith("LicenseRef-"):
+            raise InputError(
+                f"SPDX's list has no licence {name!r}{nearest(name, licences)}",
+                where=document.where(("refused_licences", index)),
+                hint="its name there, such as GPL-3.0-only",
+            )
+    return replace(
+        policy,
+        osv=_existing(policy.osv, "osv", path, document),
+        accepted=_existing(policy.accepted, "accepted", path, document),
+    )
+
+
+def _existing(name: str | None, key: str, policy: Path, document: YamlDocument) -> str | None:
+    """Return a path that is relative to the policy. Raises InputError if nothing is there."""
+    if not name:
+        return None
+    path = policy.parent / name
+    if not path.exists():
+        raise InputError(
+            f"there is no file or folder {path}",
+            where=document.where((key,)),
+            hint="correct the path, which is relative to the policy",
+        )
+    return str(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,41 +103,47 @@ class Evidence:
     recipes: Sequence[str]
     components: Mapping[str, str]
     failed_gates: Sequence[str]
-    records: Sequence[Mapping[str, Any]]
+    records: Sequence[Record]
     commit: str | None
     edited: Sequence[str] = ()
 
 
 def evidence_in(documents: Sequence[Document]) -> Evidence:
-    """Return the evidence in the documents about an image. Raises CheckFailed without a provenance
-    and findings of gates.
+    """Return the evidence in the documents about an image.
+
+    Raises CheckFailed without a provenance and findings of gates.
     """
-
-    def of(media_type: str) -> list[Any]:
-        return [
-            json.loads(document.data) for document in documents if document.media_type == media_type
-        ]
-
-    provenances = of(IN_TOTO)
-    if not provenances or not (outcomes := of(GATES)):
+    provenances = list(_contents(documents, IN_TOTO))
+    outcomes = list(_contents(documents, GATES))
+    if not provenances or not outcomes:
         raise CheckFailed(
             "the image has no provenance or no findings of gates, so nothing is known of it"
         )
     definition = provenances[-1]["predicate"]["buildDefinition"]
-    source = definition["resolvedDependencies"][:1]
     parameters = definition["externalParameters"]
+    commit = None
+    for source in definition["resolvedDependencies"][:1]:
+        commit = source["digest"].get("gitCommit")
     return Evidence(
-        **{
-            name: parameters[name] for name in ("target", "preview", "gpu", "recipes", "components")
-        },
+        target=parameters["target"],
+        preview=parameters["preview"],
+        gpu=parameters["gpu"],
+        recipes=parameters["recipes"],
+        components=parameters["components"],
         failed_gates=[gate["gate"] for gate in outcomes[-1]["gates"] if not gate["passed"]],
-        records=of(VALIDATION),
-        commit=source[0]["digest"].get("gitCommit") if source else None,
+        records=[Record.of(content) for content in _contents(documents, VALIDATION)],
+        commit=commit,
     )
 
 
+def _contents(documents: Sequence[Document], media_type: str) -> Iterator[Any]:
+    for document in documents:
+        if document.media_type == media_type:
+            yield json.loads(document.data)
+
+
 def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[str, ...]:
-    """Return the reasons why the image may not be published, one sentence each; empty if it may.
+    """Return the reasons why the image may not be published, one sentence each.
 
     A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is
     sufficient, the forgiven gates may fail, and files of the repository may be edited.
@@ -144,110 +151,128 @@ def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[st
     reasons = []
     if evidence.preview and not preview:
         reasons.append(f"it is a preview: {evidence.preview}")
-    reasons += [
-        f"gate {gate} fails"
-        for gate in evidence.failed_gates
-        if not (preview and gate in policy.forgiven)
-    ]
-    reasons += _of_validation(evidence, policy, preview)
-    if evidence.commit is None and not preview:
-        reasons.append("the commit it was built from is unknown: this is not a git repository")
-    elif evidence.commit and evidence.edited and not preview:
-        reasons.append(
-            f"files differ from commit {evidence.commit[:12]}: {some(evidence.edited, 3)}"
-        )
+    for gate in evidence.failed_gates:
+        if not (preview and gate in policy.forgiven):
+            reasons.append(f"gate {gate} fails")
+    reasons += _of_validations(evidence, policy, preview=preview)
+    if not preview:
+        reasons += _of_source(evidence)
     return tuple(reasons)
 
 
-def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[str]:
+def _of_source(evidence: Evidence) -> Iterator[str]:
+    if evidence.commit is None:
+        yield "the commit it was built from is unknown: this is not a git repository"
+    elif evidence.edited:
+        files = some(evidence.edited, 3)
+        yield f"files differ from commit {evidence.commit[:12]}: {files}"
+
+
+def _of_validations(evidence: Evidence, policy: Policy, *, preview: bool) -> Iterator[str]:
+    """Yield what the validations lack: on the right GPU, of recipes, of runs and of components."""
     if not evidence.recipes:
-        return ["its target names no recipe to validate it with"]
-    records = [record for record in evidence.records if _passed(record, policy, preview)]
+        yield "its target names no recipe to validate it with"
+        return
+    records = [record for record in evidence.records if _counts(record, policy, preview=preview)]
     where = ""
     if evidence.gpu and not preview:
-        records = [record for record in records if record["gpu"] == evidence.gpu]
         where = f" on {evidence.gpu}"
+        records = [record for record in records if record.gpu == evidence.gpu]
         if not records:
-            return [refusal("nothing_trained", gpu=evidence.gpu, target=evidence.target).message]
-    trained = {record["recipe"]["name"] for record in records}
-    reasons = []
+            yield (
+                f"nothing was trained in this image{where}, and a run on a CPU does not count for "
+                f"the GPU (run primus validate {evidence.target} on a machine with that GPU)"
+            )
+            return
+    yield from _untrained(evidence, records, where)
+    if not any(set(record.ran) >= set(policy.runs) for record in records):
+        yield (
+            f"no validation in this image{where} repeated a run, resumed it and split its batch "
+            f"(primus validate {evidence.target})"
+        )
+    if not preview:
+        yield from _not_loaded(evidence, records, where)
+    for record in records:
+        yield from unmet(record, policy)
+
+
+def _untrained(evidence: Evidence, records: Sequence[Record], where: str) -> Iterator[str]:
+    trained = {record.recipe.name for record in records}
     lacking = [name for name in evidence.recipes if name not in trained]
     if lacking:
-        words = {
-            "recipes": some(lacking, 3),
-            "minutes": max(1, round(len(lacking) * _SECONDS_OF_RUN / 60)),
-        }
-        reasons.append(refusal("not_passed", where=where, target=evidence.target, **words).message)
-    if not any(
-        {job["name"] for job in record["jobs"] if job["ran"]} >= {*policy.runs}
-        for record in records
-    ):
-        reasons.append(refusal("runs_lacking", where=where, target=evidence.target).message)
-    loaded = {name for record in records for name in record["facts"].get("loaded", ())}
-    if not preview and (
-        idle := [name for name, package in evidence.components.items() if package not in loaded]
-    ):
-        reasons.append(refusal("not_loaded", where=where, components=some(idle, 3)).message)
-    return [*reasons, *(reason for record in records for reason in unmet(record, policy))]
+        minutes = max(1, round(len(lacking) * _SECONDS_OF_RUN / 60))
+        yield (
+            f"{some(lacking, 3)} did not pass a validation in this image{where} "
+            f"(primus validate {evidence.target} --suite quick: at least {minutes} min)"
+        )
 
 
-def unmet(record: Mapping[str, Any], policy: Policy) -> list[str]:
-    """Return what the validation lacks of the policy's rules for machines and for the suite."""
-    reasons = []
-    machine = record.get("machine", {})
-    rates = record.get("suite", {}).get("rates")
-    for part in ("driver", "firmware"):
-        needed = getattr(policy, part)
-        there = machine.get(part)
-        if needed and record["gpu"] != "none" and there != needed:
-            reasons.append(
-                f"{record['recipe']['name']} was validated with {part} {there or 'unknown'}, "
-                f"not {needed}"
-            )
-    if policy.found > 0 or policy.alarms < 1:
-        if not rates:
-            return [
-                *reasons,
-                f"the validation of {record['recipe']['name']} says nothing about its suite's "
-                "own faults",
-            ]
-        if rates["named"] < policy.found * rates["faults"]:
-            reasons.append(refusal("few_found", rates=rates, least=policy.found).message)
-        if rates["refused"] > policy.alarms * rates["healthy"]:
-            share = f"{rates['refused']} of {rates['healthy']}"
-            reasons.append(f"the suite refuses {share} healthy runs, more than {policy.alarms:.1%}")
-    return reasons
+def _not_loaded(evidence: Evidence, records: Sequence[Record], where: str) -> Iterator[str]:
+    loaded: set[str] = set()
+    for record in records:
+        loaded.update(record.facts.get("loaded", ()))
+    idle = [name for name, package in evidence.components.items() if package not in loaded]
+    if idle:
+        yield (
+            f"no validation{where} loaded {some(idle, 3)} (give it a recipe, remove it from the "
+            "image, or say in versions.yaml what it is a tool for)"
+        )
 
 
-def _passed(record: Mapping[str, Any], policy: Policy, preview: bool) -> bool:
+def unmet(record: Record, policy: Policy) -> Iterator[str]:
+    """Yield what the validation lacks of the policy's rules for machines and for the suite."""
+    name = record.recipe.name
+    if record.gpu != "none":
+        yield from _unmet_version(name, "driver", policy.driver, record.machine.driver)
+        yield from _unmet_version(name, "firmware", policy.firmware, record.machine.firmware)
+    if policy.found <= 0 and policy.alarms >= 1:
+        return
+    rates = record.suite.rates
+    if rates is None:
+        yield f"the validation of {name} says nothing about its suite's own faults"
+        return
+    if rates.named < policy.found * rates.faults:
+        share = f"{rates.named} of {rates.faults}"
+        yield f"the suite finds {share} faults, less than {policy.found:.1%}"
+    if rates.refused > policy.alarms * rates.healthy:
+        share = f"{rates.refused} of {rates.healthy}"
+        yield f"the suite refuses {share} healthy runs, more than {policy.alarms:.1%}"
+
+
+def _unmet_version(name: str, part: str, needed: str | None, actual: str) -> Iterator[str]:
+    if needed and actual != needed:
+        yield f"{name} was validated with {part} {actual or 'unknown'}, not {needed}"
+
+
+def _counts(record: Record, policy: Policy, *, preview: bool) -> bool:
+    """Whether a record passed. In that of a preview, the forgiven gates may fail."""
     if not preview:
-        return record["passed"] is True
-    failed = {verdict["name"] for verdict in record["verdicts"] if not verdict["passed"]}
-    ran = all(job["ran"] for job in record["jobs"])
-    return (
-        bool(record["verdicts"]) and ran and failed <= {f"gate {gate}" for gate in policy.forgiven}
-    )
+        return record.passed
+    forgiven = {f"gate {gate}" for gate in policy.forgiven}
+    failed = {verdict.name for verdict in record.failed}
+    all_ran = all(job.ran for job in record.jobs)
+    return bool(record.verdicts) and all_ran and failed <= forgiven
 
 
 def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
-    """Return the licences and vulnerabilities that a policy forbids, and an SPDX document names,
-    one sentence each.
+    """Return the licences and vulnerabilities that a policy forbids, one sentence each.
+
+    An SPDX document among ``documents`` names them.
     """
     reasons = []
     today = date.today()
-    for bill in (
-        json.loads(document.data) for document in documents if document.media_type == SPDX
-    ):
+    for bill in _contents(documents, SPDX):
         for package in bill["packages"]:
-            licences = set(re.findall(r"[A-Za-z0-9.+-]+", package["licenseDeclared"])) & {
-                *policy.refused_licences
-            }
-            reasons += [
-                f"{package['name']} {package['versionInfo']} is under {name}"
-                for name in sorted(licences)
-            ]
+            for licence in _refused(package["licenseDeclared"], policy.refused_licences):
+                reasons.append(f"{package['name']} {package['versionInfo']} is under {licence}")
         if policy.osv:
             findings, unseen = audit(bill, Path(policy.osv), load_accepted(policy.accepted))
             reasons += [f"{policy.osv}: {sentence}" for sentence in unseen]
             reasons += [finding.sentence(today) for finding in findings if finding.is_open(today)]
     return reasons
+
+
+def _refused(expression: str, refused: Collection[str]) -> list[str]:
+    """Return the licences of an SPDX expression that are refused."""
+    names = set(re.findall(r"[A-Za-z0-9.+-]+", expression))
+    return sorted(names.intersection(refused))

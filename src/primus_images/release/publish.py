@@ -5,8 +5,8 @@ it, set the tag.
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from primus_images.release.policy import Policy, evidence_in, forbidden_in, obje
 from primus_images.release.registry import Repository, plain_http, require_tag
 from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
 from primus_images.schema import read_json
+from primus_images.training.judge.record import Record
 from primus_images.versions.remotes import skopeo
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds
@@ -79,7 +80,7 @@ def prepare(
     content = digest_of(image.config)
     validations = []
     for record in _records(needs.records / resolved.name):
-        if record["image"]["content"] == content:
+        if record.image.content == content:
             validations.append(_validation(record))
     every = (*papers, *validations)
     evidence = replace(evidence_in(every), commit=source.commit, edited=source.edited)
@@ -298,26 +299,21 @@ def _push(
     progress.finish("push")
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
+def _records(folder: Path) -> list[Record]:
+    """Read the records of validations below ``folder``. Raises InputError for what is none."""
     records = []
     for path in sorted(folder.glob("*/record.json")):
         try:
-            record: Any = read_json(path).data
-            needed = (
-                record["image"]["content"],
-                record["recipe"]["name"],
-                record["passed"],
-                record["gpu"],
-            )
-            if not all(isinstance(value, str | bool) for value in needed):
-                raise TypeError
-            _ = (
-                {v["name"]: v["passed"] for v in record["verdicts"]},
-                {j["name"]: j["ran"] for j in record["jobs"]},
-            )
-            fault = misstated(record["recipe"])
-        except (OSError, KeyError, TypeError):
+            data = read_json(path).data
+        except OSError:
             raise InputError("not a validation record", where=str(path), hint="remove it") from None
+        try:
+            record = Record.of(data, str(path))
+        except InputError as error:
+            raise InputError(
+                f"not a validation record: {error.message}", where=str(path), hint="remove it"
+            ) from None
+        fault = misstated(asdict(record.recipe))
         if fault:
             raise InputError(
                 f"not a validation record: {fault}",
@@ -328,12 +324,12 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _validation(record: Mapping[str, Any]) -> Document:
-    recipe = record["recipe"]
-    words = [
-        *map(recipe.get, ("name", "backend", "mode", "precision")),
-        f"{len(record['jobs'])}-runs",
-    ]
-    name = "-".join(filter(None, words))
-    data = json.dumps(record, indent=1, ensure_ascii=False, sort_keys=True).encode()
-    return Document(media_type=VALIDATION, name=f"validation-{name}.json", data=data)
+def _validation(record: Record) -> Document:
+    recipe = record.recipe
+    name = f"{recipe.name}-{recipe.backend}-{recipe.mode}-{recipe.precision}"
+    data = json.dumps(record.as_json(), indent=1, ensure_ascii=False, sort_keys=True).encode()
+    return Document(
+        media_type=VALIDATION,
+        name=f"validation-{name}-{len(record.jobs)}-runs.json",
+        data=data,
+    )

@@ -40,6 +40,7 @@ from primus_images.release.history import (
 from primus_images.release.registry import Repository, plain_http, reference
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import bytes_text
+from primus_images.training.judge.record import Record
 from primus_images.versions.lock import Lock, LockedFile, loads
 from primus_images.versions.remotes import skopeo
 from primus_images.yamlfile import flat, parse, read
@@ -56,13 +57,13 @@ _OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER)
 class Side:
     """What is known of one side.
 
-    ``parts`` are name → value per section, without those that it does not state. ``curves`` is a
-    file of golden curves, or empty. ``layers`` are name → layer, if their blobs are in a store.
+    ``parts`` are name → value per section, without those that it does not state. ``curves`` are
+    its golden curves, if any. ``layers`` are name → layer, if their blobs are in a store.
     """
 
     release: Release
     parts: Mapping[str, Part] = field(default_factory=dict)
-    curves: Mapping[str, Any] = field(default_factory=dict)
+    curves: golden.Curves | None = None
     layers: Mapping[str, LayerRef] = field(default_factory=dict)
 
 
@@ -190,11 +191,11 @@ def _pinned_parts(root: Path, targets: Sequence[ResolvedTarget]) -> dict[str, Pa
     }
 
 
-def _newest_curves(root: Path, targets: Sequence[ResolvedTarget]) -> Mapping[str, Any]:
+def _newest_curves(root: Path, targets: Sequence[ResolvedTarget]) -> golden.Curves | None:
     for target in targets:
         for curves in golden.recorded(root, target.name + target.choice.suffix):
             return curves
-    return {}
+    return None
 
 
 def _in_image(lock: Lock) -> Iterator[LockedFile]:
@@ -311,7 +312,7 @@ def _of_store(project: Project, ref: str) -> Side:
     return Side(
         release=_release(root.config, image, layers.values()),
         parts=parts,
-        curves=golden.load(project.root, ref) or {},
+        curves=golden.load(project.root, ref),
         layers=layers,
     )
 
@@ -350,21 +351,21 @@ def _of_registry(name: str, tag: str) -> Side:
     names = _layer_names(config, [layer.digest for layer in layers])
     sizes = {name: layer.size for name, layer in zip(names, layers, strict=True)}
     parts = _parts_of_config(config, sizes)
-    curves: dict[str, Any] = {}
+    records = []
     for document in registry.documents(digest):
         try:
             parts |= _part_of_document(document)
             if document.media_type == VALIDATION:
-                curves |= golden.curves_of([json.loads(document.data)], "")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                records.append(Record.of(json.loads(document.data)))
+        except (KeyError, TypeError, ValueError, AttributeError, InputError) as error:
             reason = f"{type(error).__name__} {error}"
             raise InputError(
                 f"{document.name} of {name}@{digest} was not written by primus: {reason}",
                 hint="publish the image again",
             ) from None
     release = _release(config, image, layers)
-    file = {"release": release.reference, "curves": curves} if curves else {}
-    return Side(release=release, parts=parts, curves=file)
+    curves = golden.of_records(release.reference, records)
+    return Side(release=release, parts=parts, curves=curves if curves.curves else None)
 
 
 def _part_of_document(document: Document) -> dict[str, Part]:

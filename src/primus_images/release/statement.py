@@ -23,6 +23,7 @@ from primus_images.release.artifact import Document
 from primus_images.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, statement
 from primus_images.release.registry import Repository, reference
 from primus_images.schema import read_json
+from primus_images.training.judge.record import Record
 
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
@@ -55,46 +56,44 @@ def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dic
         elif document.media_type == IN_TOTO:
             result.append(statement(tag, digest, PROVENANCE, content["predicate"]))
         elif document.media_type == VALIDATION:
-            predicate = test_result(content, document.data)
+            predicate = test_result(Record.of(content), document.data)
             result.append(statement(tag, digest, TEST_RESULT, predicate))
     return result
 
 
-def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
+def test_result(record: Record, data: bytes) -> dict[str, Any]:
     """Return in-toto's test-result for a validation record, with the extension ``primus``.
 
-    ``data`` is its file. Raises KeyError, TypeError or AttributeError if it is not a record.
-    See https://in-toto.io/attestation/test-result/v0.1.
+    ``data`` is its file. See https://in-toto.io/attestation/test-result/v0.1.
     """
-    recipe = record["recipe"]
-    facts = record["facts"]
-    verdicts = [verdict for verdict in record["verdicts"] if not verdict.get("skipped")]
-    about = dict(recipe)
-    about.pop("settings", None)
-    about.pop("description", None)
-    sha256 = digest_of(data).removeprefix("sha256:")
+    verdicts = [verdict for verdict in record.verdicts if not verdict.skipped]
+    content = record.as_json()
+    recipe = content["recipe"]
+    recipe.pop("settings")
+    recipe.pop("description")
     extension = {
-        "image": record["image"],
-        "made": record["made"],
-        "recipe": about,
-        "suite": record["suite"],
-        "hardware": {"gpu": record["gpu"], **record["machine"]},
-        "precision": {key: facts.get(key) for key in _PRECISION},
-        "seeds": [facts.get("seed")],
-        "runs": [job["name"] for job in record["jobs"] if job["ran"]],
-        "not_run": record["not_run"],
+        "image": content["image"],
+        "made": record.made,
+        "recipe": recipe,
+        "suite": content["suite"],
+        "hardware": {"gpu": record.gpu, **content["machine"]},
+        "precision": {key: record.facts.get(key) for key in _PRECISION},
+        "seeds": [record.facts.get("seed")],
+        "runs": list(record.ran),
+        "not_run": list(record.not_run),
     }
-    if "wrap" in record:
-        extension["wrap"] = record["wrap"]
+    if record.wrap:
+        extension["wrap"] = record.wrap
+    sha256 = digest_of(data).removeprefix("sha256:")
     return {
-        "result": "PASSED" if record["passed"] else "FAILED",
+        "result": "PASSED" if record.passed else "FAILED",
         "configuration": [
-            {"name": f"recipe {recipe['name']}", "digest": {"sha256": recipe["sha256"]}},
-            {"name": "suite", "digest": {"sha256": record["suite"]["sha256"]}},
+            {"name": f"recipe {record.recipe.name}", "digest": {"sha256": record.recipe.sha256}},
+            {"name": "suite", "digest": {"sha256": record.suite.sha256}},
             {"name": "record", "digest": {"sha256": sha256}},
         ],
-        "passedTests": [verdict["name"] for verdict in verdicts if verdict["passed"]],
-        "failedTests": [verdict["name"] for verdict in verdicts if not verdict["passed"]],
+        "passedTests": [verdict.name for verdict in verdicts if verdict.passed],
+        "failedTests": [verdict.name for verdict in verdicts if not verdict.passed],
         "primus": extension,
     }
 

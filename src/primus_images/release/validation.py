@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,19 +23,18 @@ from primus_images.plan.project import Workspace
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.programs import stop_all
 from primus_images.progress import choose_progress
-from primus_images.refusals import refusal
 from primus_images.release import golden
 from primus_images.release.cells import Cell
 from primus_images.release.hardware import NO_GPU, Hardware, ran_on, require_gpus
 from primus_images.release.summary import GATE, Validated, mark
 from primus_images.report.html import page
-from primus_images.sandbox.container import Command, Devices, Mount, RootFs
+from primus_images.sandbox.container import Command, Mount, RootFs
 from primus_images.sandbox.engines import Engine, choose
 from primus_images.schema import read_json
 from primus_images.terminal import say
 from primus_images.training.judge import proof, suite
 from primus_images.training.judge.checks import Verdict
-from primus_images.training.judge.suite import Request
+from primus_images.training.judge.record import Machine, Rates, Record, RecordedImage
 from primus_images.training.run import outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, read_result
@@ -52,98 +51,191 @@ _TOGETHER = 2
 _INTERRUPTED = (130, 143)
 
 
-def validate(  # noqa: PLR0913
-    plan: ImagePlan,
-    workspace: Workspace,
-    cells: Sequence[tuple[Cell, str]],
-    *,
-    output: Path,
-    engine: str,
-    quiet: bool,
-    again: bool = False,
-    recording: bool = False,
-    hardware: Hardware,
-    wrap: tuple[str, ...] = (),
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to validate.
+
+    The jobs get the GPUs of ``hardware``, and ``wrap`` before the Python of each rank. A cell that
+    has passed before is run again with ``again``, and with ``recording``, because its golden curve
+    is about to be recorded and not compared.
+    """
+
+    output: Path
+    engine: str
+    quiet: bool
+    hardware: Hardware
+    again: bool = False
+    recording: bool = False
+    wrap: tuple[str, ...] = ()
+
+
+def validate(
+    plan: ImagePlan, workspace: Workspace, cells: Sequence[tuple[Cell, str]], options: Options
 ) -> list[Validated]:
     """Train each cell in the image of ``plan`` at its level of the suite, and check the results.
 
     A recipe is resolved here and again in the image; a difference fails the record. A cell that has
-    already passed with the same image content, recipe, suite and GPU is not run again, unless
-    ``again`` is set. With ``recording``, all cells are run and not compared with golden curves,
-    because these are about to be recorded. For a preview, whose gates may fail, an earlier record
-    counts if its jobs passed and its gates had the same outcome as now. The jobs get the GPUs of
-    ``hardware``, and ``wrap`` before the Python of each rank. On CPUs, two cells run at the same
-    time.
+    already passed with the same image content, recipe, suite and GPU is not run again. For a
+    preview, whose gates may fail, an earlier record counts if its jobs passed and its gates had the
+    same outcome as now. On CPUs, two cells run at the same time.
 
     Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was
     interrupted. The interrupted cell then has no record; earlier cells keep theirs.
     """
     resolved = plan.resolved
-    if quiet:
-
-        def tell(_):
-            return None
-    else:
-        tell = say
-    runner = choose(engine)
+    runner = choose(options.engine)
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
-    with choose_progress(quiet) as progress:
+    with choose_progress(options.quiet) as progress:
         gates = judge(examine(plan, workspace, progress))
-    image = {
-        "ref": root.name,
-        "manifest": digest_of(root.manifest),
-        "content": digest_of(root.config_bytes),
-    }
     # Plan all cells first, so that an invalid recipe does not end the command after an hour of
     # training.
-    recipes = resolved.root / "recipes"
-    planned = [
-        suite.plan(
-            Request(recipe=cell.recipe, choices=cell.choices, among=recipes, wrap=wrap),
-            _INSIDE,
-            level,
-        )
-        for cell, level in cells
-    ]
+    planned = [planned_jobs(cell, level, resolved, options.wrap) for cell, level in cells]
     for jobs in planned:
-        require_gpus(suite.recipe_of(jobs), hardware)
+        require_gpus(suite.recipe_of(jobs), options.hardware)
     together = 1
-    if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "podman":
+    if len(cells) > 1 and options.hardware.gpu == NO_GPU and runner.name == "podman":
         together = _TOGETHER
-    stopped = Event()
+    validation = _Validation(
+        resolved=resolved,
+        root=root,
+        gates=gates,
+        cells=[cell for cell, _ in cells],
+        runner=runner,
+        options=options,
+        together=together,
+    )
+    return _each(validation.validate_cell, planned, together, validation.stopped)
 
-    def validate_cell(number: int, jobs: Sequence[Job]) -> Validated:
-        cell, _ = cells[number - 1]
-        folder = output / resolved.name / cell.folder
-        shown = f"[{number}/{len(cells)}] {cell}"
-        if not (again or recording) and (
-            earlier := _passed_before(folder, image, jobs, gates, hardware.gpu)
-        ):
-            tell(
-                f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains "
-                "it again"
-            )
-            return Validated(record=earlier, folder=folder, earlier=True)
-        if len(cells) > 1:
-            tell(f"▸ {shown}")
-        run_job = _runner(
-            runner, root, folder, hardware.devices, stopped, show=together == 1 and not quiet
+
+def planned_jobs(
+    cell: Cell, level: str, resolved: ResolvedTarget, wrap: tuple[str, ...]
+) -> tuple[Job, ...]:
+    """Return the jobs of a cell at a level of the suite."""
+    recipes = resolved.root / "recipes"
+    request = suite.Request(recipe=cell.recipe, choices=cell.choices, among=recipes, wrap=wrap)
+    return suite.plan(request, _INSIDE, level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Validation:
+    """The validation of one image, whose root file system is ``root``.
+
+    When ``stopped`` is set, its jobs are interrupted.
+    """
+
+    resolved: ResolvedTarget
+    root: RootFs
+    gates: Checked
+    cells: Sequence[Cell]
+    runner: Engine
+    options: Options
+    together: int
+    stopped: Event = field(default_factory=Event)
+
+    @property
+    def image(self) -> RecordedImage:
+        return RecordedImage(
+            ref=self.root.name,
+            manifest=digest_of(self.root.manifest),
+            content=digest_of(self.root.config_bytes),
         )
-        record = _evidence(
-            resolved, jobs, suite.run(jobs, run_job), gates, image, runner.name, hardware
-        )
-        if not recording:
-            _compare_curve(resolved, record)
-        write_file(
-            folder / "record.json",
-            json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        )
+
+    def validate_cell(self, number: int, jobs: Sequence[Job]) -> Validated:
+        """Validate the cell of a number, counted from 1."""
+        cell = self.cells[number - 1]
+        folder = self.options.output / self.resolved.name / cell.folder
+        shown = f"[{number}/{len(self.cells)}] {cell}"
+        if not (self.options.again or self.options.recording):
+            earlier = passed_before(folder, self._state(jobs), self.gates)
+            if earlier:
+                made = f"already trained on {earlier.made} in this image"
+                self._tell(f"✓ {shown}: {made}; --again trains it again")
+                return Validated(record=earlier, folder=folder, earlier=True)
+        if len(self.cells) > 1:
+            self._tell(f"▸ {shown}")
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes = suite.run(jobs, lambda job: self._run(job, folder))
+        record = self._record(jobs, outcomes)
+        if not self.options.recording:
+            record = _with_curve(record, self.resolved)
+        content = json.dumps(record.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        write_file(folder / "record.json", content + "\n")
         (folder / "report.html").write_text(page(record), encoding="utf-8")
-        if together > 1:
-            tell(f"{mark(record)} {shown}: {len(record['verdicts'])} checks")
+        if self.together > 1:
+            self._tell(f"{mark(record.passed)} {shown}: {len(record.verdicts)} checks")
         return Validated(record=record, folder=folder)
 
-    return _each(validate_cell, planned, together, stopped)
+    def _tell(self, line: str) -> None:
+        if not self.options.quiet:
+            say(line)
+
+    def _state(self, jobs: Sequence[Job]) -> tuple[str, ...]:
+        recipe = suite.recipe_of(jobs)
+        return (
+            self.image.content,
+            recipe.digest,
+            suite.digest(recipe, jobs),
+            self.options.hardware.gpu,
+            shlex.join(jobs[0].wrap),
+        )
+
+    def _run(self, job: Job, folder: Path) -> Outcome:
+        """Run a job in a container of its own, with ``folder`` as ``/out``."""
+        if self.stopped.is_set():
+            raise KeyboardInterrupt
+        here = folder / job.output.relative_to(_INSIDE)
+        if here.exists():
+            # Files of an earlier validation must not be mistaken for those of this one.
+            shutil.rmtree(here)
+        here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
+        show = self.together == 1 and not self.options.quiet
+        if show:
+            say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
+        command = Command(
+            argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
+            env={"PRIMUS_NO_BANNER": "1"},
+            mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
+            devices=self.options.hardware.devices,
+        )
+        console = folder / f"{job.name}.console.txt"
+        with console.open("wb") as log:
+            code = self.runner.run(self.root, command, stdout=log, stderr=None if show else log)
+        if code in _INTERRUPTED or self.stopped.is_set():
+            raise KeyboardInterrupt
+        return outcome.read(job, code, here, _no_run(code, here, console.name))
+
+    def _record(self, jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Record:
+        hardware = self.options.hardware
+        verdicts = [*suite.judge(jobs, outcomes)]
+        not_run = []
+        if hardware.gpu != NO_GPU:
+            verdicts.append(ran_on(hardware.gpu, outcomes))
+        elif self.resolved.arch:
+            why = f" ({hardware.why})" if hardware.why else ""
+            not_run.append(
+                f"the GPU part ({self.resolved.arch}): the jobs ran on the CPU{why}, which does "
+                "not count as a pass for the GPU"
+            )
+        unjudged = proof.unjudged(suite.recipe_of(jobs))
+        if unjudged:
+            not_run.append(f"the comparison with the reference: {unjudged}")
+        verdicts += [_gate_verdict(report) for report in self.gates.reports]
+        machine = Machine(gpus=hardware.names, driver=hardware.driver, firmware=hardware.firmware)
+        place = suite.Place(
+            target=self.resolved.name,
+            image=self.image,
+            gpu=hardware.gpu,
+            made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            engine=self.runner.name,
+            machine=machine,
+        )
+        record = suite.record(jobs, outcomes, verdicts, place)
+        return replace(
+            record,
+            suite=replace(record.suite, rates=_suite_rates(self.resolved.root)),
+            gates=self.gates.as_json(),
+            not_run=tuple(not_run),
+        )
 
 
 def _each(
@@ -155,59 +247,25 @@ def _each(
     if together == 1:
         return [validate_cell(number, jobs) for number, jobs in enumerate(planned, 1)]
     with ThreadPoolExecutor(together) as pool:
-        waiting = [
+        futures = [
             pool.submit(validate_cell, number, jobs) for number, jobs in enumerate(planned, 1)
         ]
         try:
-            return [each.result() for each in waiting]
+            return [future.result() for future in futures]
         except BaseException:
             # Only this thread gets signals. The others must neither go on nor write records of jobs
             # that were ended.
-            for each in waiting:
-                each.cancel()
+            for future in futures:
+                future.cancel()
             stopped.set()
             stop_all()
             raise
 
 
-def _runner(  # noqa: PLR0913
-    runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, show: bool
-) -> Callable[[Job], Outcome]:
-    """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
-
-    With ``show``, its progress is shown. When ``stopped`` is set, jobs are interrupted.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def run_job(job: Job) -> Outcome:
-        if stopped.is_set():
-            raise KeyboardInterrupt
-        here = folder / job.output.relative_to(_INSIDE)
-        if here.exists():
-            # Files of an earlier validation must not be mistaken for those of this one.
-            shutil.rmtree(here)
-        here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
-        if show:
-            say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
-        command = Command(
-            argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
-            env={"PRIMUS_NO_BANNER": "1"},
-            mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
-            devices=devices,
-        )
-        console = folder / f"{job.name}.console.txt"
-        with console.open("wb") as log:
-            code = runner.run(root, command, stdout=log, stderr=None if show else log)
-        if code in _INTERRUPTED or stopped.is_set():
-            raise KeyboardInterrupt
-        return outcome.read(job, code, here, _no_run(code, here, console.name))
-
-    return run_job
-
-
 def _no_run(code: int, output: Path, console: str) -> str:
-    """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it
-    has one.
+    """Return why a job has no log: it hung, or was refused before its ranks started.
+
+    Empty if it has one.
     """
     if code == _TIMED_OUT:
         return f"the job did not end within {_JOB_SECONDS} s"
@@ -220,103 +278,64 @@ def _no_run(code: int, output: Path, console: str) -> str:
     return f"the job did not start (exit code {code}); {console} has what it printed"
 
 
-def _passed_before(
-    folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
-) -> dict[str, Any] | None:
-    recipe = suite.recipe_of(jobs)
+def passed_before(folder: Path, state: tuple[str, ...], gates: Checked) -> Record | None:
+    """Return the record in ``folder`` if its jobs passed, in the same state as now.
+
+    The state is image content, recipe, suite, GPU and wrapper. The gates must have the same outcome
+    as now, too.
+    """
     try:
-        record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        state = (
-            record["image"]["content"],
-            record["recipe"]["sha256"],
-            record["suite"]["sha256"],
-            record["gpu"],
-        )
-        verdicts = {verdict["name"]: verdict["passed"] for verdict in record["verdicts"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        record = Record.of(read_json(folder / "record.json").data)
+    except (OSError, InputError):
         return None
-    judged = {name: passed for name, passed in verdicts.items() if name.startswith(GATE)}
-    trained = all(passed for name, passed in verdicts.items() if name not in judged)
-    now = (image["content"], recipe.digest, suite.digest(recipe, jobs), gpu)
-    same = record.get("wrap", "") == shlex.join(jobs[0].wrap) and state == now
-    same_gates = judged == {f"{GATE}{report.gate}": report.passed for report in gates.reports}
-    if same and same_gates and trained and verdicts:
+    before = (
+        record.image.content,
+        record.recipe.sha256,
+        record.suite.sha256,
+        record.gpu,
+        record.wrap,
+    )
+    judged = {v.name: v.passed for v in record.verdicts if v.name.startswith(GATE)}
+    now = {f"{GATE}{report.gate}": report.passed for report in gates.reports}
+    trained = all(verdict.name in judged for verdict in record.failed)
+    if before == state and judged == now and trained and record.verdicts:
         return record
     return None
 
 
-def _evidence(  # noqa: PLR0913, PLR0917
-    resolved: ResolvedTarget,
-    jobs: Sequence[Job],
-    outcomes: Mapping[str, Outcome],
-    gates: Checked,
-    image: Mapping[str, Any],
-    engine: str,
-    hardware: Hardware,
-) -> dict[str, Any]:
-    verdicts = [*suite.judge(jobs, outcomes)]
-    not_run = []
-    if hardware.gpu != NO_GPU:
-        verdicts.append(ran_on(hardware.gpu, outcomes))
-    elif resolved.arch:
-        why = ""
-        if hardware.why:
-            why = f" ({hardware.why})"
-        not_run.append(refusal("no_gpu_part", arch=resolved.arch, why=why).message)
-    unjudged = proof.unjudged(suite.recipe_of(jobs))
-    if unjudged:
-        not_run.append(f"the comparison with the reference: {unjudged}")
-    machine = {
-        "gpus": list(hardware.names),
-        "driver": hardware.driver,
-        "firmware": hardware.firmware,
-    }
-    record = suite.record(
-        jobs,
-        outcomes,
-        [*verdicts, *map(_gate_verdict, gates.reports)],
-        target=resolved.name,
-        image=image,
-        gpu=hardware.gpu,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={"engine": engine, "machine": machine, "gates": gates.as_json(), "not_run": not_run},
-    )
-    record["suite"]["rates"] = _suite_rates(resolved.root)
-    return record
-
-
-def _suite_rates(root: Path) -> dict[str, Any] | None:
+def _suite_rates(root: Path) -> Rates | None:
     """Return what the repository last recorded of the suite itself; None without such records."""
     try:
-        faults, healthy = (
-            read_json(root / f"benchmarks/results/{name}.json").data
-            for name in ("silent-faults", "healthy-seeds")
+        faults = _result(root, "silent-faults")
+        healthy = _result(root, "healthy-seeds")
+        return Rates(
+            faults=len(faults["faults"]),
+            named=sum(bool(fault["named_by"]) for fault in faults["faults"]),
+            healthy=len(healthy["runs"]),
+            refused=sum(bool(run["failed"]) for run in healthy["runs"]),
+            recorded=(faults["date"], healthy["date"]),
         )
-        return {
-            "faults": len(faults["faults"]),
-            "named": sum(bool(fault["named_by"]) for fault in faults["faults"]),
-            "healthy": len(healthy["runs"]),
-            "refused": sum(bool(run["failed"]) for run in healthy["runs"]),
-            "recorded": [faults["date"], healthy["date"]],
-        }
     except (OSError, InputError, KeyError, TypeError):
         return None
 
 
-def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
-    if golden.name_of(evidence) and evidence["passed"]:
-        against = golden.compared(
-            golden.recorded(resolved.root, resolved.name + resolved.choice.suffix), evidence
-        )
-        if isinstance(against, str):
-            evidence["not_run"].append(against)
-        else:
-            evidence["verdicts"].append(asdict(against))
-            evidence["passed"] = against.passed
+def _result(root: Path, name: str) -> Any:
+    return read_json(root / f"benchmarks/results/{name}.json").data
+
+
+def _with_curve(record: Record, resolved: ResolvedTarget) -> Record:
+    """Return the record with the comparison of its losses with the golden curve."""
+    if golden.name_of(record) is None or not record.passed:
+        return record
+    recorded = golden.recorded(resolved.root, resolved.name + resolved.choice.suffix)
+    comparison = golden.compared(recorded, record)
+    if isinstance(comparison, str):
+        return replace(record, not_run=(*record.not_run, comparison))
+    return replace(record, verdicts=(*record.verdicts, comparison), passed=comparison.passed)
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
-    more = ""
+    reason = report.summary
     if report.errors:
-        more = f"; {report.errors[0].path}: {report.errors[0].message}"
-    return Verdict(name=f"{GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
+        reason += f"; {report.errors[0].path}: {report.errors[0].message}"
+    return Verdict(name=f"{GATE}{report.gate}", passed=report.passed, reason=reason)

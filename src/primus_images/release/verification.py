@@ -1,5 +1,4 @@
-"""Verifying a published image with nothing but its registry: each tampering is named in one
-sentence.
+"""Verifying a published image with nothing but its registry: each tampering is one sentence.
 
 Signed statements about the image are compared with its documents, the documents with each other and
 with the bytes of config and layers. Nothing of a checkout or a store is used.
@@ -13,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 from urllib.parse import unquote
 
-from primus_images.errors import CheckFailed, HostError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.gates.contents import Stated, stated_in, states_versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.gpus.detect import detect
@@ -38,16 +37,28 @@ from primus_images.release.statement import (
 )
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import counted
+from primus_images.training.judge.record import Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
+from primus_images.yamlfile import section
 
 # What is in a damaged document can be anything.
-_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_DAMAGED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    InputError,
+)
 
 
 @dataclass(kw_only=True)
 class Verified:
-    """What was found: ``faults`` name tampering, ``void`` statements that hold elsewhere,
-    ``lacking`` what the policy needs. ``validations`` are the signed test results.
+    """What was found.
+
+    ``faults`` name tampering, ``void`` statements that hold elsewhere, ``lacking`` what the policy
+    needs. ``validations`` are the signed test results.
     """
 
     digest: str = ""
@@ -77,40 +88,29 @@ def verify_image(
     """
     repository, tag, digest = reference(name, "--image")
     there = Repository(repository)
-    result = Verified()
     manifest = there.manifest(digest or tag)
     if manifest is None:
         raise there.lacks(digest or tag)
-    result.digest = digest or digest_of(manifest)
+    result = Verified(digest=digest or digest_of(manifest))
     if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")
         return result
     documents = list(_documents(there, result))
-    signed = _signed(documents, trust, result)
-    if signed:
-        names = {str(s["subject"][0].get("name")) for s in signed}
-        result.tag = min(names)
-        if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
-            result.faults.append(
-                f"tag: {tag} names the image that was signed as {', '.join(sorted(names))}"
-            )
+    signatures = _Signatures.of(documents, trust, result.digest)
+    result.signed = len(signatures.statements)
+    result.faults += _signature_faults(documents, signatures, result)
+    if signatures.statements:
+        result.tag = _signed_tag(tag, signatures.statements, result.faults)
     try:
-        content = json.loads(manifest)
-        if signed is None:
-            layers = ()
-        else:
-            layers = content["layers"]
-        config, stated = _contents(there, content["config"], layers, result.faults, say)
+        image = _read_image(there, json.loads(manifest), signatures, result, say)
     except _DAMAGED:
         result.faults.append("manifest: it is not that of an image")
         return result
-    ours = [document for document in documents if document.media_type in _CHECKS]
-    image = _Seen(result.digest, config, stated, ours)
-    for document in ours:
+    image.documents = [document for document in documents if document.media_type in _CHECKS]
+    for document in image.documents:
         try:
-            result.faults += _CHECKS[document.media_type](
-                json.loads(document.data), document, image
-            )
+            check = _CHECKS[document.media_type]
+            result.faults += check(json.loads(document.data), document, image)
         except _DAMAGED as error:
             result.faults.append(
                 f"{document.name}: it is damaged ({type(error).__name__}: {error})"
@@ -118,62 +118,101 @@ def verify_image(
     result.void = list(_void(result.validations))
     if policy and not result.faults:
         preview = result.tag.endswith("-preview")
-        result.lacking = [
-            *objections(evidence_in(ours), policy, preview=preview),
-            *forbidden_in(ours, policy),
-        ]
+        result.lacking += objections(evidence_in(image.documents), policy, preview=preview)
+        result.lacking += forbidden_in(image.documents, policy)
     return result
 
 
-def _contents(
+def _signed_tag(tag: str | None, statements: Sequence[Mapping[str, Any]], faults: list[str]) -> str:
+    """Return the tag that the image was signed as."""
+    names = sorted({str(statement["subject"][0].get("name")) for statement in statements})
+    if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
+        faults.append(f"tag: {tag} names the image that was signed as {', '.join(names)}")
+    return names[0]
+
+
+@dataclass
+class _Image:
+    """What the bytes of an image say: its config, and layer → what its files state of packages."""
+
+    digest: str
+    config: dict[str, Any] = field(default_factory=dict)
+    stated: dict[str, list[Stated]] = field(default_factory=dict)
+    documents: Sequence[Document] = ()
+
+    def of(self, media_type: str) -> list[Any]:
+        """Return the contents of the documents of a type that can be read."""
+        contents = []
+        for document in self.documents:
+            if document.media_type == media_type:
+                with suppress(*_DAMAGED):
+                    contents.append(json.loads(document.data))
+        return contents
+
+
+def _read_image(
     there: Repository,
-    about: Mapping[str, Any],
-    layers: Sequence[Any],
-    faults: list[str],
+    manifest: Mapping[str, Any],
+    signatures: "_Signatures",
+    result: Verified,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, list[Stated]]]:
-    """Read config and layers. Returns the config, and layer → what its files state of packages."""
-    config: dict[str, Any] = {}
-    stated: dict[str, list[Stated]] = {}
+) -> _Image:
+    """Read the config, and the layers if the key signed anything here."""
+    image = _Image(result.digest)
     with tempfile.TemporaryDirectory(prefix="primus-verify-") as folder:
         path = Path(folder) / "blob"
-        digest = about["digest"]
-        if not there.blob(digest, path, about["size"]):
-            faults.append("config: it is missing")
-        elif digest_of(path.read_bytes()) != digest:
-            faults.append(f"config: its bytes are not those of {digest}")
+        entry = manifest["config"]
+        if not there.blob(entry["digest"], path, entry["size"]):
+            result.faults.append("config: it is missing")
+        elif digest_of(path.read_bytes()) != entry["digest"]:
+            result.faults.append(f"config: its bytes are not those of {entry['digest']}")
         else:
-            config = json.loads(path.read_bytes())
-        history = config.get("history", [])
-        diff_ids = config.get("rootfs", {}).get("diff_ids", [])
+            image.config = json.loads(path.read_bytes())
+        layers = manifest["layers"] if signatures.by_key else ()
         for number, layer in enumerate(layers):
-            if number < len(history):
-                words = history[number]["created_by"].split(maxsplit=2)
-            else:
-                words = ["", "", str(number)]
-            name = words[2]
-            kind = words[1]
+            kind, name = _created_by(image.config, number)
             if not there.blob(layer["digest"], path, layer["size"]):
-                faults.append(f"layer {name}: it is missing")
+                result.faults.append(f"layer {name}: it is missing")
                 continue
-            ref = LayerRef(
-                digest=layer["digest"],
-                diff_id=diff_ids[number] if number < len(diff_ids) else "",
-                size=layer["size"],
-                media_type=layer["mediaType"],
-            )
             say(f"layer {name}: {layer['size'] / 1e6:.1f} MB")
             try:
-                files = (m for m in walk(ref, path) if m.kind == "file" and states_versions(m.path))
-                items = [i for m in files for i in stated_in(m.path, m.text())]
-                # The packages of a registry's image are locked as layers, not individually.
-                stated[name] = [item for item in items if kind != "image" or item.kind != "deb"]
+                stated = _stated_by(_layer_ref(image.config, number, layer), path)
             except HostError as error:
-                if config:
-                    faults.append(
-                        f"layer {name}: {error.message.partition(': ')[2].partition(' (/')[0]}"
-                    )
-    return config, stated
+                if image.config:
+                    reason = error.message.partition(": ")[2].partition(" (/")[0]
+                    result.faults.append(f"layer {name}: {reason}")
+                continue
+            # The packages of a registry's image are locked as layers, not individually.
+            image.stated[name] = [i for i in stated if kind != "image" or i.kind != "deb"]
+    return image
+
+
+def _created_by(config: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """Return kind and name of the action of a layer, or its number."""
+    history = config.get("history", [])
+    if number >= len(history):
+        return "", str(number)
+    _, kind, name = history[number]["created_by"].split(maxsplit=2)
+    return kind, name
+
+
+def _layer_ref(config: Mapping[str, Any], number: int, layer: Mapping[str, Any]) -> LayerRef:
+    diff_ids = config.get("rootfs", {}).get("diff_ids", [])
+    return LayerRef(
+        digest=layer["digest"],
+        diff_id=diff_ids[number] if number < len(diff_ids) else "",
+        size=layer["size"],
+        media_type=layer["mediaType"],
+    )
+
+
+def _stated_by(layer: LayerRef, path: Path) -> list[Stated]:
+    """Return what the files of a layer state of packages. Reads and compares all of its bytes."""
+    items = []
+    for member in walk(layer, path):
+        if member.kind == "file" and states_versions(member.path):
+            items += stated_in(member.path, member.text())
+    return items
 
 
 def _documents(there: Repository, result: Verified) -> Iterator[Document]:
@@ -186,276 +225,302 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
             result.faults.append(f"document: {descriptor['digest']} is not a document's manifest")
 
 
-def _signed(
-    documents: Sequence[Document], trust: Trust, result: Verified
-) -> list[dict[str, Any]] | None:
-    """Return the statements about this image whose signature counts, or None if no signature does.
-    Each document of ours must have one.
+@dataclass
+class _Signatures:
+    """The ``statements`` about this image whose signature counts.
+
+    ``by_key`` says whether a signature of the key was found, about whatever image. ``rejected`` are
+    reasons by the type of statement.
     """
-    rejected = dict[str, str]()
-    trusted = list[str]()
 
-    def accepted(bundle: Document) -> dict[str, Any] | None:
-        try:
-            statement = payload(bundle.data)
-            kind = statement["predicateType"]
-            about = [subject["digest"]["sha256"] for subject in statement["subject"]]
-            _ = ()
-            if kind == SIGNATURE:
-                _ = {*statement["predicate"]["documents"].items()}
-        except _DAMAGED:
-            rejected[""] = "an envelope has no in-toto statement in it"
-            return None
-        problem = trust.rejects(bundle.data, kind)
-        if problem:
-            rejected[kind] = problem
-            return None
-        trusted.append(kind)
-        if about == [result.digest.removeprefix("sha256:")]:
-            return statement
-        names = ", ".join(f"sha256:{digest}" for digest in about) or "nothing"
-        rejected[kind] = f"it is about {names}, so it is void for this image"
-        return None
+    statements: list[dict[str, Any]] = field(default_factory=list)
+    by_key: bool = False
+    rejected: dict[str, str] = field(default_factory=dict)
 
-    with ThreadPoolExecutor(8) as pool:
-        checked = pool.map(
-            accepted, [document for document in documents if document.media_type == BUNDLE]
-        )
-        signed = [statement for statement in checked if statement is not None]
-    result.signed = len(signed)
-    why = "; ".join(dict.fromkeys(rejected.values())) or "nothing is attached"
-    if not signed:
-        result.faults.append(f"signature: no statement about this image counts: {why}")
-        if trusted:
-            return []
-        return None
-    there = [(statement["predicateType"], statement["predicate"]) for statement in signed]
-    named = {
-        pair
-        for kind, content in there
-        if kind == SIGNATURE
-        for pair in content["documents"].items()
-    }
-    if not named:
-        result.faults.append(
-            f"signature: the image itself is not signed: {rejected.get(SIGNATURE, why)}"
-        )
-    ours = {(d.name, digest_of(d.data)) for d in documents if d.media_type in _CHECKS}
-    result.faults += [f"{name}: it is missing, but signed" for name, _ in sorted(named - ours)]
-    for name, _ in sorted(ours - named) if named else ():
-        other = "the signature does not name it"
-        if name in dict(named):
-            other = "it was changed, other bytes are signed"
-        result.faults.append(f"{name}: {other}")
+    @classmethod
+    def of(cls, documents: Sequence[Document], trust: Trust, digest: str) -> Self:
+        """Judge the signatures among the documents about the image ``digest``."""
+        result = cls()
+        bundles = [document for document in documents if document.media_type == BUNDLE]
+        with ThreadPoolExecutor(8) as pool:
+            judged = list(pool.map(lambda bundle: _judged(bundle, trust), bundles))
+        for statement, kind, problem in judged:
+            if statement is None:
+                result.rejected[kind] = problem
+                continue
+            result.by_key = True
+            subjects = [f"sha256:{s['digest']['sha256']}" for s in statement["subject"]]
+            if subjects == [digest]:
+                result.statements.append(statement)
+            else:
+                names = ", ".join(subjects) or "nothing"
+                result.rejected[kind] = f"it is about {names}, so it is void for this image"
+        return result
+
+    @property
+    def why(self) -> str:
+        """Why no signature counts."""
+        return "; ".join(dict.fromkeys(self.rejected.values())) or "nothing is attached"
+
+    @property
+    def documents(self) -> set[tuple[str, str]]:
+        """Name and digest of each document that a signature of the image names."""
+        names = set()
+        for statement in self.statements:
+            if statement["predicateType"] == SIGNATURE:
+                names.update(statement["predicate"]["documents"].items())
+        return names
+
+    def predicates(self, kind: str) -> list[Any]:
+        """Return the predicates of the signed statements of a type."""
+        return [s["predicate"] for s in self.statements if s["predicateType"] == kind]
+
+
+def _judged(bundle: Document, trust: Trust) -> tuple[dict[str, Any] | None, str, str]:
+    """Return the statement in a bundle and its type, or None and why its signature is rejected."""
+    try:
+        statement = payload(bundle.data)
+        kind = statement["predicateType"]
+        for subject in statement["subject"]:
+            subject["digest"]["sha256"].encode()
+        if kind == SIGNATURE:
+            set(statement["predicate"]["documents"].items())
+    except _DAMAGED:
+        return None, "", "an envelope has no in-toto statement in it"
+    problem = trust.rejects(bundle.data, kind)
+    return (None if problem else statement), kind, problem
+
+
+def _signature_faults(
+    documents: Sequence[Document], signatures: _Signatures, result: Verified
+) -> Iterator[str]:
+    """Yield what is wrong with the signatures. Each document of ours must have one.
+
+    The signed validations are kept in the result.
+    """
+    if not signatures.statements:
+        yield f"signature: no statement about this image counts: {signatures.why}"
+        return
+    yield from _unnamed(documents, signatures)
     for document in documents:
         try:
             needed = statements([document], "", result.digest)[1:]
         except _DAMAGED:
             continue
-        for kind, predicate in ((n["predicateType"], n["predicate"]) for n in needed):
-            if (kind, predicate) not in there:
-                differs = [other for of, other in there if of == kind]
-                reason = ""
-                if kind in rejected:
-                    reason = f": {rejected[kind]}"
-                reason = reason or (", a signed one differs" if differs else "")
-                result.faults.append(f"{document.name}: no signed statement says the same{reason}")
-            elif kind == TEST_RESULT:
-                result.validations.append(predicate)
-    return signed
+        for statement in needed:
+            kind = statement["predicateType"]
+            signed = signatures.predicates(kind)
+            if statement["predicate"] in signed:
+                if kind == TEST_RESULT:
+                    result.validations.append(statement["predicate"])
+                continue
+            reason = ""
+            if kind in signatures.rejected:
+                reason = f": {signatures.rejected[kind]}"
+            elif signed:
+                reason = ", a signed one differs"
+            yield f"{document.name}: no signed statement says the same{reason}"
 
 
-class _Seen(NamedTuple):
-    digest: str
-    config: Mapping[str, Any]
-    stated: Mapping[str, Sequence[Stated]]
-    documents: Sequence[Document]
+def _unnamed(documents: Sequence[Document], signatures: _Signatures) -> Iterator[str]:
+    """Yield how the documents differ from those that the image's signature names."""
+    named = signatures.documents
+    if not named:
+        reason = signatures.rejected.get(SIGNATURE, signatures.why)
+        yield f"signature: the image itself is not signed: {reason}"
+        return
+    ours = {(d.name, digest_of(d.data)) for d in documents if d.media_type in _CHECKS}
+    for name, _ in sorted(named - ours):
+        yield f"{name}: it is missing, but signed"
+    for name, _ in sorted(ours - named):
+        if name in dict(named):
+            yield f"{name}: it was changed, other bytes are signed"
+        else:
+            yield f"{name}: the signature does not name it"
 
-    def of(self, media_type: str) -> list[Any]:
-        """Return the contents of the documents of a type that can be read."""
-        contents = []
-        for document in self.documents:
-            with suppress(*_DAMAGED):
-                contents += [json.loads(document.data)] if document.media_type == media_type else []
-        return contents
 
-
-def _provenance(content: Any, document: Document, image: _Seen) -> Iterator[str]:
+def _provenance(content: Any, document: Document, image: _Image) -> Iterator[str]:
     definition = content["predicate"]["buildDefinition"]
     details = content["predicate"]["runDetails"]
     if content["subject"][0]["digest"]["sha256"] != image.digest.removeprefix("sha256:"):
         yield f"{document.name}: it is about another image"
-    keys = definition["internalParameters"]["layers"]
-    built = {
-        entry["created_by"].split(maxsplit=2)[2]: entry["comment"]
-        for entry in image.config.get("history", ())
-    }
-    for name in sorted(keys.keys() | built.keys()) if built else ():
-        if keys.get(name) != built.get(name):
-            other = f"action {keys.get(name)} built it, in the image {built.get(name)}"
-            yield f"{document.name}: layer {name}: {other}"
+    yield from _other_actions(definition["internalParameters"]["layers"], document, image)
     hashes = {(d.name, digest_of(d.data)) for d in image.documents}
     for product in details["byproducts"]:
         if (product["name"], f"sha256:{product['digest']['sha256']}") not in hashes:
             yield f"{product['name']}: it is missing or differs from what {document.name} names"
-    needed = {
-        d["digest"]["sha256"] for d in definition["resolvedDependencies"] if "sha256" in d["digest"]
-    }
+    needed = set()
+    for dependency in definition["resolvedDependencies"]:
+        if "sha256" in dependency["digest"]:
+            needed.add(dependency["digest"]["sha256"])
     for lock in image.of(LOCK):
         if needed != {file["sha256"] for file in lock["files"]}:
             yield f"{document.name}: its dependencies are not the files of lock.json"
 
 
-def _bill(content: Any, document: Document, image: _Seen) -> Iterator[str]:
+def _other_actions(keys: Mapping[str, str], document: Document, image: _Image) -> Iterator[str]:
+    """Yield the layers that other actions built than the provenance says."""
+    built = {}
+    for number, entry in enumerate(image.config.get("history", ())):
+        _, name = _created_by(image.config, number)
+        built[name] = entry["comment"]
+    if not built:
+        return
+    for name in sorted(keys.keys() | built.keys()):
+        if keys.get(name) != built.get(name):
+            other = f"action {keys.get(name)} built it, in the image {built.get(name)}"
+            yield f"{document.name}: layer {name}: {other}"
+
+
+def _bill(content: Any, document: Document, image: _Image) -> Iterator[str]:
     whole, *packages = content["packages"]
     if whole["checksums"][0]["checksumValue"] != image.digest.removeprefix("sha256:"):
         yield f"{document.name}: it is about another image"
-    files = {
-        (p["name"], p["versionInfo"], p["checksums"][0]["checksumValue"])
-        for p in packages
-        if "checksums" in p
-    }
-    for lock in image.of(LOCK):
-        locked = {(file["name"], file["version"], file["sha256"]) for file in lock["files"]}
-        for name, version, sha256 in sorted(files ^ locked):
-            if (name, version, sha256) in locked:
-                only = "lock.json"
-            else:
-                only = document.name
-            yield f"{document.name}: only {only} has {name} {version} with sha256 {sha256[:12]}"
-    inside = {
-        r["relatedSpdxElement"]
-        for r in content["relationships"]
-        if r["relationshipType"] != "BUILD_TOOL_OF"
-    }
-    wheels = dict[str, str]()
-    debs = dict[str, str]()
-    for package in packages:
-        kind = ""
-        if "externalRefs" in package:
-            kind = package["externalRefs"][0]["referenceLocator"].partition("/")[0]
-        if package["SPDXID"] in inside and kind in ("pkg:deb", "pkg:pypi", "pkg:generic"):
-            (debs if kind == "pkg:deb" else wheels)[package["name"]] = package["versionInfo"]
-        elif package["SPDXID"] == "SPDXRef-local-primus":
-            builders = [
-                p["predicate"]["runDetails"]["builder"]["version"] for p in image.of(IN_TOTO)
-            ]
-            wheels |= {name: version for builder in builders for name, version in builder.items()}
+    yield from _other_files(packages, document, image)
+    wheels, debs = _packages_inside(content["relationships"], packages, image)
     if image.stated:
         report = versions_inside(image.stated.items(), wheels=wheels, debs=debs)
-        yield from (
-            f"{document.name}: {e.message.replace('the lock', document.name)}"
-            for e in report.errors
-        )
+        for error in report.errors:
+            yield f"{document.name}: {error.message.replace('the lock', document.name)}"
 
 
-def _components(content: Any, document: Document, image: _Seen) -> Iterator[str]:
-    packages = [
-        package
-        for spdx in image.of(SPDX)
-        for package in spdx["packages"]
-        if "externalRefs" in package
-    ]
-    purls = {package["externalRefs"][0]["referenceLocator"] for package in packages}
-    if purls and (
-        other := sorted(purls ^ {c["purl"] for c in content["components"] if "purl" in c})
-    ):
-        yield f"{document.name}: it differs from sbom.spdx.json in {unquote(other[0])}"
+def _other_files(packages: Sequence[Any], document: Document, image: _Image) -> Iterator[str]:
+    """Yield the files that only the bill or only the lock names."""
+    files = set()
+    for package in packages:
+        if "checksums" in package:
+            sha256 = package["checksums"][0]["checksumValue"]
+            files.add((package["name"], package["versionInfo"], sha256))
+    for lock in image.of(LOCK):
+        locked = {(file["name"], file["version"], file["sha256"]) for file in lock["files"]}
+        for file in sorted(files ^ locked):
+            name, version, sha256 = file
+            only = "lock.json" if file in locked else document.name
+            yield f"{document.name}: only {only} has {name} {version} with sha256 {sha256[:12]}"
 
 
-def _gates(content: Any, document: Document, image: _Seen) -> Iterator[str]:
+def _packages_inside(
+    relations: Sequence[Any], packages: Sequence[Any], image: _Image
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the versions of the wheels and Debian packages that a bill says are in the image."""
+    inside = set()
+    for relation in relations:
+        if relation["relationshipType"] != "BUILD_TOOL_OF":
+            inside.add(relation["relatedSpdxElement"])
+    wheels: dict[str, str] = {}
+    debs: dict[str, str] = {}
+    for package in packages:
+        kind = _purl(package).partition("/")[0]
+        if package["SPDXID"] in inside and kind == "pkg:deb":
+            debs[package["name"]] = package["versionInfo"]
+        elif package["SPDXID"] in inside and kind in ("pkg:pypi", "pkg:generic"):
+            wheels[package["name"]] = package["versionInfo"]
+        elif package["SPDXID"] == "SPDXRef-local-primus":
+            # The provenance has the version of primus itself.
+            for provenance in image.of(IN_TOTO):
+                wheels |= provenance["predicate"]["runDetails"]["builder"]["version"]
+    return wheels, debs
+
+
+def _purl(package: Mapping[str, Any]) -> str:
+    """Return the package URL of a package of a bill; empty for what has none."""
+    if "externalRefs" not in package:
+        return ""
+    return str(package["externalRefs"][0]["referenceLocator"])
+
+
+def _components(content: Any, document: Document, image: _Image) -> Iterator[str]:
+    purls = set()
+    for bill in image.of(SPDX):
+        purls |= {_purl(package) for package in bill["packages"]}
+    purls.discard("")
+    components = {entry["purl"] for entry in content["components"] if "purl" in entry}
+    if purls and purls != components:
+        other = min(purls ^ components)
+        yield f"{document.name}: it differs from sbom.spdx.json in {unquote(other)}"
+
+
+def _gates(content: Any, document: Document, image: _Image) -> Iterator[str]:
     if content["digest"] != image.digest:
         yield f"{document.name}: it is about another image"
     for gate in content["gates"]:
-        if gate["passed"] == any(finding["severity"] == "error" for finding in gate["findings"]):
-            yield (
-                f"{document.name}: gate {gate['gate']} is said to have "
-                f"{'passed' if gate['passed'] else 'failed'}"
-            )
+        has_errors = any(finding["severity"] == "error" for finding in gate["findings"])
+        if gate["passed"] == has_errors:
+            verdict = "passed" if gate["passed"] else "failed"
+            yield f"{document.name}: gate {gate['gate']} is said to have {verdict}"
 
 
-def _record(content: Any, document: Document, image: _Seen) -> Iterator[str]:
-    recipe = content["recipe"]
-    verdicts = content["verdicts"]
-    jobs = content["jobs"]
-    if image.config and content["image"]["content"] != digest_of(canonical_json(image.config)):
+def _record(content: Any, document: Document, image: _Image) -> Iterator[str]:
+    record = Record.of(content)
+    if image.config and record.image.content != digest_of(canonical_json(image.config)):
         yield f"{document.name}: it is about another image"
-    if content["passed"] != (
-        bool(verdicts) and all(v["passed"] for v in verdicts) and all(j["ran"] for j in jobs)
-    ):
+    all_ran = all(job.ran for job in record.jobs)
+    if record.passed != (bool(record.verdicts) and not record.failed and all_ran):
         yield f"{document.name}: its verdict is not that of its checks"
-    fault = misstated(recipe)
+    fault = misstated(content["recipe"])
     if fault:
         yield f"{document.name}: {fault}"
-    names = [job["name"] for job in jobs]
-    settings = recipe["settings"]
-    checks = {
-        key.partition(".")[2]: settings[key] for key in settings if key.startswith("validation.")
-    }
-    if content["suite"]["sha256"] != digest_of_suite(content["suite"]["format"], names, checks):
-        yield (
-            f"{document.name}: its runs and limits are not those of suite "
-            f"{content['suite']['sha256'][:12]}"
-        )
+    limits = section(record.recipe.settings, "validation")
+    names = [job.name for job in record.jobs]
+    if record.suite.sha256 != digest_of_suite(record.suite.format, names, limits):
+        sha256 = record.suite.sha256[:12]
+        yield f"{document.name}: its runs and limits are not those of suite {sha256}"
 
 
-_CHECKS: Mapping[str, Callable[[Any, Document, _Seen], Iterator[str]]] = {
+def _lock(_content: Any, _document: Document, _image: _Image) -> Iterator[str]:
+    """The signature, the provenance and the bill of materials name its files."""
+    return iter(())
+
+
+_CHECKS: Mapping[str, Callable[[Any, Document, _Image], Iterator[str]]] = {
     IN_TOTO: _provenance,
     SPDX: _bill,
     CYCLONEDX: _components,
     GATES: _gates,
     VALIDATION: _record,
-    LOCK: lambda *_: iter(
-        ()
-    ),  # the signature, the provenance and the bill of materials name its files
+    LOCK: _lock,
 }
 
 
 def _void(validations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield why signed test results do not hold for this installation's suite or for this machine's
-    GPUs.
-    """
+    """Yield why signed test results do not hold for this suite or for this machine's GPUs."""
     machine = detect()
     here = {"driver": machine.driver, "firmware": machine.firmware}
     for result in validations:
         about = result["primus"]
-        hardware = result["primus"]["hardware"]
-        of = f"the validation of {about['recipe']['name']} ({about['recipe']['precision']})"
-        if about["suite"]["format"] != FORMAT:
-            yield (
-                f"{of} is void: it is of suite {about['suite']['format']}, and this primus "
-                f"has suite {FORMAT}"
-            )
-        for part, there in here.items():
-            if hardware["gpu"] == machine.generation and hardware.get(part) != there:
-                yield (
-                    f"{of} is void here: it had {part} {hardware.get(part) or 'unknown'}, "
-                    f"this machine has {there}"
-                )
+        hardware = about["hardware"]
+        name = f"the validation of {about['recipe']['name']} ({about['recipe']['precision']})"
+        number = about["suite"]["format"]
+        if number != FORMAT:
+            yield f"{name} is void: it is of suite {number}, and this primus has suite {FORMAT}"
+        for part, version in here.items():
+            if hardware["gpu"] == machine.generation and hardware.get(part) != version:
+                before = hardware.get(part) or "unknown"
+                yield f"{name} is void here: it had {part} {before}, this machine has {version}"
 
 
 def verified_text(reference: str, result: Verified) -> str:
     """Return the result as lines: each fault, and what the signed validations say."""
     lines = [f"{reference} {result.digest}", f"  signed: {counted(result.signed, 'statement')}"]
-    for validation in result.validations:
-        about = validation["primus"]
-        recipe = about["recipe"]
-        hardware = about["hardware"]
-        rates = about["suite"].get("rates")
-        where = " ".join(
-            filter(None, (hardware["gpu"], hardware.get("driver"), hardware.get("firmware")))
-        )
-        words = " ".join((recipe["name"], recipe["backend"], recipe["mode"], recipe["precision"]))
-        tests = (
-            f"{len(validation['passedTests'])} checks passed, "
-            f"{len(validation['failedTests'])} failed"
-        )
-        measured = ""
-        if rates:
-            measured = f"; its suite names {rates['named']} of {rates['faults']} faults"
-        lines.append(
-            f"  {validation['result'].lower()}: {words} on {where.replace('none', 'the CPU')}: "
-            f"{tests}{measured}"
-        )
-    lines += [f"  ✗ {fault}" for fault in (*result.faults, *result.void, *result.lacking)]
-    return "\n".join([*lines, "verified" if result.passed else "FAILED"])
+    lines += [f"  {_validation_line(validation)}" for validation in result.validations]
+    for fault in (*result.faults, *result.void, *result.lacking):
+        lines.append(f"  ✗ {fault}")
+    lines.append("verified" if result.passed else "FAILED")
+    return "\n".join(lines)
+
+
+def _validation_line(validation: Mapping[str, Any]) -> str:
+    about = validation["primus"]
+    recipe = about["recipe"]
+    hardware = about["hardware"]
+    words = " ".join((recipe["name"], recipe["backend"], recipe["mode"], recipe["precision"]))
+    machine = [hardware["gpu"], hardware.get("driver"), hardware.get("firmware")]
+    where = " ".join(filter(None, machine)).replace("none", "the CPU")
+    passed = len(validation["passedTests"])
+    failed = len(validation["failedTests"])
+    line = f"{validation['result'].lower()}: {words} on {where}: "
+    line += f"{passed} checks passed, {failed} failed"
+    rates = about["suite"].get("rates")
+    if rates:
+        line += f"; its suite names {rates['named']} of {rates['faults']} faults"
+    return line

@@ -16,6 +16,7 @@ from typing import Any
 
 from primus_images.report.run import Run, of_record
 from primus_images.report.sheets import COLUMNS
+from primus_images.training.judge.record import Record
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
@@ -24,22 +25,21 @@ _WIDEST = 5  # pixels of a line
 _DRAWN = ("base", "repeat", "resume")
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the page. Everything shown comes from ``record`` (see
-    :mod:`primus_images.training.judge.suite`).
-    """
-    title = f"Validation of {record['target']} with {record['recipe']['name']}"
-    series = {
-        job["name"]: job["series"]
-        for job in record["jobs"]
-        if job["name"] in _DRAWN and job.get("series")
-    }
-    if record["measurements"]:
-        runs = [of_record(record)]
-    else:
-        runs = []
+def page(record: Record) -> str:
+    """Return the page of a validation. Everything shown comes from its record."""
+    title = f"Validation of {record.target} with {record.recipe.name}"
+    series = {}
+    for job in record.jobs:
+        if job.name in _DRAWN and job.series:
+            series[job.name] = job.series
+    runs = [of_record(record)] if record.measurements else []
     return rendered(
-        "record.html", title=title, record=record, runs=runs, series=series, figures=figures(runs)
+        "record.html",
+        title=title,
+        record=record.as_json(),
+        runs=runs,
+        series=series,
+        figures=figures(runs),
     )
 
 

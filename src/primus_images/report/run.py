@@ -12,6 +12,7 @@ from primus_images.files import read_bytes
 from primus_images.recipes.schema import backends
 from primus_images.schema import build, build_typed, parse_json, read_json
 from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import Record
 from primus_images.training.run.metrics import Summary, of_rows
 from primus_images.training.run.outcome import RESULT_FILE, RunResult
 
@@ -105,9 +106,7 @@ def read(path: Path) -> Run:
     if path.is_dir() and not (path / "job.json").is_file():
         raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
     try:
-        run = build_typed(
-            Run, _job(path) if path.is_dir() else _record(_json(path).data), str(path)
-        )
+        run = build_typed(Run, _job(path) if path.is_dir() else _recorded(path), str(path))
     except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, KeyError):
             reason = f"{error.args[0]} is missing"
@@ -121,6 +120,11 @@ def read(path: Path) -> Run:
     if not run.series:
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return run
+
+
+def _recorded(path: Path) -> Any:
+    record = Record.of(_json(path).data, str(path))
+    return json.loads(json.dumps(_of_record(record)))
 
 
 def _job(folder: Path) -> dict[str, Any]:
@@ -168,34 +172,28 @@ def _job(folder: Path) -> dict[str, Any]:
     }
 
 
-def of_record(record: Mapping[str, Any]) -> Run:
+def of_record(record: Record) -> Run:
     """Return the run of a validation's record, whose first job ran."""
-    return build_typed(Run, json.loads(json.dumps(_record(record))), "record")
+    return build_typed(Run, json.loads(json.dumps(_of_record(record))), "record")
 
 
-def _record(record: Mapping[str, Any]) -> dict[str, Any]:
-    recipe = _object(record["recipe"], "recipe")
-    if not record["jobs"]:
+def _of_record(record: Record) -> dict[str, Any]:
+    if not record.jobs:
         raise ValueError("jobs is empty")
-    base = _object(record["jobs"][0], "jobs.0")
+    recipe = record.recipe
+    base = record.jobs[0]
     return {
-        "label": f"{record['target']} {recipe['name']}",
-        "recipe": recipe["name"],
-        "arguments": base["command"][1:],
-        "ranks": recipe["ranks"],
-        "passed": record["passed"],
-        "seconds": base.get("seconds", 0.0),
-        "verdicts": record["verdicts"],
-        "summary": record["measurements"],
-        "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
-        **_common(recipe, recipe["settings"], record["facts"], base.get("series") or ()),
+        "label": f"{record.target} {recipe.name}",
+        "recipe": recipe.name,
+        "arguments": base.command[1:],
+        "ranks": recipe.ranks,
+        "passed": record.passed,
+        "seconds": base.seconds or 0.0,
+        "verdicts": [asdict(verdict) for verdict in record.verdicts],
+        "summary": record.measurements,
+        "image": asdict(record.image),
+        **_common(asdict(recipe), recipe.settings, record.facts, base.steps),
     }
-
-
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{name} must be an object, not {value!r:.40}")
-    return value
 
 
 def _common(

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primus_images.cli.host.run import _cells
+from primus_images.cli.host.validate import cells_to_train as _cells
 from primus_images.errors import InputError
 from primus_images.gates.check import Outcome
 from primus_images.gates.examined import Finding, GateReport
@@ -14,10 +15,16 @@ from primus_images.recipes.load import names
 from primus_images.recipes.resolve import resolve
 from primus_images.release.cells import cell_of, cells_of
 from primus_images.release.summary import Validated, table
-from primus_images.release.validation import _passed_before
+from primus_images.release.validation import passed_before
 from primus_images.training.judge import suite
+from primus_images.training.judge.record import (
+    Record,
+    RecordedImage,
+    RecordedJob,
+    RecordedSuite,
+)
 from primus_images.training.run.job import Job
-from tables import table_of
+from records import recipe, record, verdicts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,57 +87,69 @@ def jobs(tmp_path: Path) -> tuple[Job, ...]:
     return suite.plan(suite.Request(recipe="llama3-proxy"), tmp_path / "jobs", "quick")
 
 
-def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
-    recipe = suite.recipe_of(jobs)
-    return {
-        "passed": True,
-        "gpu": "none",
-        "made": "2026-11-20T20:00:00Z",
-        "image": {"content": "sha256:1"},
-        "recipe": {"sha256": recipe.digest, "precision": "fp32"},
-        "suite": {"sha256": suite.digest(recipe, jobs)},
-        "verdicts": [
-            {"name": "base: finite", "passed": True},
-            {"name": "gate budget", "passed": True},
-        ],
-        "jobs": [{"series": [{"loss": 7.0}, {"loss": 3.0}]}],
-    }
+def made(jobs: tuple[Job, ...]) -> Record:
+    """The record of a validation that passed."""
+    described = suite.recipe_of(jobs)
+    series = ({"loss": 7.0}, {"loss": 3.0})
+    return record(
+        recipe=recipe(sha256=described.digest),
+        suite=RecordedSuite(sha256=suite.digest(described, jobs), format=6, reference="0"),
+        verdicts=verdicts("base: finite", "gate budget"),
+        jobs=(RecordedJob(name="base", ran=True, series=series),),
+    )
+
+
+def state_of(found: Record) -> tuple[str, ...]:
+    return (
+        found.image.content,
+        found.recipe.sha256,
+        found.suite.sha256,
+        found.gpu,
+        found.wrap,
+    )
+
+
+def write(folder: Path, found: Record) -> None:
+    (folder / "record.json").write_text(json.dumps(found.as_json()))
 
 
 @pytest.mark.parametrize(
-    ("key", "inner", "value"), table_of("cells.only_a_record_of_the_same_is_kept")
+    "change",
+    [
+        {"image": RecordedImage(content="sha256:2")},
+        {"recipe": recipe(sha256="another")},
+        {"suite": RecordedSuite(sha256="another", format=6, reference="0")},
+        {"gpu": "mi355x"},
+        {"wrap": "nsys"},
+        {"verdicts": ()},
+        {"verdicts": verdicts("base: finite")},
+        {"verdicts": verdicts("base: finite", "gate budget", failed=("base: finite",))},
+        {"verdicts": verdicts("base: finite", "gate budget", failed=("gate budget",))},
+    ],
 )
 def test_only_a_record_of_the_same_is_kept(
-    tmp_path: Path, jobs: tuple[Job, ...], key: str, inner: str | None, value: object
+    tmp_path: Path, jobs: tuple[Job, ...], change: dict[str, Any]
 ) -> None:
-    image = {"content": "sha256:1"}
-    gates = said()
-    assert _passed_before(tmp_path, image, jobs, gates) is None
-    made = record(jobs)
-    (tmp_path / "record.json").write_text(json.dumps(made))
-    assert _passed_before(tmp_path, image, jobs, gates) == made
-    if inner is None:
-        made[key] = value
-    else:
-        made[key][inner] = value
-    (tmp_path / "record.json").write_text(json.dumps(made))
-    assert _passed_before(tmp_path, image, jobs, gates) is None
+    found = made(jobs)
+    state = state_of(found)
+    assert passed_before(tmp_path, state, said()) is None
+    write(tmp_path, found)
+    assert passed_before(tmp_path, state, said()) == found
+    write(tmp_path, replace(found, **change))
+    assert passed_before(tmp_path, state, said()) is None
     (tmp_path / "record.json").write_text("{broken")
-    assert _passed_before(tmp_path, image, jobs, gates) is None
+    assert passed_before(tmp_path, state, said()) is None
 
 
 def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(
     tmp_path: Path, jobs: tuple[Job, ...]
 ) -> None:
-    made = record(jobs)
-    made |= {
-        "passed": False,
-        "verdicts": [made["verdicts"][0], {"name": "gate budget", "passed": False}],
-    }
-    (tmp_path / "record.json").write_text(json.dumps(made))
+    failed = verdicts("base: finite", "gate budget", failed=("gate budget",))
+    found = replace(made(jobs), passed=False, verdicts=failed)
+    write(tmp_path, found)
     failing = said(Finding(severity="error", message="too large"))
-    assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, failing) == made
-    assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, said()) is None
+    assert passed_before(tmp_path, state_of(found), failing) == found
+    assert passed_before(tmp_path, state_of(found), said()) is None
 
 
 @pytest.mark.parametrize("target", ["mi300x", "mi355x"])
@@ -155,8 +174,8 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(
 
 def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
     project = Project.find(ROOT)
-    for target, recipe in (("cpu", None), ("mi355x", "mistral-7b")):
-        ((_, level),) = _cells(pinned(project, target), "cpu", recipe=recipe, level=None)
+    for target, name in (("cpu", None), ("mi355x", "mistral-7b")):
+        ((_, level),) = _cells(pinned(project, target), "cpu", recipe=name, level=None)
         assert level == "standard"
     assert {
         level for _, level in _cells(pinned(project, "cpu"), "cpu", recipe=None, level="full")
@@ -170,10 +189,12 @@ def said(*findings: Finding) -> Outcome:
 
 
 def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> None:
-    bad = record(jobs) | {"passed": False, "verdicts": [{"name": "base: finite", "passed": False}]}
+    bad = replace(
+        made(jobs), passed=False, verdicts=verdicts("base: finite", failed=("base: finite",))
+    )
     text = table(
         [
-            Validated(record=record(jobs), folder=tmp_path / "one", earlier=True),
+            Validated(record=made(jobs), folder=tmp_path / "one", earlier=True),
             Validated(record=bad, folder=tmp_path / "two"),
         ]
     )

@@ -6,22 +6,7 @@ from typing import Any
 import pytest
 
 from primus_images.release.policy import Evidence, Policy, objections
-
-RUNS = ("base", "repeat", "resume", "accumulation")
-
-
-def record(**changes: Any) -> dict[str, Any]:
-    """A validation that passed."""
-    content = {
-        "passed": True,
-        "gpu": "none",
-        "recipe": {"name": "one"},
-        "facts": {"loaded": ["torch"]},
-        "verdicts": [{"name": "loss falls", "passed": True}],
-        "jobs": [{"name": name, "ran": True} for name in RUNS],
-    }
-    return {**content, **changes}
-
+from records import RUNS, jobs, recipe, record, verdicts
 
 GOOD = Evidence(
     target="mi300x",
@@ -34,10 +19,10 @@ GOOD = Evidence(
     commit="c" * 40,
     edited=(),
 )
-QUICK = [{"name": "base", "ran": True}]
-NOT_RUN = [{"name": name, "ran": name != "resume"} for name in RUNS]
-COVERAGE = {"passed": False, "verdicts": [{"name": "gate coverage", "passed": False}]}
-DIVERGED = {"passed": False, "verdicts": [{"name": "loss falls", "passed": False}]}
+QUICK = jobs("base")
+NOT_RUN = jobs(*RUNS, without="resume")
+COVERAGE = {"passed": False, "verdicts": verdicts("gate coverage", failed=("gate coverage",))}
+DIVERGED = {"passed": False, "verdicts": verdicts("loss falls", failed=("loss falls",))}
 
 
 def test_a_whole_release_may_be_published() -> None:
@@ -48,7 +33,7 @@ def test_a_whole_release_may_be_published() -> None:
         )
         == ()
     )
-    shared = (record(jobs=QUICK), record(recipe={"name": "two"}))
+    shared = (record(jobs=QUICK), record(recipe=recipe(name="two")))
     assert (
         objections(replace(GOOD, recipes=("one", "two"), records=shared), Policy(), preview=False)
         == ()
@@ -77,7 +62,7 @@ def test_a_whole_release_may_be_published() -> None:
             {
                 "gpu": "mi355x",
                 "recipes": ("one", "two"),
-                "records": (record(gpu="mi355x"), record(recipe={"name": "two"})),
+                "records": (record(gpu="mi355x"), record(recipe=recipe(name="two"))),
             },
             "two did not pass a validation in this image on mi355x",
         ),
@@ -117,11 +102,11 @@ def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
         {"failed_gates": ("litter",)},
         {"records": ()},
         {"records": (record(**DIVERGED),)},
-        {"records": (record(verdicts=[]),)},
+        {"records": (record(verdicts=()),)},
         {"records": (record(jobs=NOT_RUN),)},
         {
             "recipes": ("one", "two"),
-            "records": (record(), record(recipe={"name": "two"}, jobs=NOT_RUN)),
+            "records": (record(), record(recipe=recipe(name="two"), jobs=NOT_RUN)),
         },
         {"recipes": ()},
     ],

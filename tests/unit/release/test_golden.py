@@ -1,48 +1,38 @@
 """Golden curves: where a run leaves one, what is missing, and what changed between two releases."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from primus_images.errors import InputError
 from primus_images.release import golden
+from primus_images.release.golden import Curves
 from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import Record, RecordedJob
 from primus_images.versions.lock import LockedFile
+from records import recipe, record
 
 LOSSES = [6.0, 5.5, 5.0, 4.5]
 NAME = "mixtral-8x7b-megatron-pretrain"
 
 
-def evidence(losses: list[float] | None = None, **recipe: str) -> dict[str, Any]:
-    series = [{"loss": loss, "grad_norm": 1.0} for loss in losses or LOSSES]
-    described = {
-        "name": "mixtral-8x7b",
-        "backend": "megatron",
-        "mode": "pretrain",
-        "precision": "fp32",
-        "gpu": "cpu",
-    }
-    return {
-        "passed": True,
-        "gpu": "none",
-        "recipe": {**described, "sha256": "abc", **recipe},
-        "versions": {},
-        "image": {"content": "sha256:1"},
-        "jobs": [{"series": series}],
-    }
+def evidence(losses: list[float] | None = None, **about: str) -> Record:
+    """A record of a run that logged these losses."""
+    series = tuple({"loss": loss, "grad_norm": 1.0} for loss in losses or LOSSES)
+    described = {"name": "mixtral-8x7b", **about}
+    job = RecordedJob(name="base", ran=True, series=series)
+    return record(recipe=recipe(**described), jobs=(job,))
 
 
-def kept(
-    root: Path, *records: dict[str, Any], release: str = "v26.11-cpu", cpu: str = "A"
-) -> dict[str, Any]:
-    golden.record(root, release, records, date="2026-11-22", cpu=cpu)
+def kept(root: Path, *records: Record, release: str = "v26.11-cpu", cpu: str = "A") -> Curves:
+    golden.save(root, golden.of_records(release, records, date="2026-11-22", cpu=cpu))
     found = golden.load(root, release)
     assert found is not None
     return found
 
 
-def verdict(curves: dict[str, Any], seen: dict[str, Any]) -> Verdict:
+def verdict(curves: Curves, seen: Record) -> Verdict:
     found = golden.compared([curves], seen)
     assert isinstance(found, Verdict)
     return found
@@ -118,15 +108,15 @@ def test_a_missing_curve_is_no_verdict(tmp_path: Path) -> None:
 
 
 def test_a_bump_is_compared_with_the_newest_release_that_has_the_recipe(tmp_path: Path) -> None:
-    for release, recipe in (
+    for release, sha256 in (
         ("v26.9-cpu", "abc"),
         ("v26.10-cpu", "abc"),
         ("v26.11-cpu", "def"),
         ("v26.11-h200", "abc"),
     ):
-        kept(tmp_path, evidence(sha256=recipe), release=release)
+        kept(tmp_path, evidence(sha256=sha256), release=release)
     every = golden.recorded(tmp_path, "cpu")
-    assert [one["release"] for one in every] == ["v26.11-cpu", "v26.10-cpu", "v26.9-cpu"]
+    assert [one.release for one in every] == ["v26.11-cpu", "v26.10-cpu", "v26.9-cpu"]
     found = golden.compared(every, evidence([6.0, 5.5, 5.1, 4.5]))
     assert isinstance(found, Verdict)
     assert found.reason == "the loss leaves the curve of v26.10-cpu at step 3, by 2.0e-02"
@@ -138,33 +128,31 @@ def test_only_fp32_on_a_cpu_has_a_curve(other: dict[str, str]) -> None:
 
 
 def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
-    assert kept(tmp_path, {**evidence(), "passed": False})["curves"] == {}
+    assert kept(tmp_path, replace(evidence(), passed=False)).curves == {}
 
 
 def test_curves_of_one_recipe_join_the_others(tmp_path: Path) -> None:
-    versions = {"versions": {"torch": "8"}}
-    kept(tmp_path, evidence() | versions)
-    more = [evidence(name="llama3.1-8b") | versions]
-    assert (
-        golden.record(tmp_path, "v26.11-cpu", more, date="2026-11-23", cpu="B", keep=True) == 1
-    ), "of this run"
-    found = golden.load(tmp_path, "v26.11-cpu") or {}
-    cpus = {name: curve["cpu"] for name, curve in found["curves"].items()}
+    versions = {"torch": "8"}
+    kept(tmp_path, replace(evidence(), versions=versions))
+    other = replace(evidence(name="llama3.1-8b"), versions=versions)
+    golden.save(tmp_path, golden.of_records("v26.11-cpu", [other], cpu="B"), keep=True)
+    found = golden.load(tmp_path, "v26.11-cpu")
+    assert found is not None
+    cpus = {name: curve.cpu for name, curve in found.curves.items()}
     assert cpus == {"llama3.1-8b-megatron-pretrain": "B", NAME: "A"}
+    assert list(cpus) == sorted(cpus)
+    newer = golden.of_records("v26.11-cpu", [replace(other, versions={"torch": "9"})], cpu="B")
     with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
-        golden.record(
-            tmp_path,
-            "v26.11-cpu",
-            [{**more[0], "versions": {"torch": "9"}}],
-            date="",
-            cpu="B",
-            keep=True,
-        )
+        golden.save(tmp_path, newer, keep=True)
     torch = LockedFile(
         kind="wheel", name="torch", version="9", file="torch.whl", size=1, sha256="0" * 64
     )
     with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
         golden.check_locked(tmp_path, "v26.11-cpu", [torch])
+    golden.check_locked(tmp_path, "v26.11-cpu", [replace(torch, version="8")])
+    golden.check_locked(tmp_path, "v26.11-cpu", [replace(torch, base="a build")])
+    golden.save(tmp_path, newer)
+    assert kept(tmp_path, other).curves.keys() == {"llama3.1-8b-megatron-pretrain"}
 
 
 @pytest.mark.parametrize(("cpu", "changed"), [("A", 1), ("B", 0)])
@@ -181,13 +169,14 @@ def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(
     "curve",
     [
         '{"loss": [1]}',
-        '{"loss": [1], "grad_norm": [], "cpu": "x"}',
-        '{"loss": [], "grad_norm": [], "cpu": ""}',
+        '{"recipe": "a", "loss": [1], "grad_norm": [], "cpu": "x"}',
+        '{"recipe": "a", "loss": [], "grad_norm": [], "cpu": ""}',
     ],
 )
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, curve: str) -> None:
     kept(tmp_path, evidence())
-    (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text(f'{{"curves": {{"a": {curve}}}}}')
+    text = f'{{"release": "v26.11-cpu", "curves": {{"a": {curve}}}}}'
+    (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text(text)
     with pytest.raises(InputError, match="not a file of golden curves"):
         golden.load(tmp_path, "v26.11-cpu")
 
@@ -203,10 +192,11 @@ def test_what_changed_between_two_releases(tmp_path: Path) -> None:
 
 
 def test_a_side_without_curves_is_named() -> None:
-    assert golden.changes({}, {}, "v1", "v2") == ()
-    assert golden.changes({"curves": {}}, {}, "v1", "v2") == (
+    some = Curves(release="v1", curves={})
+    assert golden.changes(None, None, "v1", "v2") == ()
+    assert golden.changes(some, None, "v1", "v2") == (
         "v2 has no golden curves, so training was not compared",
     )
-    assert golden.changes({}, {"curves": {}}, "v1", "v2") == (
+    assert golden.changes(None, some, "v1", "v2") == (
         "v1 has no golden curves, so training was not compared",
     )

@@ -9,25 +9,28 @@ from primus_images.cli.main import main
 from primus_images.release.summary import Validated, table
 from primus_images.release.validation import _each, _no_run
 from primus_images.training.run import outcome
-from tables import table_of
+from records import jobs, record, verdicts
 
 
 def cell(name: str, *failed: str) -> Validated:
-    verdicts = [
-        {"name": check, "passed": check not in failed}
-        for check in ("base: finite", "gate coverage")
-    ]
-    record = {
-        "passed": not failed,
-        "verdicts": verdicts,
-        "jobs": [{"name": "base"}],
-        "recipe": {"precision": "fp32"},
-    }
-    return Validated(record=record, folder=Path("out") / name)
+    found = record(
+        passed=not failed,
+        verdicts=verdicts("base: finite", "gate coverage", failed=failed),
+        jobs=jobs("base"),
+    )
+    return Validated(record=found, folder=Path("out") / name)
 
 
 @pytest.mark.parametrize(
-    ("second", "summary"), table_of("validation.a_failed_gate_does_not_hide_that_every_job_passed")
+    ("second", "summary"),
+    [
+        ((), "FAILED: 1 of 2 passed; every job passed, but the image fails gate coverage"),
+        (
+            ("gate coverage",),
+            "FAILED: 0 of 2 passed; every job passed, but the image fails gate coverage",
+        ),
+        (("gate coverage", "base: finite"), "FAILED: 0 of 2 passed"),
+    ],
 )
 def test_a_failed_gate_does_not_hide_that_every_job_passed(
     second: tuple[str, ...], summary: str
@@ -44,10 +47,10 @@ def test_two_cells_are_validated_at_the_same_time_and_listed_in_their_order(tmp_
 
     def one(number: int, _jobs: object) -> Validated:
         both.wait()  # raises if the other cell does not run meanwhile
-        return Validated(record={"number": number}, folder=tmp_path)
+        return Validated(record=record(made=str(number)), folder=tmp_path)
 
     found = _each(one, [(), (), (), ()], 2, Event())
-    assert [each.record["number"] for each in found] == [1, 2, 3, 4]
+    assert [each.record.made for each in found] == ["1", "2", "3", "4"]
 
 
 def test_an_interrupt_stops_the_cells_that_run_and_starts_no_other(tmp_path: Path) -> None:
@@ -58,7 +61,7 @@ def test_an_interrupt_stops_the_cells_that_run_and_starts_no_other(tmp_path: Pat
         if number == 1:
             raise KeyboardInterrupt
         assert stopped.wait(10)
-        return Validated(record={}, folder=tmp_path)
+        return Validated(record=record(), folder=tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
         _each(one, [(), (), (), ()], 2, stopped)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import yaml
 
 from browser import CHROMIUM, Browser
 from primus_images.report.html import chart, page as page_of
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import RecordedJob
+from records import record
 
 ROOT = Path(__file__).parents[3]
 STEPS = range(1, 101)
@@ -62,33 +66,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for x in STEPS
     ]
-    verdict = {
-        "name": "loss falls",
-        "measured": "-17.7% on each of 8 ranks " * 5,
-        "limit": "-10%",
-        "reason": "why " * 80,
-    }
-    record = {
-        "target": "cpu",
-        "passed": False,
-        "measurements": {},
-        "made": "",
-        "image": {},
-        "gpu": "",
-        "versions": {},
-        "recipe": {"name": "Test", "sha256": ""},
-        "suite": {"sha256": ""},
-        "verdicts": [
-            {**verdict, "passed": True},
-            {**verdict, "measured": "x" * 90, "passed": False},
-        ],
-        "jobs": [
-            {"name": name, "series": series, "ran": False, "command": []}
-            for name in ("base", "repeat")
-        ],
-    }
+    long = Verdict(
+        "loss falls", True, "why " * 80, measured="-17.7% on each of 8 ranks " * 5, limit="-10%"
+    )
+    jobs = [RecordedJob(name=name, ran=False, series=tuple(series)) for name in ("base", "repeat")]
+    made = record(
+        passed=False,
+        verdicts=(long, replace(long, measured="x" * 90, passed=False)),
+        jobs=tuple(jobs),
+    )
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(page_of(record), encoding="utf-8")
+    path.write_text(page_of(made), encoding="utf-8")
     return path
 
 

@@ -22,6 +22,7 @@ from primus_images.release.mad import mad_files
 from primus_images.report import sheets
 from primus_images.report.run import read
 from primus_images.training.judge import suite
+from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, RunResult
 from proof_kit import FACTS, H200, finished_run, series_of, verdicts
@@ -176,13 +177,15 @@ def test_a_record_is_read_like_a_folder(
         [job],
         {"base": outcome},
         verdicts(True),
-        target="h200",
-        gpu="NVIDIA H200",
-        time="2026-11-20T00:00:00Z",
-        image={"ref": "h200", "manifest": "sha256:12"},
+        suite.Place(
+            target="h200",
+            gpu="NVIDIA H200",
+            made="2026-11-20T00:00:00Z",
+            image=RecordedImage(ref="h200", manifest="sha256:12"),
+        ),
     )
     (tmp_path / "evidence").mkdir()
-    (tmp_path / "evidence/record.json").write_text(json.dumps(made))
+    (tmp_path / "evidence/record.json").write_text(json.dumps(made.as_json()))
     folder = make("train")
     of_folder, of_record = read(folder), read(tmp_path / "evidence")
     assert of_record.summary == of_folder.summary

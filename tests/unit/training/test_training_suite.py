@@ -20,6 +20,7 @@ from primus_images.release.summary import outcome_text
 from primus_images.report.html import page
 from primus_images.training.backends import backend
 from primus_images.training.judge import suite
+from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run import outcome, ranks, start
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome
@@ -83,6 +84,9 @@ def leave(
             json.dumps({step: step * seconds for step in values})
         )
     return outcome.read(job, min(exit_code, 1))
+
+
+PLACE = suite.Place(target="cpu", image=RecordedImage(), gpu="none", made="")
 
 
 def judged(jobs: tuple[Job, ...], run: Any = leave) -> tuple[dict[str, outcome.Outcome], list[str]]:
@@ -156,15 +160,12 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
         jobs,
         outcomes,
         verdicts,
-        target="cpu",
-        image={"digest": "sha256:0"},
-        gpu="none",
-        time="2026-11-20T15:00:00Z",
+        replace(PLACE, made="2026-11-20T15:00:00Z"),
     )
-    assert made["passed"] is True
-    assert made["versions"] == {"torch": "2.13.0+cpu"}
-    assert [len(job["series"]) for job in made["jobs"]] == [20, 20, 10, 2]
-    html = page(made | {"target": "<cpu>"})
+    assert made.passed is True
+    assert made.versions == {"torch": "2.13.0+cpu"}
+    assert [len(job.steps) for job in made.jobs] == [20, 20, 10, 2]
+    html = page(replace(made, target="<cpu>"))
     assert "✓ the suite" in html
     assert "&lt;cpu&gt;" in html
     assert html.count('<figure class="chart">') == 3
@@ -190,8 +191,8 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(
         "resume",
         "accumulation",
     } <= set(failed)
-    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
-    assert made["passed"] is False
+    made = suite.record(jobs, outcomes, verdicts, PLACE)
+    assert made.passed is False
     assert "was not run" in page(made)
 
 
@@ -212,9 +213,9 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(
     assert "was not run, because base failed" in next(
         v.reason for v in verdicts if v.name == "repeat: exit code"
     )
-    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
-    assert made["passed"] is False
-    assert made["jobs"][0]["cause"] == "rank 1: KeyError: 'text'"
+    made = suite.record(jobs, outcomes, verdicts, PLACE)
+    assert made.passed is False
+    assert made.jobs[0].cause == "rank 1: KeyError: 'text'"
     said = outcome_text(made, jobs[0].output)
     assert said.splitlines()[0].strip() == "✗ base failed: rank 1: KeyError: 'text'"
     assert said.count("KeyError") == 1
@@ -224,11 +225,9 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
     outcomes = suite.run(jobs, lambda job: outcome.read(job, 0))
     verdicts = suite.judge(jobs, outcomes)
-    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
-    assert made["passed"] is False
-    assert (
-        suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")["passed"] is False
-    )
+    made = suite.record(jobs, outcomes, verdicts, PLACE)
+    assert made.passed is False
+    assert suite.record(jobs, {}, (), PLACE).passed is False
     assert "nothing to draw" in page(made)
 
 
@@ -467,14 +466,10 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
         jobs,
         {},
         (),
-        target="cpu",
-        image={},
-        gpu="none",
-        time="",
-        extra={"machine": {}, "not_run": []},
+        PLACE,
     )
-    assert record["wrap"] == "nsys profile -o 'a b'"
-    assert statement.test_result(record, b"")["primus"]["wrap"] == record["wrap"]
+    assert record.wrap == "nsys profile -o 'a b'"
+    assert statement.test_result(record, b"")["primus"]["wrap"] == record.wrap
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:

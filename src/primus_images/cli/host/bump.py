@@ -5,6 +5,7 @@ import calendar
 import difflib
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -100,22 +101,21 @@ def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple
         if not args.release:
             yield from ((name, None) for name in names)
         return
-    seen = set()
-    for word in args.component:
-        name, equals, version = word.replace("==", "=").partition("=")
+    words = [word.replace("==", "=").partition("=") for word in args.component]
+    counts = Counter(name for name, _, _ in words)
+    for name, equals, version in words:
         if equals and not version:
             raise InputError(
                 f"{name}= names no version",
                 hint=f"{name} takes the newest that fits, {name}=VERSION a certain one",
             )
-        if name in seen:
+        if counts[name] > 1:
             raise InputError(f"{name} is named twice", hint="name one version of it")
         if name not in names:
             raise InputError(
                 f"no pin of a Python index is called {name!r}{nearest(name, names)}",
                 hint="primus outdated --json lists those that can be moved",
             )
-        seen.add(name)
         yield name, version or None
 
 

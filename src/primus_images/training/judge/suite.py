@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,14 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import checks, proof, reference
 from primus_images.training.judge.checks import EVERY_STEP, Steps, Verdict
+from primus_images.training.judge.record import (
+    Machine,
+    Record,
+    RecordedImage,
+    RecordedJob,
+    RecordedRecipe,
+    RecordedSuite,
+)
 from primus_images.training.run import metrics, outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.logs import Series
@@ -323,77 +331,86 @@ def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def record(  # noqa: PLR0913
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a suite ran, and when (``made``, in ISO 8601). ``gpu`` is a generation, or ``none``."""
+
+    target: str
+    image: RecordedImage
+    gpu: str
+    made: str
+    engine: str = ""
+    machine: Machine = field(default_factory=Machine)
+
+
+def record(
     jobs: Sequence[Job],
     outcomes: Mapping[str, Outcome],
     verdicts: Sequence[Verdict],
-    *,
-    target: str,
-    image: Mapping[str, Any],
-    gpu: str,
-    time: str,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the record of one validation. ``image`` identifies the bytes that ran; ``time`` is in
-    ISO 8601.
-
-    ``passed`` is true only if there are verdicts, all of them passed, and every planned job has a
-    series of steps.
-    """
+    place: Place,
+) -> Record:
+    """Return the record of one validation, without the findings of gates."""
     recipe = recipe_of(jobs)
     base = outcomes.get(jobs[0].name)
-    # Another reference proves something else.
-    code = sorted(
-        path
-        for path in Path(reference.__file__).parent.iterdir()
-        if path.suffix in (".py", ".yaml")
-    )
-    version = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
     ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
-    return {
-        "format": RECORD_FORMAT,
-        "made": time,
-        "passed": bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
-        "target": target,
-        "image": dict(image),
-        "gpu": gpu,
-        "recipe": {
-            "name": recipe.name,
-            "backend": recipe.backend,
-            "mode": recipe.mode,
-            "precision": recipe.precision,
-            "gpu": recipe.gpu,
-            "description": recipe.find("description", ""),
-            "sha256": recipe.digest,
-            "ranks": recipe.world_size,
-            "assets": dict(recipe.asset_digests),
-            "settings": {key: setting.value for key, setting in recipe.settings.items()},
-        },
-        **({"wrap": shlex.join(jobs[0].wrap)} if jobs[0].wrap else {}),
-        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": version},
-        "versions": dict(base.facts.get("versions", {})) if base else {},
-        "facts": dict(base.facts) if base else {},
-        "measurements": asdict(base.summary) if base else {},
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-        "jobs": [_job_entry(job, outcomes.get(job.name)) for job in jobs],
-        **(extra or {}),
-    }
+    return Record(
+        format=RECORD_FORMAT,
+        made=place.made,
+        passed=bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
+        target=place.target,
+        image=place.image,
+        gpu=place.gpu,
+        recipe=_recorded_recipe(recipe),
+        wrap=shlex.join(jobs[0].wrap),
+        suite=RecordedSuite(
+            sha256=digest(recipe, jobs), format=FORMAT, reference=_reference_version()
+        ),
+        versions=dict(base.facts.get("versions", {})) if base else {},
+        facts=dict(base.facts) if base else {},
+        measurements=asdict(base.summary) if base else {},
+        verdicts=tuple(verdicts),
+        jobs=tuple(_recorded_job(job, outcomes.get(job.name)) for job in jobs),
+        engine=place.engine,
+        machine=place.machine,
+    )
 
 
-def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "name": job.name,
-        "command": ["primus", *job.arguments()],
-        "ran": outcome is not None,
-    }
+def _reference_version() -> str:
+    """Return a hash of the reference's code. Another reference proves something else."""
+    digest_of_code = hashlib.sha256()
+    for path in sorted(Path(reference.__file__).parent.iterdir()):
+        if path.suffix in (".py", ".yaml"):
+            digest_of_code.update(path.read_bytes())
+    return digest_of_code.hexdigest()[:16]
+
+
+def _recorded_recipe(recipe: Recipe) -> RecordedRecipe:
+    return RecordedRecipe(
+        name=recipe.name,
+        backend=recipe.backend,
+        mode=recipe.mode,
+        precision=recipe.precision,
+        gpu=recipe.gpu,
+        description=str(recipe.find("description", "")),
+        sha256=recipe.digest,
+        ranks=recipe.world_size,
+        assets=dict(recipe.asset_digests),
+        settings={key: setting.value for key, setting in recipe.settings.items()},
+    )
+
+
+def _recorded_job(job: Job, outcome: Outcome | None) -> RecordedJob:
+    command = ("primus", *job.arguments())
     if outcome is None:
-        return content
-    return {
-        **content,
-        "argv": list(outcome.run.argv),
-        "exit_code": outcome.exit_code,
-        **({"cause": outcome.cause} if outcome.cause else {}),
-        "seconds": outcome.run.seconds,
-        "exact": outcome.series.exact,
-        "series": metrics.rows(outcome.series, job.recipe, outcome.facts),
-    }
+        return RecordedJob(name=job.name, command=command, ran=False)
+    return RecordedJob(
+        name=job.name,
+        command=command,
+        ran=True,
+        argv=tuple(outcome.run.argv),
+        exit_code=outcome.exit_code,
+        cause=outcome.cause or None,
+        seconds=outcome.run.seconds,
+        exact=outcome.series.exact,
+        series=tuple(metrics.rows(outcome.series, job.recipe, outcome.facts)),
+    )

@@ -63,8 +63,7 @@ KINDS: dict[str, Callable[[torch.Tensor], None]] = {
 @dataclass(frozen=True)
 class Place:
     """A function that a kernel's result passes through. ``result`` is the index of the tensor to
-    damage: of the returned ones, or of the positional arguments if ``argument``, or in ``row`` of
-    the first of these. What is ``compiled`` on a GPU is only damaged on a CPU.
+    damage: of the returned ones, or of the positional arguments if ``argument``.
     """
 
     optimization: str
@@ -72,8 +71,6 @@ class Place:
     function: str
     result: int = 0
     argument: bool = False
-    row: int | None = None
-    compiled: bool = False
 
 
 PLACES = (
@@ -87,8 +84,6 @@ PLACES = (
     Place("fp8-linear", "primus_images.turbo.fp8_kernels", "cast_both", 0),
     Place("fp8-linear", "primus_images.turbo.fp8_kernels", "cast_both", 1),
     Place("fp8-linear", "primus_images.turbo.fp8_kernels", "flip"),
-    Place("fp8-projections", "primus_images.turbo.fp8_kernels", "cast_both", 0),
-    Place("fp8-projections", "primus_images.turbo.fp8_kernels", "cast_both", 1),
     Place("fp8-feed-forward", "primus_images.turbo.fp8_kernels", "swiglu_cast"),
     *(
         Place("fp8-feed-forward", "primus_images.turbo.fp8_kernels", "swiglu_backward", index)
@@ -97,19 +92,12 @@ PLACES = (
     Place("reduce-scatter-copy-in", "primus_images.turbo.kernels", "copy_in", 1, argument=True),
     Place("peer-copies", "primus_images.turbo.sharded", "sum_of_ranks", 1, argument=True),
     Place("peer-copies", "primus_images.turbo.sharded", "reduce", 1, argument=True),
-    *(
-        Place("fused-adamw", "primus_images.turbo.kernels", "adamw_", index, argument=True, row=0)
-        for index in (0, 2, 3)
-    ),
-    Place("fused-adamw", "primus_images.turbo.kernels", "adamw_", 0, argument=True, row=1),
-    Place("adapter-products", "primus_images.turbo.adapters", "add_low_rank"),
     Place("real-rope", "primus_images.turbo.attention", "rotate"),
     Place("expert-routing", "primus_images.turbo.experts", "_gathered"),
     Place("expert-routing", "primus_images.turbo.experts", "_summed"),
     Place("expert-routing", "primus_images.turbo.experts", "_weighted_back", 0),
     Place("expert-products", "primus_images.turbo.experts", "_expert_rows"),
     Place("expert-products", "primus_images.turbo.experts", "_expert_weights"),
-    Place("flex-attention", "primus_images.turbo.attention", "windowed_attention", compiled=True),
     *(
         Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_bwd", index)
         for index in range(3)
@@ -128,7 +116,6 @@ def planted(place: Place, damage: Callable[[torch.Tensor], None]) -> Iterator[No
     def faulty(*words: Any, **options: Any) -> Any:
         out = original(*words, **options)
         results = words if place.argument else out if isinstance(out, tuple) else (out,)
-        results = results if place.row is None else results[0][place.row]
         with torch.no_grad():
             damage(results[place.result])
         return out
@@ -175,11 +162,7 @@ def main() -> int:
                 reason = selftest.fault(optimization, shapes, seed=seed)
                 row["healthy"].append({"fault": reason, "seconds": round(time.monotonic() - at, 2)})
             for place in PLACES:
-                if (
-                    place.optimization != optimization
-                    or place.compiled
-                    or time.monotonic() - began > options.until
-                ):
+                if place.optimization != optimization or time.monotonic() - began > options.until:
                     continue
                 for kind, damage in KINDS.items():
                     try:

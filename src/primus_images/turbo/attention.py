@@ -1,12 +1,13 @@
-"""Attention and rotary positions. Flash Attention 4 is wrapped as PyTorch operators that a compiled
-model can call.
+"""Attention and rotary positions.
+
+Flash Attention 4 is wrapped as PyTorch operators that a compiled model can call.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus_images.patch import replace
 from primus_images.turbo.optimizations import CALLS
@@ -15,9 +16,7 @@ _EVERYTHING = -1
 
 
 @torch.library.custom_op("primus::fa4_forward", mutates_args=())
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     CALLS["fa4_forward"] += 1
@@ -33,15 +32,15 @@ def _(q: Any, *_: Any) -> Any:
 
 @torch.library.custom_op("primus::fa4_backward", mutates_args=())
 def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    grad: torch.Tensor,
-    lse: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    lse: Tensor,
     scale: float,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     CALLS["fa4_backward"] += 1
@@ -67,7 +66,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> Any:
     q, k, v, out, lse = ctx.saved_tensors
     return *_backward(q, k, v, out, grad.contiguous(), lse, ctx.scale, ctx.window), None, None
 
@@ -76,14 +75,14 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def flash_attention_4(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     window: int = 0,
     causal: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have
     fewer heads.
 
@@ -97,13 +96,13 @@ def flash_attention_4(
 
 
 def flash_attention_2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return causal attention as :func:`flash_attention_4` does, by Flash Attention 2, which runs
     on AMD GPUs.
     """
@@ -117,64 +116,11 @@ def flash_attention_2(
     return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
 
 
-FLASH: Mapping[str, Callable[..., torch.Tensor]] = {
+FLASH: Mapping[str, Callable[..., Tensor]] = {
     "flash-attention-4": flash_attention_4,
     "flash-attention-2": flash_attention_2,
 }
 """Attention without a mask, by the names of optimizations."""
-
-
-def window_mask(length: int, window: int, device: torch.device) -> Any:
-    """Return the mask for :func:`windowed_attention`: which blocks of 128 × 128 pairs contain
-    visible ones.
-
-    On a CPU, where flex_attention has no backward pass, it is a mask of all pairs.
-    """
-    CALLS["window_mask"] += 1
-    return _block_mask(length, window, device)
-
-
-@cache
-def _block_mask(length: int, window: int, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(
-        seen_within(window or length), None, None, length, length, device=str(device)
-    )
-
-
-def seen_within(window: int) -> Any:
-    """Return a function for flex_attention: ``query`` sees ``key`` if it is one of the last
-    ``window`` tokens.
-    """
-
-    def seen(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (query - key < window)
-
-    return seen
-
-
-def windowed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
-) -> torch.Tensor:
-    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size],
-    heads may be grouped.
-
-    Compiled, it is one Triton kernel in each direction, which skips blocks without visible pairs,
-    on any GPU.
-    """
-    parts = tuple(part.transpose(1, 2) for part in (q, k, v))
-    if isinstance(mask, torch.Tensor):
-        results = torch.nn.functional.scaled_dot_product_attention(
-            *parts, attn_mask=mask, enable_gqa=True
-        )
-    else:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        results = flex_attention(*parts, block_mask=mask, enable_gqa=True)
-    return results.transpose(1, 2)
 
 
 def attend_in_diffusers() -> None:
@@ -184,8 +130,8 @@ def attend_in_diffusers() -> None:
     from diffusers.models.transformers import transformer_flux
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **_: Any
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any
+    ) -> Tensor:
         if attn_mask is not None:
             raise RuntimeError("flash-attention-4 supports no attention mask in FLUX")
         return flash_attention_4(query, key, value, causal=False)
@@ -201,13 +147,13 @@ def attend_in_transformers(name: str) -> str:
 
     def attend(
         _module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Any,
         sliding_window: int | None = None,
         **_: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if attention_mask is not None:
             raise RuntimeError(f"{name} takes no mask: these sequences are not packed")
         window = 0
@@ -229,26 +175,26 @@ class Attention(torch.nn.Module):
     the logits.
     """
 
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self._attend = attend
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return causal attention."""
         return self._attend(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
         ).transpose(1, 2)
 
 
-def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate neighbors in the last dimension of ``x`` by ``turn`` [..., size ÷ 2, 2], cosine and
     sine, in float32.
     """

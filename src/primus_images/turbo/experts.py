@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from primus_images.turbo.optimizations import CALLS
 
 ALIGNMENT = 8
-"""The rows of each expert start at a multiple of this, because PyTorch's grouped products need 16-byte alignment."""
+"""The rows of each expert start at a multiple of this: PyTorch's grouped products need 16 bytes."""
 
 
 class Routes(NamedTuple):
@@ -35,13 +36,13 @@ class Routes(NamedTuple):
     :data:`ALIGNMENT` and never 0.
     """
 
-    rows: torch.Tensor
-    choices: torch.Tensor
-    counts: torch.Tensor
+    rows: Tensor
+    choices: Tensor
+    counts: Tensor
 
 
 @torch.no_grad()
-def routes(selected: torch.Tensor, counts: torch.Tensor) -> Routes:
+def routes(selected: Tensor, counts: Tensor) -> Routes:
     """Return the routes for ``selected`` [tokens, choices], the index of each chosen expert.
 
     ``counts`` [experts]: how many choices each expert has.
@@ -49,14 +50,15 @@ def routes(selected: torch.Tensor, counts: torch.Tensor) -> Routes:
     flat = selected.reshape(-1).to(torch.int32)
     counts = counts.to(torch.int64)
     padded = (counts.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    padded_starts = padded.cumsum(0) - padded
+    starts = counts.cumsum(0) - counts
+    shift = padded_starts - starts
     experts, order = torch.sort(flat, stable=True)
     places = torch.arange(len(flat), device=flat.device) + shift[experts]
     rows = torch.empty_like(flat)
     rows[order] = places.to(torch.int32)
-    choices = torch.full(
-        (len(flat) + len(counts) * ALIGNMENT,), -1, dtype=torch.int32, device=flat.device
-    )
+    most = len(flat) + len(counts) * ALIGNMENT
+    choices = torch.full((most,), -1, dtype=torch.int32, device=flat.device)
     choices[places] = order.to(torch.int32)
     return Routes(rows.view_as(selected), choices, padded.to(torch.int32))
 
@@ -118,14 +120,14 @@ def _add_up(
     tl.store(out + token * width + offsets, total.to(out.dtype.element_ty), mask=inside)
 
 
-def _gathered(x: torch.Tensor, routing: Routes) -> torch.Tensor:
+def _gathered(x: Tensor, routing: Routes) -> Tensor:
+    """Return the token of each row, and zeros in rows of padding."""
     width = x.shape[1]
     per_token = routing.rows.shape[1]
     if not x.is_cuda:
-        padded = torch.cat((x, x.new_zeros(1, width)))
-        return padded[
-            torch.where(routing.choices >= 0, routing.choices // per_token, len(x)).long()
-        ]
+        padding = x.new_zeros(1, width)
+        tokens = torch.where(routing.choices >= 0, routing.choices // per_token, len(x))
+        return torch.cat((x, padding))[tokens.long()]
     out = x.new_empty(len(routing.choices), width)
     block = triton.next_power_of_2(width)
     _spread[(len(out),)](
@@ -145,13 +147,19 @@ def _gathered(x: torch.Tensor, routing: Routes) -> torch.Tensor:
 
 
 def _summed(
-    experts: torch.Tensor, routing: Routes, weights: torch.Tensor | None, base: torch.Tensor | None
-) -> torch.Tensor:
-    (tokens, per_token), width = routing.rows.shape, experts.shape[1]
+    experts: Tensor, routing: Routes, weights: Tensor | None, base: Tensor | None
+) -> Tensor:
+    """Return the weighted sum of each token's rows, and ``base``, added in float32."""
+    width = experts.shape[1]
+    tokens, per_token = routing.rows.shape
     if not experts.is_cuda:
         values = experts[routing.rows.long()].float()
-        total = (values if weights is None else values * weights[:, :, None]).sum(1)
-        return (total if base is None else total + base.float()).to(experts.dtype)
+        if weights is not None:
+            values = values * weights[:, :, None]
+        total = values.sum(1)
+        if base is not None:
+            total = total + base.float()
+        return total.to(experts.dtype)
     out = experts.new_empty(tokens, width)
     block = triton.next_power_of_2(width)
     _add_up[(tokens,)](
@@ -171,15 +179,18 @@ def _summed(
 
 
 def _weighted_back(
-    gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, routing: Routes
-) -> tuple[torch.Tensor, torch.Tensor]:
-    per_token = routing.rows.shape[1]
+    gradient: Tensor, experts: Tensor, weights: Tensor, routing: Routes
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the experts' rows and of the weights."""
     width = experts.shape[1]
+    per_token = routing.rows.shape[1]
     if not experts.is_cuda:
         spread = _gathered(gradient, routing).float()
-        factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[routing.choices.long()]
-        dots = (spread * experts.float()).sum(1)[routing.rows.long()]
-        return (spread * factors[:, None]).to(experts.dtype), dots.to(weights.dtype)
+        no_weight = weights.new_zeros(1)
+        factors = torch.cat((weights.reshape(-1), no_weight))[routing.choices.long()]
+        dots = (spread * experts.float()).sum(1)
+        of_experts = (spread * factors[:, None]).to(experts.dtype)
+        return of_experts, dots[routing.rows.long()].to(weights.dtype)
     out = torch.empty_like(experts)
     dots = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
@@ -205,7 +216,44 @@ def _warps(block: int) -> int:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, *routing: Tensor) -> Tensor:
+        ctx.save_for_backward(*routing)
+        return _gathered(x.contiguous(), Routes(*routing))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        routing = Routes(*ctx.saved_tensors)
+        of_x = _summed(grads[0].contiguous(), routing, None, None)
+        return of_x, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, experts: Tensor, weights: Tensor, base: Tensor | None, *routing: Tensor
+    ) -> Tensor:
+        experts = experts.contiguous()
+        weights = weights.contiguous()
+        ctx.save_for_backward(experts, weights, *routing)
+        ctx.based = base is not None
+        if base is not None:
+            base = base.contiguous()
+        return _summed(experts, Routes(*routing), weights, base)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        experts, weights, *routing = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_experts, of_weights = _weighted_back(grad, experts, weights, Routes(*routing))
+        of_base = None
+        if ctx.based:
+            of_base = grad
+        return of_experts, of_weights, of_base, None, None, None
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *routing: Tensor) -> Tensor:
         ctx.save_for_backward(*routing)
         return _gathered(x.contiguous(), Routes(*routing))
 
@@ -223,11 +271,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        base: torch.Tensor | None,
-        *routing: torch.Tensor,
-    ) -> torch.Tensor:
+        experts: Tensor,
+        weights: Tensor,
+        base: Tensor | None,
+        *routing: Tensor,
+    ) -> Tensor:
         experts = experts.contiguous()
         weights = weights.contiguous()
         ctx.save_for_backward(experts, weights, *routing)
@@ -244,7 +292,7 @@ class _Combine(torch.autograd.Function):
         return out, dots, grad if ctx.based else None, None, None, None
 
 
-def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
+def dispatch(x: Tensor, routing: Routes) -> Tensor:
     """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``.
     Padding is zero.
     """
@@ -252,9 +300,7 @@ def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
     return _Dispatch.apply(x, *routing)
 
 
-def combine(
-    experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base: torch.Tensor | None
-) -> torch.Tensor:
+def combine(experts: Tensor, weights: Tensor, routing: Routes, base: Tensor | None) -> Tensor:
     """Return ``base`` [tokens, width] plus the weighted sum of each token's rows of ``experts``.
 
     ``weights`` [tokens, choices] are float32. The sum is computed in float32, in the order of the
@@ -264,7 +310,7 @@ def combine(
     return _Combine.apply(experts, weights, base, *routing)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: torch.Tensor) -> None:
+def _multiply(a: Tensor, b: Tensor, out: Tensor, **groups: Tensor) -> None:
     from quack.gemm_config import GemmConfig
     from quack.gemm_interface import gemm_tuned
 
@@ -284,86 +330,96 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: tor
 
 
 @torch.library.custom_op("primus::expert_rows", mutates_args=())
-def _expert_rows(
-    x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, transposed: bool
-) -> torch.Tensor:
+def _expert_rows(x: Tensor, weights: Tensor, starts: Tensor, transposed: bool) -> Tensor:
     CALLS["expert_rows"] += 1
     if transposed:
         weights = weights.mT
+    width = weights.shape[-1]
     if not x.is_cuda:
         parts = [
-            x[first:end] @ w
-            for w, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True)
+            x[start:end] @ weight
+            for weight, (start, end) in zip(weights, pairwise(starts.tolist()), strict=True)
         ]
-        return torch.cat([*parts, x.new_zeros(len(x) - int(starts[-1]), weights.shape[-1])])
-    out = x.new_empty(len(x), weights.shape[-1])
+        padding = x.new_zeros(len(x) - int(starts[-1]), width)
+        return torch.cat([*parts, padding])
+    out = x.new_empty(len(x), width)
     _multiply(x, weights, out, cu_seqlens_m=starts)
     return out
 
 
-_expert_rows.register_fake(
-    lambda x, w, _, transposed: x.new_empty(x.shape[0], w.shape[1 if transposed else 2])
-)
+@_expert_rows.register_fake
+def _(x: Any, weights: Any, _starts: Any, transposed: bool) -> Any:
+    if transposed:
+        weights = weights.mT
+    return x.new_empty(x.shape[0], weights.shape[2])
 
 
 @torch.library.custom_op("primus::expert_weights", mutates_args=())
-def _expert_weights(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _expert_weights(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
     CALLS["expert_weights"] += 1
     if not a.is_cuda:
-        return torch.stack(
-            [a[first:end].t() @ b[first:end] for first, end in pairwise(starts.tolist())]
-        )
+        parts = [a[start:end].t() @ b[start:end] for start, end in pairwise(starts.tolist())]
+        return torch.stack(parts)
     out = a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
     _multiply(a.t(), b, out, cu_seqlens_k=starts)
     return out
 
 
-_expert_weights.register_fake(
-    lambda a, b, starts: a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1])
-)
+@_expert_weights.register_fake
+def _(a: Any, b: Any, starts: Any) -> Any:
+    return a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1])
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001 - PyTorch passes it by name
     *tensors, ctx.transposed = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
+def _gradients(ctx: Any, grad: Tensor) -> Any:
     x, weights, starts = ctx.saved_tensors
     grad = grad.contiguous()
-    of_weights = _expert_weights(*((grad, x) if ctx.transposed else (x, grad)), starts)
-    return _expert_rows(grad, weights, starts, not ctx.transposed), of_weights, None, None
+    if ctx.transposed:
+        of_weights = _expert_weights(grad, x, starts)
+    else:
+        of_weights = _expert_weights(x, grad, starts)
+    of_x = _expert_rows(grad, weights, starts, not ctx.transposed)
+    return of_x, of_weights, None, None
 
 
 _expert_rows.register_autograd(_gradients, setup_context=_save)
 
 
 def through_experts(
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    x: torch.Tensor,
-) -> torch.Tensor:
+    product: Callable[[Tensor, Tensor], Tensor],
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    x: Tensor,
+) -> Tensor:
     """Return ``x`` [sorted rows, hidden] through SwiGLU experts, in BF16. ``product`` multiplies
     rows by the transposed weights of their experts.
     """
-    narrow, first, second, third = (tensor.bfloat16() for tensor in (x, w1, w2, w3))
-    hidden = torch.nn.functional.silu(product(narrow, first)) * product(narrow, third)
-    return product(hidden, second).type_as(x)
+    narrow = x.bfloat16()
+    gate = product(narrow, w1.bfloat16())
+    up = product(narrow, w3.bfloat16())
+    hidden = torch.nn.functional.silu(gate) * up
+    return product(hidden, w2.bfloat16()).type_as(x)
 
 
 def grouped_experts(
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    x: torch.Tensor,
-    num_tokens_per_expert: torch.Tensor,
-) -> torch.Tensor:
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    x: Tensor,
+    num_tokens_per_expert: Tensor,
+) -> Tensor:
     """Replaces torchtitan's ``_run_experts_grouped_mm``. Rows after the last expert's are
     undefined, as there.
     """
-    starts = torch.nn.functional.pad(num_tokens_per_expert.cumsum(0, dtype=torch.int32), (1, 0))
-    return through_experts(
-        lambda rows, weights: _expert_rows(rows, weights, starts, True), w1, w2, w3, x
-    )
+    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        return _expert_rows(rows, weights, starts, True)
+
+    return through_experts(product, w1, w2, w3, x)

@@ -12,25 +12,31 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus_images.turbo import fp8_kernels, kernels
 
 _SMALLEST = 1e-12
 
 
-def _scale(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale(top: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor of a tensor before the cast, computed in float64 as in torchao."""
     return (torch.finfo(dtype).max / top.double().clamp(min=_SMALLEST)).float()
 
 
-def _quantized(
-    x: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale = _scale(x.abs().max(), dtype)
-    return *fp8_kernels.cast_both([x], [scale], dtype), scale
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
-def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of ``x`` in FP8, their transpose, and the scale of both."""
+    flat = _flat(x)
+    scale = _scale(flat.abs().max(), dtype)
+    values, turned = fp8_kernels.cast_both(flat, scale, dtype)
+    return values, turned, scale
+
+
+def _weight(weight: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a weight's FP8 values [out, in] and their scale: as gathered by FSDP, or cast here."""
     if hasattr(weight, "_data"):
         return weight._data, weight._scale
@@ -39,13 +45,13 @@ def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _product(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
     out: torch.dtype,
     fast: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
     if not a.is_cuda:
         return ((a.float() @ b.float().t()) / (a_scale * b_scale)).to(out)
@@ -72,98 +78,39 @@ class _Formats:
 @torch._dynamo.allow_in_graph
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, config: Any) -> Tensor:
         formats = _Formats(config)
-        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
-        data, weight_scale = _weight(weight, formats.weight)
-        ctx.save_for_backward(flipped, scale, weight)
+        values, turned, scale = _quantized(x, formats.input)
+        ctx.save_for_backward(turned, scale, weight)
         ctx.formats = formats
-        out = _product(values, scale, data, weight_scale, x.dtype, formats.fast_output)
+        out = _out(values, scale, weight, x.dtype, formats)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flipped, scale, weight = ctx.saved_tensors
+        turned_x, scale, weight = ctx.saved_tensors
         formats = ctx.formats
         grad = grads[0]
-        data, weight_scale = _weight(weight, formats.weight)
-        values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
-        of_x = _product(
-            values, grad_scale, fp8_kernels.flip(data), weight_scale, grad.dtype, formats.fast_input
-        )
-        of_weight = _product(turned, grad_scale, flipped, scale, grad.dtype, formats.fast_weight)
+        values, turned, grad_scale = _quantized(grad, formats.grad)
+        of_x = _of_input(values, grad_scale, weight, grad.dtype, formats)
+        of_weight = _product(turned, grad_scale, turned_x, scale, grad.dtype, formats.fast_weight)
         return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_weight, None
 
 
-@torch._dynamo.allow_in_graph
-class _Projections(torch.autograd.Function):
-    """Several layers with the same input as one product in each direction. Each layer keeps its own
-    scales.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, config: Any, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        formats = _Formats(config)
-        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
-        data, scales = _stacked(weights, formats.weight)
-        ctx.save_for_backward(flipped, scale, *weights)
-        ctx.formats = formats
-        out = _product(values, scale, data, scales[0], x.dtype, formats.fast_output)
-        parts = out.split([weight.shape[0] for weight in weights], dim=1)
-        return tuple(
-            _times(part, None if part is parts[0] else scales[0] / factor).view(
-                *x.shape[:-1], part.shape[1]
-            )
-            for part, factor in zip(parts, scales, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        flipped, scale, *weights = ctx.saved_tensors
-        formats = ctx.formats
-        kind = grads[0].dtype
-        like = grads[0].shape[:-1]
-        data, scales = _stacked(weights, formats.weight)
-        # One product sums up the gradients of x from all layers, so scale of gradient · scale of
-        # weight must be equal for all. Use the smallest product for which a gradient fills its
-        # range. The others lose no precision, only range.
-        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        limits = [
-            _scale(fp8_kernels.largest(grad), formats.grad) * factor
-            for grad, factor in zip(flat, scales, strict=True)
-        ]
-        common = torch.stack(limits).amin()
-        grad_scales = [common / factor for factor in scales]
-        values, turned = fp8_kernels.cast_both(flat, grad_scales, formats.grad)
-        of_x = _product(
-            values,
-            common,
-            fp8_kernels.flip(data),
-            torch.ones_like(common),
-            kind,
-            formats.fast_input,
-        )
-        of_weights = _product(turned, grad_scales[0], flipped, scale, kind, formats.fast_weight)
-        parts = of_weights.split([weight.shape[0] for weight in weights])
-        results = (
-            _times(part, None if part is parts[0] else grad_scales[0] / factor)
-            for part, factor in zip(parts, grad_scales, strict=True)
-        )
-        return of_x.view(*like, of_x.shape[-1]), None, *results
+def _out(
+    values: Tensor, scale: Tensor, weight: Any, dtype: torch.dtype, formats: _Formats
+) -> Tensor:
+    """Return the product of a layer's FP8 input and its weight."""
+    data, weight_scale = _weight(weight, formats.weight)
+    return _product(values, scale, data, weight_scale, dtype, formats.fast_output)
 
 
-def _stacked(weights: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    pairs = [_weight(weight, dtype) for weight in weights]
-    data = torch.cat([data.view(torch.uint8) for data, _ in pairs]).view(pairs[0][0].dtype)
-    return data, [scale for _, scale in pairs]
-
-
-def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    if factor is None:
-        return x
-    return (x.float() * factor).to(x.dtype)
+def _of_input(
+    values: Tensor, scale: Tensor, weight: Any, dtype: torch.dtype, formats: _Formats
+) -> Tensor:
+    """Return the gradient of a layer's input from the FP8 gradient of its output."""
+    data, weight_scale = _weight(weight, formats.weight)
+    return _product(values, scale, fp8_kernels.flip(data), weight_scale, dtype, formats.fast_input)
 
 
 @torch._dynamo.allow_in_graph
@@ -171,63 +118,51 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        gate_weight: torch.Tensor,
-        up_weight: torch.Tensor,
-        down_weight: torch.Tensor,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
         config: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         formats = _Formats(config)
-        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
-        gate, up = (
-            _product(values, scale, *_weight(weight, formats.weight), x.dtype, formats.fast_output)
-            for weight in (gate_weight, up_weight)
-        )
+        values, turned, scale = _quantized(x, formats.input)
+        gate = _out(values, scale, gate_weight, x.dtype, formats)
+        up = _out(values, scale, up_weight, x.dtype, formats)
         made_scale = _scale(fp8_kernels.swiglu_largest(gate, up), formats.input)
-        hidden = fp8_kernels.swiglu_cast(gate, up, made_scale, formats.input)
-        out = _product(
-            hidden, made_scale, *_weight(down_weight, formats.weight), x.dtype, formats.fast_output
-        )
+        made = fp8_kernels.swiglu_cast(gate, up, made_scale, formats.input)
+        out = _out(made, made_scale, down_weight, x.dtype, formats)
         ctx.save_for_backward(
-            flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight
+            turned, scale, gate, up, made_scale, gate_weight, up_weight, down_weight
         )
         ctx.formats = formats
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight = (
+        turned_x, scale, gate, up, made_scale, gate_weight, up_weight, down_weight = (
             ctx.saved_tensors
         )
         formats = ctx.formats
         grad = grads[0]
         kind = grad.dtype
-        values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
-        data, weight_scale = _weight(down_weight, formats.weight)
-        of_made = _product(
-            values, grad_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input
-        )
+        fast = formats.fast_weight
+        values, turned, grad_scale = _quantized(grad, formats.grad)
+        of_made = _of_input(values, grad_scale, down_weight, kind, formats)
         tops = fp8_kernels.swiglu_backward_largest(gate, up, of_made)
         gate_scale = _scale(tops[0], formats.grad)
         up_scale = _scale(tops[1], formats.grad)
-        of_gate, of_gate_flipped, of_up, of_up_flipped, made_flipped = fp8_kernels.swiglu_backward(
+        of_gate, gate_turned, of_up, up_turned, made_turned = fp8_kernels.swiglu_backward(
             gate, up, of_made, gate_scale, up_scale, made_scale, formats.grad, formats.input
         )
-        of_down = _product(turned, grad_scale, made_flipped, made_scale, kind, formats.fast_weight)
-        data, weight_scale = _weight(gate_weight, formats.weight)
-        of_x = _product(
-            of_gate, gate_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input
-        )
-        data, weight_scale = _weight(up_weight, formats.weight)
-        of_x = of_x + _product(
-            of_up, up_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input
-        )
-        of_gates = _product(of_gate_flipped, gate_scale, flipped, scale, kind, formats.fast_weight)
-        of_ups = _product(of_up_flipped, up_scale, flipped, scale, kind, formats.fast_weight)
+        of_down = _product(turned, grad_scale, made_turned, made_scale, kind, fast)
+        of_x = _of_input(of_gate, gate_scale, gate_weight, kind, formats)
+        of_x = of_x + _of_input(of_up, up_scale, up_weight, kind, formats)
+        of_gates = _product(gate_turned, gate_scale, turned_x, scale, kind, fast)
+        of_ups = _product(up_turned, up_scale, turned_x, scale, kind, fast)
         return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_gates, of_ups, of_down, None
 
 
-def _computed(x: torch.Tensor) -> torch.Tensor:
+def _computed(x: Tensor) -> Tensor:
     """Return ``x`` in the type that autocast requests, as ``torch.nn.functional.linear`` does.
 
     With FSDP's mixed precision, ``x`` already has that type. On one rank, torchtitan uses autocast,
@@ -239,86 +174,65 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, config: Any) -> Tensor:
     """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one
     scale per tensor.
     """
     return _Linear.apply(_computed(x), weight, config)
 
 
-def projections(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any
-) -> tuple[torch.Tensor, ...]:
-    """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is
-    torchao's.
-    """
-    return _Projections.apply(_computed(x), config, *weights)
-
-
-def feed_forward(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
-) -> torch.Tensor:
+def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, config: Any) -> Tensor:
     """Return ``(silu(x @ gate.T) · (x @ up.T)) @ down.T``, computed in FP8 as in :func:`linear`."""
     return _FeedForward.apply(_computed(x), gate, up, down, config)
 
 
 @torch._dynamo.allow_in_graph
 class _Frozen(torch.autograd.Function):
-    """A linear layer whose weight needs no gradient, so that each input and each gradient is needed
-    in one layout.
+    """A linear layer whose weight needs no gradient.
+
+    Each input and each gradient is therefore needed in one layout.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        data: torch.Tensor,
-        flipped: torch.Tensor,
-        scale: torch.Tensor,
+        x: Tensor,
+        data: Tensor,
+        turned: Tensor,
+        scale: Tensor,
         config: Any,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(data, flipped, scale)
-        ctx.config = config
-        return frozen_product(x, (data, flipped, scale), config)
+    ) -> Tensor:
+        formats = _Formats(config)
+        ctx.save_for_backward(turned, scale)
+        ctx.formats = formats
+        return _by_cast(x, formats.input, data, scale, formats.fast_output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return frozen_gradient(grads[0], ctx.saved_tensors, ctx.config), None, None, None, None
+        turned, scale = ctx.saved_tensors
+        formats = ctx.formats
+        of_x = _by_cast(grads[0], formats.grad, turned, scale, formats.fast_input)
+        return of_x, None, None, None, None
 
 
-def frozen_product(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
-    """Return ``x @ weight.T`` in FP8, for a ``weight`` from :func:`frozen`, without a gradient."""
-    data, _, scale = weight
-    return _by_cast(x, _Formats(config).input, data, scale, _Formats(config).fast_output)
-
-
-def frozen_gradient(
-    grad: torch.Tensor, weight: Sequence[torch.Tensor], config: Any
-) -> torch.Tensor:
-    """Return the gradient ``grad @ weight`` of the input of :func:`frozen_product`."""
-    _, flipped, scale = weight
-    return _by_cast(grad, _Formats(config).grad, flipped, scale, _Formats(config).fast_input)
-
-
-def _by_cast(
-    x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, data_scale: torch.Tensor, fast: bool
-) -> torch.Tensor:
-    flat = x.reshape(-1, x.shape[-1])
+def _by_cast(x: Tensor, dtype: torch.dtype, data: Tensor, data_scale: Tensor, fast: bool) -> Tensor:
+    flat = _flat(x)
     # By rows, because the compiler then finds the largest value while it writes ``flat``, not in
     # another pass.
     scale = _scale(flat.abs().amax(-1).amax(), dtype)
-    out = _product(kernels.eight(flat, scale, dtype), scale, data, data_scale, x.dtype, fast)
+    values = kernels.eight(flat, scale, dtype)
+    out = _product(values, scale, data, data_scale, x.dtype, fast)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def frozen(weight: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def frozen(weight: Tensor, config: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``weight`` in FP8, its transpose, and their scale, for :func:`frozen_linear`."""
     data, scale = _weight(weight.detach(), _Formats(config).weight)
     return data, data.t().contiguous(), scale
 
 
-def frozen_linear(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
-    """Return ``x @ weight.T`` in FP8, for a ``weight`` from :func:`frozen`, which gets no gradient."""
+def frozen_linear(x: Tensor, weight: Sequence[Tensor], config: Any) -> Tensor:
+    """Return ``x @ weight.T`` in FP8 for a ``weight`` from :func:`frozen`, without its gradient."""
     return _Frozen.apply(_computed(x), *weight, config)
 
 
@@ -330,25 +244,16 @@ def freeze(model: torch.nn.Module) -> None:
 
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and not layer.weight.requires_grad:
-            for name, tensor in zip(_PARTS, frozen(layer.weight, layer.config), strict=True):
-                layer.register_buffer(name, tensor, persistent=False)
+            data, turned, scale = frozen(layer.weight, layer.config)
+            layer.register_buffer("eight", data, persistent=False)
+            layer.register_buffer("eight_turned", turned, persistent=False)
+            layer.register_buffer("eight_scale", scale, persistent=False)
             layer.forward = MethodType(_frozen_forward, layer)
 
 
-_PARTS = ("eight", "eight_flipped", "eight_scale")
-
-
-def frozen_parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weight of one of torchao's layers as :func:`frozen` does; :func:`freeze` has kept
-    it.
-    """
-    if not hasattr(layer, "eight"):
-        return frozen(layer.weight, layer.config)
-    return layer.eight, layer.eight_flipped, layer.eight_scale
-
-
-def _frozen_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    out = frozen_linear(x, frozen_parts(layer), layer.config)
+def _frozen_forward(layer: Any, x: Tensor) -> Tensor:
+    weight = (layer.eight, layer.eight_turned, layer.eight_scale)
+    out = frozen_linear(x, weight, layer.config)
     if layer.bias is None:
         return out
     return out + layer.bias.to(out.dtype)

@@ -7,12 +7,12 @@ compute the same in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from primus_images.turbo.kernels import _cut, _larger, eight
 from primus_images.turbo.optimizations import CALLS
@@ -49,11 +49,25 @@ def _bytes(value, KIND: tl.constexpr, ALONE: tl.constexpr):
 
 
 @triton.jit
-def _store_both(value, rows_out, columns_out, at, to, inside, flipped, ALONE: tl.constexpr):
-    """Store ``value`` as FP8, and transposed as bytes."""
+def _store_both(
+    value, rows_out, columns_out, offsets, turned, inside, turned_inside, ALONE: tl.constexpr
+):
+    """Store ``value`` as FP8 at ``offsets``, and its transpose as bytes at ``turned``."""
     KIND: tl.constexpr = rows_out.dtype.element_ty
-    tl.store(rows_out + at, value.to(KIND), mask=inside)
-    tl.store(columns_out + to, tl.trans(_bytes(value, KIND, ALONE)), mask=flipped)
+    tl.store(rows_out + offsets, value.to(KIND), mask=inside)
+    tl.store(columns_out + turned, tl.trans(_bytes(value, KIND, ALONE)), mask=turned_inside)
+
+
+@triton.jit
+def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The offsets of this program's tile in a matrix and in its transpose, and what is inside."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    offsets = row[:, None] * columns + column[None, :]
+    turned = column[:, None] * rows + row[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    turned_inside = (column[:, None] < columns) & (row[None, :] < rows)
+    return offsets, turned, inside, turned_inside
 
 
 @triton.jit
@@ -64,42 +78,33 @@ def _cast_both(
     columns_out,
     rows,
     columns,
-    stride,
     LARGEST: tl.constexpr,
     ALONE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (r[:, None] < rows) & (c[None, :] < columns)
-    at = r[:, None] * columns + c[None, :]
-    value = _cut(tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale), LARGEST)
-    at = r[:, None] * stride + c[None, :]
-    flipped = (c[:, None] < columns) & (r[None, :] < rows)
-    _store_both(
-        value, rows_out, columns_out, at, c[:, None] * rows + r[None, :], inside, flipped, ALONE
-    )
+    offsets, turned, inside, turned_inside = _tile(rows, columns, ROWS, COLUMNS)
+    value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    value = _cut(value * tl.load(scale), LARGEST)
+    _store_both(value, rows_out, columns_out, offsets, turned, inside, turned_inside, ALONE)
 
 
 @triton.jit
 def _flip(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (r[:, None] < rows) & (c[None, :] < columns)
-    value = tl.load(x + r[:, None] * columns + c[None, :], mask=inside, other=0)
-    flipped = (c[:, None] < columns) & (r[None, :] < rows)
-    tl.store(out + c[:, None] * rows + r[None, :], tl.trans(value), mask=flipped)
+    offsets, turned, inside, turned_inside = _tile(rows, columns, ROWS, COLUMNS)
+    value = tl.load(x + offsets, mask=inside, other=0)
+    tl.store(out + turned, tl.trans(value), mask=turned_inside)
 
 
 @triton.jit
 def _swiglu_cast(gate, up, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    value = _cut(a * tl.sigmoid(a) * b * tl.load(scale), LARGEST)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    a = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+    product = a * tl.sigmoid(a) * b
+    value = _cut(product * tl.load(scale), LARGEST)
+    tl.store(out + offsets, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,29 +117,33 @@ def _swiglu_gradients(a, b, d):
 
 @triton.jit
 def _largest(
-    gate, up, grad, largest, count, INPUTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    gate,
+    up,
+    grad,
+    largest,
+    count,
+    GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """The largest absolute values of one input, of the product of two, or with ``grad`` of the
-    gradients of both.
-    """
+    """The largest absolute value of the product, or with ``GRADIENTS`` of both gradients."""
     top = tl.zeros([BLOCK], tl.float32)
     top_up = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     for block in tl.static_range(BLOCKS):
-        at = first + block * BLOCK + tl.arange(0, BLOCK)
-        inside = at < count
-        value = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        if INPUTS > 1:
-            b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-            if INPUTS == 2:
-                value = value * tl.sigmoid(value) * b
-            else:
-                d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-                value, of_up, _ = _swiglu_gradients(value, b, d)
-                top_up = _larger(top_up, tl.abs(of_up))
+        offsets = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
+        a = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+        if GRADIENTS:
+            d = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            value, of_up, _ = _swiglu_gradients(a, b, d)
+            top_up = _larger(top_up, tl.abs(of_up))
+        else:
+            value = a * tl.sigmoid(a) * b
         top = _larger(top, tl.abs(value))
     tl.atomic_max(largest, tl.reduce(top, 0, _larger), sem="relaxed")
-    if INPUTS == 3:
+    if GRADIENTS:
         tl.atomic_max(largest + 1, tl.reduce(top_up, 0, _larger), sem="relaxed")
 
 
@@ -160,38 +169,17 @@ def _swiglu_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (r[:, None] < rows) & (c[None, :] < columns)
-    at = r[:, None] * columns + c[None, :]
-    flipped = (c[:, None] < columns) & (r[None, :] < rows)
-    to = c[:, None] * rows + r[None, :]
-    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    offsets, turned, inside, turned_inside = _tile(rows, columns, ROWS, COLUMNS)
+    a = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
     of_gate, of_up, product = _swiglu_gradients(a, b, d)
-    _store_both(
-        _cut(of_gate * tl.load(gate_scale), LARGEST),
-        gate_rows,
-        gate_columns,
-        at,
-        to,
-        inside,
-        flipped,
-        ALONE,
-    )
-    _store_both(
-        _cut(of_up * tl.load(up_scale), LARGEST),
-        up_rows,
-        up_columns,
-        at,
-        to,
-        inside,
-        flipped,
-        ALONE,
-    )
+    value = _cut(of_gate * tl.load(gate_scale), LARGEST)
+    _store_both(value, gate_rows, gate_columns, offsets, turned, inside, turned_inside, ALONE)
+    value = _cut(of_up * tl.load(up_scale), LARGEST)
+    _store_both(value, up_rows, up_columns, offsets, turned, inside, turned_inside, ALONE)
     value = _cut(product * tl.load(made_scale), LARGEST_MADE)
-    tl.store(made_columns + to, tl.trans(_bytes(value, MADE, False)), mask=flipped)
+    tl.store(made_columns + turned, tl.trans(_bytes(value, MADE, False)), mask=turned_inside)
 
 
 def _alone(dtype: torch.dtype) -> bool:
@@ -202,82 +190,61 @@ def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int
     return triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
 
 
-def _reduced(shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
-    highest = torch.zeros(shape, dtype=torch.float32, device=inputs[0].device)
-    count = inputs[0].numel()
-    used = [x.contiguous() for x in inputs]
-    gate, up, grad = (*used, used[0], used[0])[:3]
+def _reduced(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
+    gradients = grad is not None
+    out = torch.zeros(2 if gradients else 1, dtype=torch.float32, device=gate.device)
+    count = gate.numel()
+    gate = gate.contiguous()
     _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
         gate,
-        up,
-        grad,
-        highest,
+        up.contiguous(),
+        gate if grad is None else grad.contiguous(),
+        out,
         count,
-        INPUTS=len(inputs),
+        GRADIENTS=gradients,
         BLOCK=_LARGEST_BLOCK,
         BLOCKS=_LARGEST_BLOCKS,
         num_warps=8,
     )
-    return highest
+    return out
 
 
-def _turned(x: torch.Tensor) -> torch.Tensor:
+def _turned(x: Tensor) -> Tensor:
     return x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 @torch.library.custom_op("primus::fp8_cast_both", mutates_args=())
-def cast_both(
-    parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply each of ``parts`` [rows, columns of each] by its scale, clamp it to ``dtype``'s
-    range and cast it.
+def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Multiply ``x`` [rows, columns] by ``scale``, clamp it to ``dtype``'s range and cast it.
 
-    Returns all of them side by side, and the transpose of the same.
+    Returns the result and its transpose.
     """
-    CALLS["fp8_cast_both" if len(parts) == 1 else "fp8_cast_parts"] += 1
-    if not parts[0].is_cuda:
-        eights = [
-            eight(x, scale, dtype).view(torch.uint8) for x, scale in zip(parts, scales, strict=True)
-        ]
-        rows = torch.cat(eights, dim=1).view(dtype)
-        return rows, _turned(rows)
-    rows = len(parts[0])
-    width = sum(x.shape[1] for x in parts)
-    out = parts[0].new_empty((rows, width), dtype=dtype)
-    flipped = parts[0].new_empty((width, rows), dtype=dtype)
-    tile = TILES["cast_both"]
-    start = 0
-    for x, scale in zip(parts, scales, strict=True):
-        columns = x.shape[1]
-        _cast_both[_grid(rows, columns, tile)](
-            x.contiguous(),
-            scale,
-            out[:, start:],
-            flipped[start:].view(torch.uint8),
-            rows,
-            columns,
-            width,
-            LARGEST=torch.finfo(dtype).max,
-            ALONE=_alone(dtype),
-            ROWS=tile[0],
-            COLUMNS=tile[1],
-            num_warps=tile[2],
-        )
-        start += columns
-    return out, flipped
-
-
-@torch.library.custom_op("primus::fp8_largest", mutates_args=())
-def largest(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of ``x``, in float32; NaN if ``x`` contains one."""
-    CALLS["fp8_largest"] += 1
+    CALLS["fp8_cast_both"] += 1
     if not x.is_cuda:
-        return x.abs().max().float()
-    return _reduced((), x)
+        cast = eight(x, scale, dtype)
+        return cast, _turned(cast)
+    rows, columns = x.shape
+    out = x.new_empty((rows, columns), dtype=dtype)
+    turned = x.new_empty((columns, rows), dtype=dtype)
+    tile = TILES["cast_both"]
+    _cast_both[_grid(rows, columns, tile)](
+        x.contiguous(),
+        scale,
+        out,
+        turned.view(torch.uint8),
+        rows,
+        columns,
+        LARGEST=torch.finfo(dtype).max,
+        ALONE=_alone(dtype),
+        ROWS=tile[0],
+        COLUMNS=tile[1],
+        num_warps=tile[2],
+    )
+    return out, turned
 
 
 @torch.library.custom_op("primus::fp8_flip", mutates_args=())
-def flip(x: torch.Tensor) -> torch.Tensor:
+def flip(x: Tensor) -> Tensor:
     """Return the transpose in memory of ``x`` [rows, columns], of an 8-bit type."""
     CALLS["fp8_flip"] += 1
     if not x.is_cuda:
@@ -299,18 +266,16 @@ def flip(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("primus::fp8_swiglu_largest", mutates_args=())
-def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of ``silu(gate) · up``, in float32; NaN if it contains one."""
+def swiglu_largest(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the largest absolute value of ``silu(gate) · up``, in float32; NaN if there is one."""
     CALLS["fp8_swiglu_largest"] += 1
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
-    return _reduced((), gate, up)
+    return _reduced(gate, up)[0]
 
 
 @torch.library.custom_op("primus::fp8_swiglu_cast", mutates_args=())
-def swiglu_cast(
-    gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def swiglu_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``silu(gate) · up · scale``, computed in float32, clamped to ``dtype``'s range and
     cast to it.
     """
@@ -333,9 +298,7 @@ def swiglu_cast(
     return out
 
 
-def _gradients(
-    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     a = gate.float()
     b = up.float()
     d = grad.float()
@@ -345,9 +308,7 @@ def _gradients(
 
 
 @torch.library.custom_op("primus::fp8_swiglu_backward_largest", mutates_args=())
-def swiglu_backward_largest(
-    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
+def swiglu_backward_largest(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
     """Return the largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN
     if there is one.
     """
@@ -355,20 +316,20 @@ def swiglu_backward_largest(
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
         return torch.stack((of_gate.abs().max(), of_up.abs().max()))
-    return _reduced((2,), gate, up, grad)
+    return _reduced(gate, up, grad)
 
 
 @torch.library.custom_op("primus::fp8_swiglu_backward", mutates_args=())
 def swiglu_backward(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    grad: torch.Tensor,
-    gate_scale: torch.Tensor,
-    up_scale: torch.Tensor,
-    made_scale: torch.Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    gate_scale: Tensor,
+    up_scale: Tensor,
+    made_scale: Tensor,
     dtype: torch.dtype,
     made_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each with
     its transpose.
 
@@ -382,8 +343,11 @@ def swiglu_backward(
         product = eight(product, made_scale, made_dtype)
         return gate_eight, _turned(gate_eight), up_eight, _turned(up_eight), _turned(product)
     rows, columns = gate.shape
-    straight = [gate.new_empty((rows, columns), dtype=dtype) for _ in range(2)]
-    flipped = [gate.new_empty((columns, rows), dtype=kind) for kind in (dtype, dtype, made_dtype)]
+    gate_rows = gate.new_empty((rows, columns), dtype=dtype)
+    gate_columns = gate.new_empty((columns, rows), dtype=dtype)
+    up_rows = torch.empty_like(gate_rows)
+    up_columns = torch.empty_like(gate_columns)
+    made_columns = gate.new_empty((columns, rows), dtype=made_dtype)
     tile = TILES["swiglu_backward"]
     _swiglu_backward[_grid(rows, columns, tile)](
         gate.contiguous(),
@@ -392,11 +356,11 @@ def swiglu_backward(
         gate_scale,
         up_scale,
         made_scale,
-        straight[0],
-        flipped[0].view(torch.uint8),
-        straight[1],
-        flipped[1].view(torch.uint8),
-        flipped[2].view(torch.uint8),
+        gate_rows,
+        gate_columns.view(torch.uint8),
+        up_rows,
+        up_columns.view(torch.uint8),
+        made_columns.view(torch.uint8),
         rows,
         columns,
         LARGEST=torch.finfo(dtype).max,
@@ -407,11 +371,10 @@ def swiglu_backward(
         COLUMNS=tile[1],
         num_warps=tile[2],
     )
-    return straight[0], flipped[0], straight[1], flipped[1], flipped[2]
+    return gate_rows, gate_columns, up_rows, up_columns, made_columns
 
 
 # What a compiler sees of the operators: the types and shapes of their results.
-largest.register_fake(lambda x: x.new_empty((), dtype=torch.float32))
 swiglu_largest.register_fake(lambda gate, _up: gate.new_empty((), dtype=torch.float32))
 swiglu_backward_largest.register_fake(
     lambda gate, _up, _grad: gate.new_empty((2,), dtype=torch.float32)
@@ -421,24 +384,14 @@ flip.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 
 @cast_both.register_fake
-def _(parts: Any, _scales: Any, dtype: torch.dtype) -> Any:
-    rows = parts[0].shape[0]
-    width = sum(x.shape[1] for x in parts)
-    return parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty(
-        (width, rows), dtype=dtype
-    )
+def _(x: Any, _scale: Any, dtype: torch.dtype) -> Any:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
 @swiglu_backward.register_fake
 def _(gate: Any, *others: Any) -> Any:
     dtype, made_dtype = others[-2:]
-    straight = gate.shape
-    flipped = gate.shape[::-1]
-    shapes = (
-        (straight, dtype),
-        (flipped, dtype),
-        (straight, dtype),
-        (flipped, dtype),
-        (flipped, made_dtype),
-    )
-    return tuple(gate.new_empty(shape, dtype=kind) for shape, kind in shapes)
+    rows = gate.new_empty(gate.shape, dtype=dtype)
+    columns = gate.new_empty(gate.shape[::-1], dtype=dtype)
+    made_columns = gate.new_empty(gate.shape[::-1], dtype=made_dtype)
+    return rows, columns, torch.empty_like(rows), torch.empty_like(columns), made_columns

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from primus_images.turbo.optimizations import CALLS
 
@@ -70,7 +71,7 @@ def _cross_entropy(
         tl.store(logits + start + offsets, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
     """Write each row's cross entropy to ``losses``, and overwrite ``logits`` with the gradient of
     their sum.
 
@@ -82,9 +83,11 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Ten
         counted = labels != _IGNORED
         places = torch.where(counted, labels, 0)[:, None]
         logs = torch.log_softmax(logits.float(), dim=1)
-        losses.copy_(torch.where(counted, -logs.gather(1, places)[:, 0], 0.0))
+        at_labels = logs.gather(1, places)[:, 0]
+        losses.copy_(torch.where(counted, -at_labels, 0.0))
         gradients = logs.exp()
-        gradients.scatter_add_(1, places, torch.full_like(places, -1, dtype=gradients.dtype))
+        ones = torch.ones_like(places, dtype=gradients.dtype)
+        gradients.scatter_add_(1, places, -ones)
         logits.copy_(gradients * counted[:, None])
         return
     rows, columns = logits.shape
@@ -108,13 +111,13 @@ def _cast_fp8(x, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + offsets, _cut(values, LARGEST).to(out.dtype.element_ty), mask=inside)
 
 
-def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def eight(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x · scale``, clamped to ``dtype``'s range and cast to it, in plain PyTorch."""
     top = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-top, top).to(dtype)
 
 
-def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x · scale``, clamped to ``dtype``'s range and cast to it: one pass over ``x``
     instead of three.
 
@@ -142,17 +145,16 @@ def _copy_in(grad, out, share, width, at, BLOCK: tl.constexpr):
     tl.store(out + chunk * width + at + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
-def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> bool:
+def copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> bool:
     """Copy ``grads`` to the layout for a reduce-scatter over ``ranks``: each first dimension in
     ``ranks`` equal parts.
 
     ``out`` [ranks, numbers per rank] is contiguous and may have a wider type. If a gradient is not
     contiguous, or its first dimension is not divisible, does nothing and returns False.
     """
-    if not all(
-        grad.is_contiguous() and grad.dim() and grad.shape[0] % ranks == 0 for grad in grads
-    ):
-        return False
+    for grad in grads:
+        if not grad.is_contiguous() or not grad.dim() or grad.shape[0] % ranks:
+            return False
     CALLS["copy_in"] += 1
     out = out.view(ranks, -1)
     at = 0
@@ -180,7 +182,7 @@ def _sum_of_ranks(shares, out, count, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_of_ranks(shares: torch.Tensor, out: torch.Tensor) -> None:
+def sum_of_ranks(shares: Tensor, out: Tensor) -> None:
     """Write the sum of ``shares`` [ranks, count] to ``out`` [count], added in float32 in the order
     of ranks.
     """
@@ -195,151 +197,18 @@ def sum_of_ranks(shares: torch.Tensor, out: torch.Tensor) -> None:
         )
 
 
-# Tensors whose pointers are not divisible by 16 bytes are read one number at a time.
-_VECTOR = 16
-# Programs per tensor: enough for all of a GPU's units, and few that find nothing to do.
-_PROGRAMS = 512
-
-
-@triton.jit
-def _adamw(
-    table,
-    clip,
-    lr,
-    decay,
-    beta1,
-    beta2,
-    eps,
-    step_size,
-    root,
-    ALIGNED: tl.constexpr,
-    AMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # One row per tensor: the addresses of weights, gradients, moments and largest value, and the
-    # number of weights.
-    table += tl.program_id(1) * 6
-    p = tl.load(table).to(tl.pointer_type(tl.float32))
-    g = tl.load(table + 1).to(tl.pointer_type(tl.float32))
-    m = tl.load(table + 2).to(tl.pointer_type(tl.float32))
-    v = tl.load(table + 3).to(tl.pointer_type(tl.float32))
-    amax = tl.load(table + 4)
-    count = tl.load(table + 5)
-    if ALIGNED:
-        p = tl.multiple_of(p, 16)
-        g = tl.multiple_of(g, 16)
-        m = tl.multiple_of(m, 16)
-        v = tl.multiple_of(v, 16)
-    scale = tl.load(clip)
-    top = tl.zeros([BLOCK], tl.float32)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
-        offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < count
-        gradient = tl.load(g + offsets, mask=inside, other=0.0) * scale
-        weight = tl.load(p + offsets, mask=inside, other=0.0)
-        first = tl.load(m + offsets, mask=inside, other=0.0)
-        second = tl.load(v + offsets, mask=inside, other=0.0)
-        weight = weight * (1.0 - lr * decay)
-        first = first + (gradient - first) * (1.0 - beta1)
-        second = second * beta2 + gradient * gradient * (1.0 - beta2)
-        weight = weight - step_size * first / (tl.sqrt(second) / root + eps)
-        tl.store(p + offsets, weight, mask=inside)
-        tl.store(m + offsets, first, mask=inside)
-        tl.store(v + offsets, second, mask=inside)
-        if AMAX:
-            top = _larger(top, tl.where(inside, tl.abs(weight), 0.0))
-    if AMAX:
-        if amax != 0:
-            tl.atomic_max(
-                amax.to(tl.pointer_type(tl.float32)), tl.reduce(top, 0, _larger), sem="relaxed"
-            )
-
-
-Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""A tensor of weights, its gradient, its two moments, and its largest absolute weight or None."""
-
-
-def adamw_(
-    updates: Sequence[Update],
-    *,
-    clip: torch.Tensor,
-    lr: float,
-    decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-) -> None:
-    """Update weights and moments in place by one AdamW step in float32, with their gradients
-    multiplied by ``clip``.
-
-    All tensors of ``updates`` are updated by one kernel, because starting one per tensor takes
-    longer than computing small ones. ``clip`` is one number; ``step`` starts at 1. A largest weight
-    is one float32, which is raised to the largest absolute weight, so that the weights need not be
-    read again before they are cast to FP8.
-    """
-    CALLS["adamw_"] += 1
-    beta1, beta2 = betas
-    step_size = lr / (1 - beta1**step)
-    root = (1 - beta2**step) ** 0.5
-    if not clip.is_cuda:
-        for p, g, m, v, amax in updates:
-            clipped = g * clip
-            p.mul_(1 - lr * decay)
-            m.lerp_(clipped, 1 - beta1)
-            v.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
-            p.addcdiv_(m, (v.sqrt() / root).add_(eps), value=-step_size)
-            if amax is not None:
-                amax.copy_(torch.maximum(amax, p.abs().max()))
-        return
-    rows = [
-        [
-            *(tensor.data_ptr() for tensor in tensors),
-            0 if amax is None else amax.data_ptr(),
-            tensors[0].numel(),
-        ]
-        for *tensors, amax in updates
-    ]
-    if not rows:
-        return
-    aligned = all(address % _VECTOR == 0 for row in rows for address in row[:4])
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(
-        clip.device, non_blocking=True
-    )
-    # A product that is not rounded before the next sum would give other bits than gradients that
-    # were clipped before.
-    _adamw[(_PROGRAMS, len(rows))](
-        table,
-        clip,
-        lr,
-        decay,
-        beta1,
-        beta2,
-        eps,
-        step_size,
-        root,
-        ALIGNED=aligned,
-        AMAX=any(row[4] for row in rows),
-        BLOCK=2048,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-
-
 CHUNK = 8192
-"""Tokens per chunk: long enough for products at full speed, and 2 GB of logits for a vocabulary of 128,256."""
+"""Tokens per chunk: products at full speed, and 2 GB of logits for a vocabulary of 128,256."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         places = labels.reshape(-1)
         losses = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(rows)
-        grad_weight: torch.Tensor | None = None
+        grad_weight: Tensor | None = None
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             logits = rows[part] @ weight.t()
@@ -358,17 +227,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
         # The gradients belong to this function and are used once.
-        return (
-            grad_x.mul_(grads[0]),
-            None if grad_weight is None else grad_weight.mul_(grads[0]),
-            None,
-            None,
-        )
+        grad_x.mul_(grads[0])
+        if grad_weight is not None:
+            grad_weight.mul_(grads[0])
+        return grad_x, grad_weight, None, None
 
 
-def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = CHUNK
-) -> torch.Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
     """Return the sum of the cross entropies of ``x @ weight.T`` against ``labels`` (-100: ignored),
     as float32.
 
@@ -385,9 +250,9 @@ class LossHead(torch.nn.Linear):
     otherwise.
     """
 
-    labels: torch.Tensor | None = None
+    labels: Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the loss or the logits."""
         if self.labels is None:
             return super().forward(x)

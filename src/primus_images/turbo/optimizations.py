@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from primus_images.errors import InputError, nearest
 from primus_images.gpus.table import arch_of, generation
-from primus_images.recipes.architecture import arguments
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.setting import Setting
 from primus_images.yamlfile import read_values, spell
@@ -57,7 +56,6 @@ class Optimization:
     settings: Mapping[str, str | bool] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     sharded: bool = False
-    windowed: bool = False
 
     def objections(self, recipe: Recipe) -> Iterator[str]:
         """Yield the reasons why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
@@ -69,25 +67,31 @@ class Optimization:
         ):
             if accepted and value not in accepted:
                 yield f"{requirement} {' or '.join(accepted)}, not {value}"
-        if recipe.gpu == CPU:
-            gpu = None
-        else:
-            gpu = generation(recipe.gpu)
-        places = {*self.vendors, *self.archs}
-        if places and (gpu is None or places.isdisjoint((gpu.arch, arch_of(gpu).vendor))):
+        if not self._runs_on(recipe.gpu):
             yield f"a GPU of {' or '.join(self.archs or self.vendors)}, not {recipe.gpu}"
-        for key, accepted_value in self.settings.items():
-            if key in recipe.settings and recipe.settings[key].value != accepted_value:
-                yield f"{key}={spell(accepted_value)}, not {spell(recipe.settings[key].value)}"
-            elif key not in recipe.settings and accepted_value is True:
-                yield f"{key}={spell(accepted_value)}, which the recipe does not set"
+        yield from self._settings_objections(recipe)
         for kind, degree in self.degrees.items():
             if recipe.degree(kind) != degree:
                 yield f"{kind.upper()} = {degree}, not {recipe.degree(kind)}"
-        if self.sharded and recipe.data_parallel // recipe.degree("replicas") < 2:
+        if self.sharded and _shards(recipe) < 2:
             yield "weights sharded over at least 2 ranks"
-        if self.windowed and not 0 < recipe.architecture.window < recipe.seq_len:
-            yield "a sliding window shorter than the sequence"
+
+    def _runs_on(self, gpu: str) -> bool:
+        if not self.vendors and not self.archs:
+            return True
+        if gpu == CPU:
+            return False
+        row = generation(gpu)
+        return row.arch in self.archs or arch_of(row).vendor in self.vendors
+
+    def _settings_objections(self, recipe: Recipe) -> Iterator[str]:
+        for key, accepted in self.settings.items():
+            setting = recipe.settings.get(key)
+            if setting is None:
+                if accepted is True:
+                    yield f"{key}={spell(accepted)}, which the recipe does not set"
+            elif setting.value != accepted:
+                yield f"{key}={spell(accepted)}, not {spell(setting.value)}"
 
 
 @cache
@@ -100,12 +104,11 @@ def optimizations() -> Mapping[str, Optimization]:
 
 
 def usable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations whose requirements ``recipe`` meets. Without a GPU there are none."""
+    """Return the optimizations whose requirements ``recipe`` meets; without a GPU, none."""
     if recipe.gpu == CPU:
-        rows = {}
-    else:
-        rows = optimizations()
-    return tuple(name for name, entry in rows.items() if not any(entry.objections(recipe)))
+        return ()
+    entries = optimizations().values()
+    return tuple(entry.name for entry in entries if not any(entry.objections(recipe)))
 
 
 def requested(recipe: Recipe) -> tuple[str, ...] | str:
@@ -118,11 +121,10 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
         return OFF
     if setting.value in (AUTO, REQUIRE):
         return str(setting.value)
+    words = str(setting.value).split(",")
     if isinstance(setting.value, list):
-        words = setting.value
-    else:
-        words = str(setting.value).split(",")
-    names = [str(word).strip() for word in words]
+        words = [str(word) for word in setting.value]
+    names = [word.strip() for word in words]
     catalogue = optimizations()
     for name in names:
         if name not in catalogue:
@@ -135,28 +137,26 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
 
 
 def candidates(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations to test on the machine, in the catalogue's order; some may exclude
-    each other.
+    """Return the optimizations to test on the machine, in the catalogue's order.
 
-    With ``auto`` and ``require``, these are all :func:`usable` ones. Raises InputError for a name
-    that is not in the catalogue, for one that the recipe cannot use, and for two that exclude each
-    other.
+    With ``auto`` and ``require``, these are all :func:`usable` ones, of which some may exclude each
+    other. Raises InputError for a name that is not in the catalogue, for one that the recipe cannot
+    use, and for two that exclude each other.
     """
     names = requested(recipe)
-    catalogue = optimizations()
     if names == OFF:
         return ()
     if isinstance(names, str):
         return usable(recipe)
     where = recipe.settings["turbo"].origin
     for name in names:
-        objections = list(catalogue[name].objections(recipe))
+        objections = "; ".join(optimizations()[name].objections(recipe))
         if objections:
-            raise InputError(f"{name} needs {'; '.join(objections)}", where=where)
-        clash = [other for other in names if excluded(other, (name,))]
-        if clash:
+            raise InputError(f"{name} needs {objections}", where=where)
+        other = excluded(name, names)
+        if other:
             raise InputError(
-                f"{name} and {clash[0]} exclude each other", where=where, hint="name one of them"
+                f"{name} and {other} exclude each other", where=where, hint="name one of them"
             )
     return names
 
@@ -164,9 +164,10 @@ def candidates(recipe: Recipe) -> tuple[str, ...]:
 def excluded(name: str, others: Sequence[str]) -> str:
     """Return the first of ``others`` that cannot run beside ``name``, or an empty string."""
     catalogue = optimizations()
-    return next(
-        (o for o in others if o in catalogue[name].excludes or name in catalogue[o].excludes), ""
-    )
+    for other in others:
+        if other in catalogue[name].excludes or name in catalogue[other].excludes:
+            return other
+    return ""
 
 
 def compatible(names: Sequence[str]) -> tuple[str, ...]:
@@ -179,8 +180,7 @@ def compatible(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def chosen(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations that ``recipe`` uses where all packages are installed and all
-    self-tests pass.
+    """Return the optimizations that ``recipe`` uses if all are installed and pass their self-tests.
 
     Raises as :func:`candidates`.
     """
@@ -188,29 +188,36 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
-    """Return for every optimization whether ``recipe`` enables it, and why. Raises as
-    :func:`candidates`.
+    """Return for every optimization whether ``recipe`` enables it, and why.
+
+    Raises as :func:`candidates`.
     """
     on = chosen(recipe)
     setting = requested(recipe)
+    answers = {}
+    for name, entry in optimizations().items():
+        if name not in on:
+            answers[name] = (False, _reason_against(entry, recipe, setting, on))
+        elif setting == AUTO:
+            answers[name] = (True, "by default, if its self-test passes")
+        else:
+            answers[name] = (True, "requested")
+    return answers
 
-    def why(name: str, entry: Optimization) -> str:
-        if name in on:
-            if setting == AUTO:
-                return "by default, if its self-test passes"
-            return "requested"
-        objection = next(entry.objections(recipe), "")
-        if objection:
-            return f"needs {objection}"
-        if setting == OFF:
-            return "turbo is off"
-        if not isinstance(setting, str):
-            return "not named"
-        if recipe.gpu == CPU:
-            return "no GPU"
-        return f"{excluded(name, on)} is used instead"
 
-    return {name: (name in on, why(name, entry)) for name, entry in optimizations().items()}
+def _reason_against(
+    entry: Optimization, recipe: Recipe, setting: tuple[str, ...] | str, on: Sequence[str]
+) -> str:
+    objection = next(entry.objections(recipe), "")
+    if objection:
+        return f"needs {objection}"
+    if setting == OFF:
+        return "turbo is off"
+    if not isinstance(setting, str):
+        return "not named"
+    if recipe.gpu == CPU:
+        return "no GPU"
+    return f"{excluded(entry.name, on)} is used instead"
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:
@@ -226,8 +233,12 @@ def active(names: Sequence[str]) -> dict[str, Any]:
 
 def missing_packages(names: Sequence[str]) -> list[str]:
     """Return the packages that ``names`` need and this machine's Python does not have."""
-    needed = dict.fromkeys(package for name in names for package in optimizations()[name].packages)
-    return [package for package in needed if not importable(package)]
+    missing: list[str] = []
+    for name in names:
+        for package in optimizations()[name].packages:
+            if package not in missing and not importable(package):
+                missing.append(package)
+    return missing
 
 
 def importable(name: str) -> bool:
@@ -268,23 +279,39 @@ def shapes_of(recipe: Recipe) -> Shapes:
     """Return the sizes of ``recipe``'s micro batch on one rank."""
     model = recipe.architecture
     tensor_ranks = recipe.degree("tp")
+    length = recipe.seq_len
     if model.of_images:
         length = model.dit.image_tokens + model.dit.text_tokens
-    else:
-        length = recipe.seq_len
-    latent = model.mla.kv_lora_rank > 0
     heads = max(1, model.heads // tensor_ranks)
+    kv_heads = max(1, model.kv_heads // tensor_ranks)
+    rotated = model.head_size
+    latent = model.mla.kv_lora_rank > 0
+    if latent:
+        rotated = model.mla.qk_rope_head_dim
+    if latent or not model.kv_heads:
+        kv_heads = heads
+    width = model.heads * model.head_size
     return Shapes(
         batch=recipe.local_batch,
         seq_len=length,
         tokens=recipe.local_batch * length,
-        hidden=model.hidden_size or model.heads * model.head_size,
-        ffn=model.ffn_size or 4 * model.heads * model.head_size,
+        hidden=model.hidden_size or width,
+        ffn=model.ffn_size or 4 * width,
         heads=heads,
-        kv_heads=heads if latent or not model.kv_heads else max(1, model.kv_heads // tensor_ranks),
-        rotated=model.mla.qk_rope_head_dim if latent else model.head_size,
+        kv_heads=kv_heads,
+        head_dim=model.query_size,
+        v_dim=model.value_size,
+        rotated=rotated,
         vocabulary=model.vocab_size or 1024,
+        window=model.window,
         causal=not model.of_images,
-        shards=max(1, recipe.data_parallel // recipe.degree("replicas")),
-        **arguments(model, OPTIMIZATIONS_FILE.with_name("shapes.yaml"), "model"),
+        experts=model.moe.experts,
+        top_k=model.moe.top_k,
+        expert_ffn=model.moe.ffn_size,
+        shards=max(1, _shards(recipe)),
     )
+
+
+def _shards(recipe: Recipe) -> int:
+    """Return the number of ranks that share a weight."""
+    return recipe.data_parallel // recipe.degree("replicas")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus_images.turbo.experts import through_experts
 from primus_images.turbo.optimizations import CALLS
@@ -26,13 +27,13 @@ def _package() -> Any:
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which
     may have fewer heads.
 
@@ -45,7 +46,7 @@ def attention(
     else:
         seen = (-1, -1)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out: torch.Tensor = _package().ops.flash_attn_func(
+    out: Tensor = _package().ops.flash_attn_func(
         q, k, v, softmax_scale=scale, causal=True, window_size=seen, deterministic=deterministic
     )
     return out
@@ -75,14 +76,14 @@ def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
 
 
 def grouped_experts(
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    x: torch.Tensor,
-    num_tokens_per_expert: torch.Tensor,
-) -> torch.Tensor:
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    x: Tensor,
+    num_tokens_per_expert: Tensor,
+) -> Tensor:
     """Replaces torchtitan's ``_run_experts_grouped_mm``."""
-    product: Callable[..., torch.Tensor] = _package().ops.grouped_gemm
+    product: Callable[..., Tensor] = _package().ops.grouped_gemm
     CALLS["turbo_grouped_gemm"] += 1
     lengths = num_tokens_per_expert.to(device=x.device, dtype=torch.int64)
     return through_experts(partial(product, group_lens=lengths, trans_b=True), w1, w2, w3, x)

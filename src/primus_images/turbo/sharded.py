@@ -12,18 +12,17 @@ that are kept until the backward pass are gathered in place.
 import math
 import os
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from primus_images.patch import replace
-from primus_images.turbo.kernels import adamw_, copy_in, sum_of_ranks
+from primus_images.turbo.kernels import copy_in, sum_of_ranks
 from primus_images.turbo.optimizations import CALLS
 
 
@@ -33,7 +32,7 @@ def lay_out_gradients() -> None:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
+    def foreach_reduce_scatter_copy_in(grads: Any, out: Tensor, ranks: int) -> None:
         if not copy_in(grads, out, ranks):
             original(grads, out, ranks)
 
@@ -43,106 +42,13 @@ def lay_out_gradients() -> None:
     )
 
 
-class Step:
-    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that
-    checkpoints are unchanged.
-
-    It replaces ``optimizer.step`` and runs the same hooks, which see clipped gradients as before.
-    """
-
-    def __init__(self, optimizer: torch.optim.AdamW) -> None:
-        self._optimizer = optimizer
-        self._count = -1
-        # Without a gradient norm (when states are created for loading a checkpoint), there is
-        # nothing to clip.
-        self._clip = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
-        # torch's learning-rate schedulers check for their own attribute.
-        self._wrapped_by_lr_sched = True
-        optimizer.register_load_state_dict_post_hook(self._loaded)
-
-    def _loaded(self, _: Any) -> None:
-        self._count = -1
-
-    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Let the next update scale gradients of this ``norm`` so that it is at most ``max_norm``."""
-        self._clip = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-
-    def __call__(self, *_args: Any, **_options: Any) -> None:
-        """Update all parameters. Arguments of torch's ``step`` are ignored."""
-        optimizer = self._optimizer
-        clip = self._clip
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with torch.no_grad():
-            before = [
-                *_global_optimizer_pre_hooks.values(),
-                *optimizer._optimizer_step_pre_hooks.values(),
-            ]
-            if before:
-                # Only hooks read gradients before the kernel scales them. This pass is needed only
-                # for them.
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], clip)
-                clip = torch.ones_like(clip)
-            for hook in before:
-                hook(optimizer, (), {})
-            self._update(clip, torch.zeros(len(parameters), device=clip.device))
-        for done in chain(
-            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
-        ):
-            done(optimizer, (), {})
-
-    def _update(self, clip: torch.Tensor, largest: torch.Tensor) -> None:
-        scaled: list[Any] = []
-        first = 0
-        for group in self._optimizer.param_groups:
-            lists: list[list[Any]] = [[], [], [], [], [], []]
-            self._optimizer._init_group(group, *lists)
-            params, grads, first_moments, second_moments, _unused, steps = lists
-            if self._count < 0:
-                self._count = int(steps[0].item())
-            torch._foreach_add_(steps, 1)
-            updates: list[Any] = []
-            for index, tensors in enumerate(
-                zip(params, grads, first_moments, second_moments, strict=True), start=first
-            ):
-                shards = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-                eight = hasattr(shards[0], "_precomputed_scale")
-                if eight:
-                    scaled.append((shards[0], index))
-                updates.append(
-                    (*(getattr(t, "_tensor", t) for t in shards), largest[index] if eight else None)
-                )
-            adamw_(
-                updates,
-                clip=clip,
-                lr=float(group["lr"]),
-                decay=group["weight_decay"],
-                betas=group["betas"],
-                eps=group["eps"],
-                step=self._count + 1,
-            )
-            first += len(params)
-        self._count += 1
-        self._optimizer._opt_called = True
-        # PyTorch creates the states by a step at a rate of 0, and then loads other weights, which
-        # need other scales.
-        if scaled and any(float(group["lr"]) for group in self._optimizer.param_groups):
-            # As torchao's precompute_float8_dynamic_scale_for_fsdp, with the kernel's maximum.
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            scales = (
-                torch.finfo(scaled[0][0]._dtype).max / largest.double().clamp(min=1e-12)
-            ).float()
-            for weight, index in scaled:
-                weight._precomputed_scale = scales[index]
-
-
 _SLOTS = 2
-"""Buffers of weights in use at a time: FSDP2 gathers the next weights while it copies one buffer out."""
+"""Buffers in use at a time: FSDP2 gathers the next weights while it copies one buffer out."""
 _ALIGNED = 4096
 
 
 def gather(
-    memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
+    memory: Any, outputs: Sequence[Tensor], offsets: Sequence[int], stride: int, rank: int
 ) -> None:
     """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``, from the ``memory`` of
     all ranks.
@@ -160,7 +66,7 @@ def gather(
     memory.barrier()
 
 
-def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
+def reduce(memory: Any, output: Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
     """Write the sum of what all ranks have for the share of ``rank``, in ``dtype``, to ``output``
     [count].
     """
@@ -176,12 +82,10 @@ def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ran
 class Buffers:
     """Stands for the handle of symmetric memory, with the buffers of all ranks in one process."""
 
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
 
-    def get_buffer(
-        self, rank: int, sizes: tuple[int], dtype: torch.dtype, offset: int
-    ) -> torch.Tensor:
+    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype, offset: int) -> Tensor:
         """Return a part of one buffer; ``offset`` is in numbers."""
         return self.buffers[rank].view(dtype)[offset : offset + sizes[0]]
 
@@ -192,7 +96,7 @@ class Buffers:
 
 
 class _Collective:
-    """Slots in symmetric memory, which grows in the first step. All ranks ask for the same sizes."""
+    """Slots in symmetric memory, which grows in the first step. Ranks ask for the same sizes."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -201,9 +105,7 @@ class _Collective:
         self._buffer: Any = None
         self._handle: Any = None
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the buffer for the next call."""
         needed = math.prod(size) * dtype.itemsize
         if needed > self._size:
@@ -220,7 +122,7 @@ class _Collective:
             torch.cuda.synchronize(device)
         self._slot = (self._slot + 1) % self._slots
         start = self._slot * self._size
-        part: torch.Tensor = self._buffer[start : start + needed].view(dtype)
+        part: Tensor = self._buffer[start : start + needed].view(dtype)
         return part
 
     def memory(self, group: dist.ProcessGroup) -> Any:
@@ -241,8 +143,8 @@ class PeerGather(_Collective):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
@@ -252,7 +154,7 @@ class PeerGather(_Collective):
 
     def _gather(
         self,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Tensor],
         offsets: Sequence[int],
         stride: int,
         group: dist.ProcessGroup,
@@ -300,9 +202,7 @@ class PeerReduce(_Collective):
         super().__init__(1)
         self._for_output = True
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the buffer of the gradients, which is BF16 whatever ``dtype`` is, then that of
         their sum.
         """
@@ -313,8 +213,8 @@ class PeerReduce(_Collective):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,

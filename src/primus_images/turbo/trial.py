@@ -22,7 +22,7 @@ from primus_images.gpus.detect import detect
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.turbo import optimizations as catalogue
-from primus_images.turbo.optimizations import AUTO, Shapes, compatible, missing_packages
+from primus_images.turbo.optimizations import AUTO, compatible, missing_packages
 
 KEPT = "selftest.json"
 # Compiling one kernel takes seconds, so a minute is a hang. The import of torch may read gigabytes
@@ -60,102 +60,124 @@ def decide(
     HostError if a package is missing, and CheckFailed if a self-test fails. With several nodes, a
     failed self-test is an error as well, because the nodes would train differently.
     """
-    names = catalogue.candidates(recipe)
     strict = catalogue.requested(recipe) != AUTO
-    absent = {name: ", ".join(lacking) for name in names if (lacking := missing_packages((name,)))}
-    if absent and strict:
-        name, packages = next(iter(absent.items()))
-        raise HostError(
-            f"{name} needs {packages}, which {sys.executable} cannot import",
-            hint="run this inside a primus image, or leave the optimization out",
-        )
-    off = {name: f"{packages} not installed" for name, packages in absent.items()}
-    present = [name for name in names if name not in absent]
+    off: dict[str, str] = {}
+    installed = []
+    for name in catalogue.candidates(recipe):
+        packages = ", ".join(missing_packages((name,)))
+        if packages and strict:
+            raise HostError(
+                f"{name} needs {packages}, which {sys.executable} cannot import",
+                hint="run this inside a primus image, or leave the optimization out",
+            )
+        if packages:
+            off[name] = f"{packages} not installed"
+        else:
+            installed.append(name)
     gpus = detect()
     if recipe.gpu == CPU or not gpus.names:
-        # A machine without a GPU computes in plain PyTorch, and uses only what is named.
-        used = ()
-        if strict:
-            used = compatible(present)
-        return Trial(
-            names=used, off=off | {name: "there is no GPU" for name in present if name not in used}
-        )
-    faults: dict[str, str] = {}
-    tested: set[str] = set()
-    # What excludes another one is tested first; the other one only if it fails.
-    shapes = catalogue.shapes_of(recipe)
-    key = hashlib.sha256(
-        json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]]).encode()
-    ).hexdigest()
-    while todo := [
-        name for name in compatible([n for n in present if n not in faults]) if name not in tested
-    ]:
-        faults |= _faults(todo, shapes, key, folder, environment, progress)
-        tested |= {*todo}
+        return _without_gpu(installed, off, strict)
+    shapes = asdict(catalogue.shapes_of(recipe))
+    key = _digest([shapes, gpus.driver, gpus.names[:1]])
+    tester = _Tester(shapes, key, folder, environment, progress)
+    faults = _tested(installed, tester)
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
         raise CheckFailed(
             f"{name} failed its self-test on this GPU: {reason}",
             hint="--turbo off trains without it",
         )
-    off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
-    passed = [name for name in present if name not in faults]
+    for name, reason in faults.items():
+        off[name] = f"failed its self-test: {reason}"
+    passed = [name for name in installed if name not in faults]
     used = compatible(passed)
-    off |= {
-        name: f"{catalogue.excluded(name, used)} is used instead"
-        for name in passed
-        if name not in used
-    }
+    for name in passed:
+        if name not in used:
+            off[name] = f"{catalogue.excluded(name, used)} is used instead"
     return Trial(names=used, off=off)
 
 
-def _faults(
-    names: Sequence[str],
-    shapes: Shapes,
-    key: str,
-    folder: Path,
-    environment: Mapping[str, str],
-    progress: Callable[[str], None],
-) -> dict[str, str]:
+def _without_gpu(installed: Sequence[str], off: dict[str, str], named: bool) -> Trial:
+    """Use what the recipe names: a machine without a GPU computes in plain PyTorch."""
+    if named:
+        return Trial(names=compatible(installed), off=off)
+    return Trial(off=off | dict.fromkeys(installed, "there is no GPU"))
+
+
+@dataclass(frozen=True)
+class _Tester:
+    """Tests optimizations with a run's ``shapes``. Passes are kept in ``folder``, by ``key``."""
+
+    shapes: Mapping[str, object]
+    key: str
+    folder: Path
+    environment: Mapping[str, str]
+    progress: Callable[[str], None]
+
+
+def _digest(key: object) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()
+
+
+def _tested(names: Sequence[str], tester: _Tester) -> dict[str, str]:
+    """Return name → fault. What excludes another is tested first; the other only if it fails."""
+    faults: dict[str, str] = {}
+    tested: set[str] = set()
+    while True:
+        healthy = [name for name in names if name not in faults]
+        todo = [name for name in compatible(healthy) if name not in tested]
+        if not todo:
+            return faults
+        faults |= _faults(todo, tester)
+        tested.update(todo)
+
+
+def _faults(names: Sequence[str], tester: _Tester) -> dict[str, str]:
     """Return name → fault of ``names`` that fail. Those that passed before are not tested."""
-    passed: dict[str, list[str]] = read_sealed(folder / KEPT) or {}
-    todo = [name for name in names if name not in passed.get(key, ())]
+    passed: dict[str, list[str]] = read_sealed(tester.folder / KEPT) or {}
+    before = passed.get(tester.key, [])
+    todo = [name for name in names if name not in before]
     if not todo:
         return {}
-    progress(f"testing {len(todo)} optimizations against float64 on this GPU")
-    faults = {name: fault for name, fault in _run(todo, shapes, environment).items() if fault}
-    passed[key] = [*passed.get(key, ()), *(name for name in todo if name not in faults)]
+    tester.progress(f"testing {len(todo)} optimizations against float64 on this GPU")
+    faults = _run(todo, tester)
+    passed[tester.key] = before + [name for name in todo if name not in faults]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_sealed(folder / KEPT, passed)
+        tester.folder.mkdir(parents=True, exist_ok=True)
+        write_sealed(tester.folder / KEPT, passed)
     except OSError as error:
-        progress(f"the results cannot be kept in {folder}: {error.strerror}")
+        tester.progress(f"the results cannot be kept in {tester.folder}: {error.strerror}")
     return faults
 
 
-def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, str]:
-    faults: dict[str, str] = {}
-    while todo := [name for name in names if name not in faults]:
-        command = [*_COMMAND, json.dumps(asdict(shapes)), *todo]
-        try:
-            process = subprocess.run(
-                command,
-                env={**environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=_IMPORT + _PATIENCE * len(todo),
-                check=False,
-            )
-            output = process.stdout
-            fault = f"ended its process with exit code {process.returncode}"
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout or b""
-            fault = "gave no answer"
+def _run(names: Sequence[str], tester: _Tester) -> dict[str, str]:
+    """Test in a process, and in another one after a kernel that ended the first."""
+    answers: dict[str, str] = {}
+    while True:
+        todo = [name for name in names if name not in answers]
+        if not todo:
+            return {name: fault for name, fault in answers.items() if fault}
+        output, end = _process(todo, tester)
         for line in output.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # what a library printed
                 row = json.loads(line)
-                faults[row["name"]] = row["fault"]
-        begun = next((name for name in todo if name not in faults), "")
-        if begun:
-            faults[begun] = fault
-    return faults
+                answers[row["name"]] = row["fault"]
+        untested = [name for name in todo if name not in answers]
+        if untested:
+            answers[untested[0]] = end
+
+
+def _process(names: Sequence[str], tester: _Tester) -> tuple[bytes, str]:
+    """Return what a process of the self-test printed, and how it ended."""
+    try:
+        process = subprocess.run(
+            [*_COMMAND, json.dumps(tester.shapes), *names],
+            env=tester.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_IMPORT + _PATIENCE * len(names),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return error.stdout or b"", "gave no answer"
+    return process.stdout, f"ended its process with exit code {process.returncode}"

@@ -36,7 +36,7 @@ HEALTHY = {
         (
             "healthy_fused_torchtitan",
             "torchtitan",
-            "--precision=bf16 turbo=fused-adamw,linear-cross-entropy",
+            "--precision=bf16 turbo=linear-cross-entropy",
         ),
         # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
         (

@@ -30,7 +30,6 @@ x = torch.randn(2, 32, 64)
 gate, up, down = torch.randn(96, 64) / 8, torch.randn(96, 64) / 8, torch.randn(64, 96) / 10
 LAYERS = {
     "linear": (lambda x: fp8.linear(x, gate, CONFIG), lambda x: plain(x, gate)),
-    "projections": (lambda x: fp8.projections(x, [gate, up], CONFIG)[1], lambda x: plain(x, up)),
     "feed_forward": (
         lambda x: fp8.feed_forward(x, gate, up, down, CONFIG),
         lambda x: plain(silu(plain(x, gate)) * plain(x, up), down),

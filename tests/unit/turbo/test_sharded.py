@@ -90,22 +90,3 @@ def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
             assert torch.equal(output, total[rank * count : (rank + 1) * count])
     with pytest.raises(RuntimeError, match="cannot reduce by"):
         reducing(output, inputs[0], _group(0), dist.ReduceOp.MAX)
-
-
-def test_a_scale_is_that_of_the_trained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    weight: Any = torch.nn.Parameter(torch.full((4, 4), 2.0))
-    weight._precomputed_scale, weight._dtype, weight._tensor = (
-        None,
-        torch.float8_e4m3fn,
-        weight.data,
-    )
-    optimizer = torch.optim.AdamW([weight], lr=0.0)
-    step = sharded.Step(optimizer)
-    weight.grad = torch.zeros_like(weight)
-    step()  # as PyTorch creates the states before it loads other weights
-    assert weight._precomputed_scale is None
-    optimizer.param_groups[0]["lr"] = 0.5
-    weight.grad += 1
-    step()
-    assert weight._precomputed_scale.item() == pytest.approx(448 / weight.abs().max().item())

@@ -77,7 +77,7 @@ def test_a_pass_is_kept_for_the_same_sizes_and_a_failure_is_tested_again(decide)
 def test_a_kernel_that_ends_the_process_is_off_and_the_others_are_tested(decide) -> None:
     found = decide(faults={"fp8-linear": "crash"})
     assert found.off["fp8-linear"] == "failed its self-test: ended its process with exit code -6"
-    assert {"fused-adamw", "fp8-feed-forward"} <= set(found.names)
+    assert {"real-rope", "fp8-feed-forward"} <= set(found.names)
 
 
 @pytest.mark.parametrize("words", [("turbo=require",), ("turbo=fp8-linear",), ("nodes=2",)])
@@ -99,17 +99,17 @@ def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_f
 
     def faults(names, *_: object):
         tested.append(list(names))
-        return {"flash-attention-4": "wrong"} if "flash-attention-4" in names else {}
+        return {"turbo-fp8-linear": "wrong"} if "turbo-fp8-linear" in names else {}
 
     monkeypatch.setattr(trial, "missing_packages", lambda _: [])
     monkeypatch.setattr(trial, "_faults", faults)
-    monkeypatch.setattr(trial, "detect", lambda: Found(names=("NVIDIA H200",)))
-    recipe = resolve("mistral-7b", [], Choices(gpu="h200"))
-    found = trial.decide(recipe, tmp_path, {})
-    assert "flex-attention" not in tested[0]
-    assert tested[1] == ["flex-attention"]
-    assert "flex-attention" in found.names
-    assert found.off == {"flash-attention-4": "failed its self-test: wrong"}
+    monkeypatch.setattr(trial, "detect", lambda: Found(names=("AMD Instinct MI300X",)))
+    choices = Choices(backend="torchtitan", precision="fp8", gpu="mi300x")
+    decision = trial.decide(resolve("llama3.1-8b", [], choices), tmp_path, {})
+    assert "fp8-linear" not in tested[0]
+    assert tested[1] == ["fp8-linear", "fp8-feed-forward"]
+    assert {"fp8-linear", "fp8-feed-forward"} <= set(decision.names)
+    assert decision.off == {"turbo-fp8-linear": "failed its self-test: wrong"}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\x00", '{"a": null}'])

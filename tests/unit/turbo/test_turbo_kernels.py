@@ -52,7 +52,6 @@ def test_nan_is_not_hidden() -> None:
     gate[1, 2] = float("nan")
     assert fp8_kernels.swiglu_largest(gate, up).isnan()
     assert fp8_kernels.swiglu_backward_largest(gate, up, grad).isnan().all()
-    assert fp8_kernels.largest(gate).isnan()
     assert fp8.linear(gate, torch.randn(5, 8), Float8LinearConfig()).isnan().any()
 
 

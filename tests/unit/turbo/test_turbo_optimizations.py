@@ -14,7 +14,6 @@ from tables import table_of
 
 ROOT = Path(__file__).parents[3]
 COUNTING = (
-    "turbo/adapters.py",
     "turbo/kernels.py",
     "turbo/sharded.py",
     "turbo/fp8_kernels.py",
@@ -39,7 +38,6 @@ def test_a_run_uses_what_its_recipe_can_use_unless_it_is_off() -> None:
     assert set(fp8) - set(bf16) == {
         "fp8-weight-cast",
         "fp8-linear",
-        "fp8-projections",
         "fp8-feed-forward",
     }
     assert _chosen("turbo=off") == _chosen(backend="megatron") == ()
@@ -59,9 +57,7 @@ def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
         Choices(backend="torchtitan", precision="fp8", gpu="mi300x"),
     )
     assert "turbo-fp8-linear" in chosen(recipe)
-    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(
-        chosen(recipe)
-    )
+    assert not {"fp8-linear", "fp8-weight-cast", "fp8-feed-forward"} & set(chosen(recipe))
     assert reasons(recipe)["fp8-linear"] == (False, "turbo-fp8-linear is used instead")
     assert compatible(["fp8-linear", "turbo-fp8-linear"]) == ("fp8-linear",)
 

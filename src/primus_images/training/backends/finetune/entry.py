@@ -24,7 +24,7 @@ def main(job: RankJob, device: torch.device) -> None:
     if source:
         files = weights.Files(source)
     initial.init(model, job.training.seed, files, 1.0 - job.model.norm_offset)
-    _optimize_adapters(model, job)
+    _cast_frozen_weights(model, job)
     session = Sharded(model, job, device)
     evaluation = None
     if job.evaluation:
@@ -59,15 +59,11 @@ def _is_wide(layer: str) -> bool:
     return "lm_head" in layer or "lora_" in layer
 
 
-def _optimize_adapters(model: models.FineTuned, job: RankJob) -> None:
+def _cast_frozen_weights(model: models.FineTuned, job: RankJob) -> None:
     if "frozen-weights" in job.turbo and job.training.fp8 == "tensorwise":
         from primus_images.turbo import fp8
 
         fp8.freeze(model)
-    if "adapter-products" in job.turbo:
-        from primus_images.turbo import adapters
-
-        adapters.attach(model)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def main(job: RankJob, device: torch.device) -> None:
     """Train from random weights."""
     config = job.section(FsdpConfig)
     with weights.empty():
-        attend = next((name for name in (*FLASH, "flex-attention") if name in job.turbo), "torch")
+        attend = next((name for name in FLASH if name in job.turbo), "torch")
         model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
     model.choose_loss(job)
     shard(model, list(model.layers), job, device, wide=lambda name: name == "output")

@@ -31,8 +31,8 @@ class Llama(LanguageModel):
     """The model. ``seq_len`` is the largest sequence length.
 
     ``attend`` selects attention: "torch" is PyTorch's fused attention, which supports a window only
-    as a mask of all pairs. The others are "flex-attention" and those of Flash Attention, which skip
-    positions outside of the window.
+    as a mask of all pairs. The others are those of Flash Attention, which skip positions outside of
+    the window.
     """
 
     def __init__(
@@ -75,11 +75,8 @@ class Llama(LanguageModel):
     ) -> tuple[Tensor, Tensor | None]:
         assert positions is None
         states = self.embedding(tokens)
-        mask = self.mask
-        if self._attend == "flex-attention":
-            mask = attention.window_mask(tokens.shape[1], self._window, tokens.device)
         for layer in self.layers:
-            states = layer(states, self.cosine, self.sine, mask)
+            states = layer(states, self.cosine, self.sine, self.mask)
         return self.norm(states), None
 
 
@@ -130,8 +127,6 @@ class _Attention(nn.Module):
         flash = attention.FLASH.get(self._attend)
         if flash:
             mixed = flash(query, key, value, window=self._window if self._window < length else 0)
-        elif self._attend == "flex-attention":
-            mixed = attention.windowed_attention(query, key, value, mask)
         else:
             query, key, value = (part.transpose(1, 2) for part in (query, key, value))
             if mask is not None:

@@ -303,11 +303,6 @@ class Sharded(Session):
             weight_decay=self._config.weight_decay,
             **implementation,
         )
-        self._fused_step: Any = None
-        if "fused-adamw" in job.turbo:
-            from primus_images.turbo.sharded import Step
-
-            self._fused_step = Step(self._optimizer)
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + dist.get_rank())
 
@@ -347,12 +342,8 @@ class Sharded(Session):
         whole: Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._fused_step:
-            self._fused_step.clip(whole, self._config.max_norm)
-            self._fused_step()
-        else:
-            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
-            self._optimizer.step()
+        nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+        self._optimizer.step()
         self._optimizer.zero_grad()
         return whole
 

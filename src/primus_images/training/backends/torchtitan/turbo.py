@@ -3,9 +3,8 @@
 Nothing here is imported unless a job requests an optimization.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,33 +156,6 @@ def _fp8_linear() -> None:
     replace(Float8Linear, "forward", forward, takes="self, input")
 
 
-def _fp8_projections() -> None:
-    from torchtitan.models.llama3.model import model
-
-    def forward(
-        self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None
-    ) -> Any:
-        layers = (self.wq, self.wk, self.wv)
-        if (
-            self.attn_type != "sdpa"
-            or attention_masks is not None
-            or any(layer.bias is not None for layer in layers)
-        ):
-            return original(self, x, freqs_cis, attention_masks, positions)
-        out = fp8.projections(x, [layer.weight for layer in layers], self.wq.config)
-        q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in out)
-        q, k = model.apply_rotary_emb(q, k, freqs_cis=freqs_cis, positions=positions)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        mixed = (
-            self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
-        )
-        return self.wo(mixed.view(*x.shape[:2], -1))
-
-    original = replace(
-        model.Attention, "forward", forward, takes="self, x, freqs_cis, attention_masks, positions"
-    )
-
-
 def _fp8_feed_forward() -> None:
     from torchtitan.models.llama3.model.model import FeedForward
 
@@ -201,44 +173,9 @@ _PATCHES: Mapping[str, Callable[[], object]] = {
     "real-rope": _real_rope,
     "fp8-weight-cast": _fp8_weight_cast,
     "fp8-linear": _fp8_linear,
-    "fp8-projections": _fp8_projections,
     "fp8-feed-forward": _fp8_feed_forward,
     "reduce-scatter-copy-in": sharded.lay_out_gradients,
 }
-
-
-def _fuse_steps(optimizers: Iterable[Any]) -> None:
-    """Compute the gradient norm as before, but let the steps scale by it, because they read the
-    gradients anyway.
-    """
-    from torchtitan.distributed import utils
-
-    steps = []
-    for optimizer in optimizers:
-        optimizer.step = step = sharded.Step(optimizer)
-        optimizer._opt_called = True
-        steps.append(step)
-
-    def clip_grad_norm_(
-        parameters: Any, max_norm: float, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        scale = torch.nn.utils.clip_grads_with_norm_
-        torch.nn.utils.clip_grads_with_norm_ = lambda *_, **__: None
-        try:
-            norm: torch.Tensor = original(parameters, max_norm, *args, **kwargs)
-        finally:
-            torch.nn.utils.clip_grads_with_norm_ = scale
-        for step in steps:
-            step.clip(norm, max_norm)
-        return norm
-
-    takes = "parameters, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled"
-    original = replace(utils, "clip_grad_norm_", clip_grad_norm_, takes=takes)
-    with contextlib.suppress(ImportError):
-        import torchao.float8
-
-        # The steps compute the scales.
-        torchao.float8.precompute_float8_dynamic_scale_for_fsdp = lambda _: None
 
 
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
@@ -269,13 +206,11 @@ def changed_spec(spec: Any, names: Sequence[str]) -> Any:
 
 
 def changed_trainer(trainer: type, names: Sequence[str]) -> type:
-    """Return ``trainer`` with the requested head and optimizer."""
+    """Return ``trainer`` with the requested head and collectives."""
 
     class TurboTrainer(trainer):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            if "fused-adamw" in names:
-                _fuse_steps(self.optimizers)
             if "peer-copies" in names:
                 sharded.attach(
                     self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never"

@@ -35,7 +35,8 @@ from transformers import AutoTokenizer
 from primus_images.errors import InputError
 from primus_images.training.judge.reference.data import _tokenized as reference
 from primus_images.training.text import tokens
-from primus_images.training.text.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus_images.training.text.corpus import Corpus, files_of, rows
+from primus_images.training.text.document import document_of, layout_of
 from primus_images.training.text.encoder import Encoder
 
 TABLE: dict[str, Any] = yaml.safe_load(

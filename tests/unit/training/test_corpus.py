@@ -12,7 +12,8 @@ from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.backend import backend_of
-from primus_images.training.text.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus_images.training.text.corpus import Corpus, files_of, rows
+from primus_images.training.text.document import document_of, layout_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
 

@@ -1,4 +1,4 @@
-"""Synthetic text from a seed, for measurements: no download, equal on every machine, and learnable."""
+"""Made text from a seed, for measurements: learnable, and equal on every machine."""
 
 import random
 from collections.abc import Iterator

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.text import corpus as corpora
-from primus_images.training.text.corpus import Corpus, Files, Layout
+from primus_images.training.text.corpus import Corpus, Files
+from primus_images.training.text.document import Layout, document_of, layout_of
 from primus_images.training.text.encoder import Encoder
+from primus_images.training.text.rows import Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,27 +30,30 @@ _EVERY = 1_000_000
 
 
 class Reader:
-    """The documents of a corpus as tokens. ``layout`` is that of its first row. Raises InputError
-    if it has none.
+    """The documents of a corpus as tokens.
+
+    ``made`` are texts in place of the corpus's own. ``layout`` is that of the first row. Raises
+    InputError if there is none.
     """
 
     def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
         self.corpus = corpus
-        if not corpus.name.startswith(HUB) and not corpus.tokenizer.startswith(HUB):
+        on_hub = corpus.name.startswith(HUB)
+        if not on_hub and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        if made or corpus.name.startswith(HUB):
-            self.files = Files(paths=[])
-        else:
-            self.files = corpora.files_of(corpus)
+        self.files = Files(paths=[])
         if made:
-            every = ((str(n), {"text": text}) for n, text in enumerate(made))
+            rows = _rows_of(made)
         else:
-            every = corpora.rows(corpus, self.files)
-        first = next(every, None)
+            if not on_hub:
+                self.files = corpora.files_of(corpus)
+            rows = corpora.rows(corpus, self.files)
+        first = next(rows, None)
         if first is None:
             raise InputError("the corpus contains no text", where=corpus.name)
-        self.layout: Layout = corpora.layout_of(first[1], corpus.column, first[0])
-        self._rows = chain([first], every)
+        where, row = first
+        self.layout: Layout = layout_of(row, corpus.column, where)
+        self._rows = chain([first], rows)
         self.encoder = Encoder(corpus.tokenizer)
 
     @property
@@ -57,59 +62,58 @@ class Reader:
         return self.layout.prompted and self.corpus.completions
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no
-        mask: all are.
+        """Yield the tokens of each document that is not empty, and 1 for each that is trained.
+
+        Without a mask, all are.
         """
-        texts = list[str]()
-        size = 0
-        roles = set[str]()
+        if self.layout.prompted:
+            return self._prompted()
+        return ((tokens, ()) for tokens in self._plain())
+
+    def _prompted(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        roles: set[str] = set()
         for where, row in self._rows:
-            document = corpora.document_of(row, self.layout, where)
-            roles.update(turn["role"] for turn in document.messages or ())
-            if self.layout.prompted:
-                yield self.encoder.document(document, where, completions=self.corpus.completions)
-            elif document.text.strip():
-                texts.append(document.text)
-                size += len(document.text)
-                if size > _BATCH:
-                    yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
-                    texts = []
-                    size = 0
-        if texts:
-            yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
-        if roles and "assistant" not in roles and self.masked:
-            roles_text = ", ".join(sorted(roles))
+            document = document_of(row, self.layout, where)
+            for message in document.messages or ():
+                roles.add(message["role"])
+            yield self.encoder.document(document, where, completions=self.corpus.completions)
+        if self.masked and roles and "assistant" not in roles:
             raise InputError(
                 "no message has the role assistant, whose words are trained; the roles are "
-                f"{roles_text}",
+                f"{', '.join(sorted(roles))}",
                 where=self.corpus.name,
                 hint="give the answers that role; or data.train_on=all trains every token",
             )
 
+    def _plain(self) -> Iterator[Sequence[int]]:
+        texts: list[str] = []
+        size = 0
+        for where, row in self._rows:
+            text = document_of(row, self.layout, where).text
+            if not text.strip():
+                continue
+            texts.append(text)
+            size += len(text)
+            if size > _BATCH:
+                yield from self.encoder.texts(texts)
+                texts = []
+                size = 0
+        if texts:
+            yield from self.encoder.texts(texts)
+
     def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
-        """Return what was read, with the figures of :func:`figures_of`, in one line that begins
-        with ``head``.
+        """Return what was read in one line that begins with ``head``.
+
+        ``figures`` are those of :func:`figures_of`.
         """
-        if self.layout.chat:
-            kind = "chat"
-        else:
-            kind = "document"
-            if self.layout.prompted:
-                kind = "answer"
-        marks = (
-            ("BOS", self.encoder.begin, figures["begin"]),
-            ("trained EOS", self.encoder.end, figures["end"]),
-        )
         parts = [
-            f"{counted(figures['documents'], kind)} in {' and '.join(self.layout.columns)}, "
-            f"{figures['tokens']:,} tokens"
-            + (f", {figures['trained']:.0%} of them trained" if self.masked else ""),
-            f"longest {figures['longest']:,}, {figures['longer']:.0%} "
-            f"{'cut at' if self.masked else 'longer than'} "
-            f"seq_len {seq_len:,}",
+            self._amount(figures),
+            self._lengths(figures, seq_len),
             ", ".join(
-                f"no {name}" if mark is None else f"{name} in {share:.0%}"
-                for name, mark, share in marks
+                [
+                    _share("BOS", self.encoder.begin, figures["begin"]),
+                    _share("trained EOS", self.encoder.end, figures["end"]),
+                ]
             ),
         ]
         if figures["left_out"]:
@@ -121,6 +125,37 @@ class Reader:
         if self.files.others:
             parts.append(f"files not read: {', '.join(self.files.others)}")
         return f"{head}{self.corpus.name}: {'; '.join(parts)}"
+
+    def _amount(self, figures: Mapping[str, Any]) -> str:
+        kind = "document"
+        if self.layout.chat:
+            kind = "chat"
+        elif self.layout.prompted:
+            kind = "answer"
+        columns = " and ".join(self.layout.columns)
+        documents = f"{counted(figures['documents'], kind)} in {columns}"
+        amount = f"{documents}, {figures['tokens']:,} tokens"
+        if self.masked:
+            amount += f", {figures['trained']:.0%} of them trained"
+        return amount
+
+    def _lengths(self, figures: Mapping[str, Any], seq_len: int) -> str:
+        relation = "longer than"
+        if self.masked:
+            relation = "cut at"
+        longer = f"{figures['longer']:.0%} {relation} seq_len {seq_len:,}"
+        return f"longest {figures['longest']:,}, {longer}"
+
+
+def _rows_of(texts: Iterable[str]) -> Iterator[Row]:
+    for number, text in enumerate(texts):
+        yield str(number), {"text": text}
+
+
+def _share(name: str, mark: int | None, share: float) -> str:
+    if mark is None:
+        return f"no {name}"
+    return f"{name} in {share:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +171,10 @@ class Tokens:
 
     def document(self, number: int) -> slice:
         """Return the place of a document in ``tokens`` and ``mask``."""
-        return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+        begin = 0
+        if number:
+            begin = int(self.ends[number - 1])
+        return slice(begin, int(self.ends[number]))
 
     def repeated(self, others: Tokens) -> int:
         """Return how many documents are among those of ``others``, too."""
@@ -147,11 +185,11 @@ class Tokens:
         return (self.tokens[self.document(number)].tobytes() for number in range(len(self.ends)))
 
     def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on
-        their own.
+        """Return where the pieces that are trained on their own begin and end.
 
-        With a mask, they are the beginnings of documents that have a label there; without, every
-        token but the first of a document is the label of one.
+        They have at most ``seq_len`` + 1 tokens. With a mask, they are the beginnings of documents
+        that have a label there; without, every token but the first of a document is the label of
+        one.
         """
         import numpy as np
 
@@ -167,8 +205,9 @@ class Tokens:
         return starts, np.minimum(starts + seq_len + 1, np.repeat(self.ends, counts))
 
     def samples(self, seq_len: int, *, packing: bool) -> int:
-        """Return the number of samples of one epoch. Without mask and ``packing``, documents are
-        one stream.
+        """Return the number of samples of one epoch.
+
+        Without mask and ``packing``, documents are one stream.
         """
         if self.mask is None and not packing:
             return (len(self.tokens) - 1) // seq_len
@@ -179,18 +218,18 @@ class Tokens:
 
 
 def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which
-    have ``lengths``.
+    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents.
 
-    Best fit, the longest documents first: each goes to the sample with the least room for it, of
-    several to the one that was filled last.
+    The documents have ``lengths``. Best fit, the longest documents first: each goes to the sample
+    with the least room for it, of several to the one that was filled last.
     """
     samples: list[list[int]] = []
     # Of each sample with room for a document: its room, less the turn in which it was filled, and
     # its number.
     rooms: list[tuple[int, int, int]] = []
     shortest = min(lengths, default=0)
-    for turn, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
+    longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    for turn, number in enumerate(longest_first):
         place = bisect_left(rooms, (lengths[number],))
         if place < len(rooms):
             room, _, sample = rooms.pop(place)
@@ -206,30 +245,43 @@ def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]:
-    """Return figures of ``tokens``, made by ``encoder``: numbers of ``documents``, of ``tokens``
-    and of those of the ``longest`` document, and shares of 1: of the tokens, those that are
-    ``trained``; of the documents, those that are ``longer`` than ``seq_len`` + 1 tokens, that begin
-    with BOS (``begin``), and in which EOS is trained (``end``). ``left_out`` documents have no
-    answer.
+    """Return figures of ``tokens``, which ``encoder`` made.
+
+    They are numbers of ``documents``, of ``tokens`` and of those of the ``longest`` document, and
+    shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
+    ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is
+    trained (``end``). ``left_out`` documents have no answer.
     """
     import numpy as np
 
     count = len(tokens.ends)
     starts = np.concatenate(([0], tokens.ends[:-1]))
     lengths = tokens.ends - starts
-    ends = tokens.tokens == (-1 if encoder.end is None else encoder.end)
-    ends = np.flatnonzero(ends if tokens.mask is None else ends & (tokens.mask != 0))
-    begins = tokens.tokens[starts[lengths > 0]] == (-1 if encoder.begin is None else encoder.begin)
+    firsts = tokens.tokens[starts[lengths > 0]]
+    is_end = _equal(tokens.tokens, encoder.end)
+    trained = 1.0
+    left_out = 0
+    if tokens.mask is not None:
+        is_end = is_end & (tokens.mask != 0)
+        trained = float(tokens.mask.mean())
+        left_out = count - len(tokens.pieces(seq_len)[0])
+    documents_with_end = np.searchsorted(tokens.ends, np.flatnonzero(is_end), "right")
     return {
         "documents": count,
         "tokens": len(tokens.tokens),
         "longest": int(lengths.max()),
-        "trained": 1.0 if tokens.mask is None else float(tokens.mask.mean()),
+        "trained": trained,
         "longer": float((lengths > seq_len + 1).mean()),
-        "left_out": 0 if tokens.mask is None else count - len(tokens.pieces(seq_len)[0]),
-        "begin": float(begins.sum()) / count,
-        "end": len(np.unique(np.searchsorted(tokens.ends, ends, "right"))) / count,
+        "left_out": left_out,
+        "begin": float(_equal(firsts, encoder.begin).sum()) / count,
+        "end": len(np.unique(documents_with_end)) / count,
     }
+
+
+def _equal(tokens: np.ndarray, mark: int | None) -> Any:
+    if mark is None:
+        mark = -1  # no token
+    return tokens == mark
 
 
 def stored(folder: Path, name: str = "train") -> Tokens:
@@ -252,20 +304,24 @@ def write(
     held_out: float = 0.0,
     progress: Callable[[str], None],
 ) -> None:
-    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are no
-    documents.
+    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are none.
 
     ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval``
     instead.
     """
-    sinks = {name: _Sink(folder, name), **({"eval": _Sink(folder, "eval")} if held_out else {})}
+    train = _Sink(folder, name)
+    sinks = [train]
+    if held_out:
+        sinks.append(_Sink(folder, "eval"))
     for number, (tokens, mask) in enumerate(reader):
-        held = int((number + 1) * held_out) > int(number * held_out)
-        sinks["eval" if held else name].add(tokens, mask)
+        sink = train
+        if int((number + 1) * held_out) > int(number * held_out):
+            sink = sinks[-1]
+        sink.add(tokens, mask)
         if (number + 1) % _EVERY == 0:
             progress(f"{number + 1:,} documents are tokenized")
-    for sink in sinks.values():
-        if not sink.ends or not sink.ends[-1]:
+    for sink in sinks:
+        if sink.empty:
             lacking = "no text"
             if held_out:
                 lacking = f"too few documents for eval.fraction={held_out}"
@@ -273,26 +329,38 @@ def write(
         sink.close(masked=reader.masked)
 
 
-# The nodes of a job write the same files: each under names of its own first.
 class _Sink:
+    """The files of one name.
+
+    The nodes of a job write the same files: each under names of its own first.
+    """
+
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name, self.ends = folder, name, array("q")
-        self._waiting = {
-            kind: folder / f".{name}.{kind}.{os.urandom(6).hex()}" for kind in ("tokens", "mask")
-        }
-        self._files: dict[str, IO[bytes]] = {
-            kind: path.open("wb") for kind, path in self._waiting.items()
-        }
+        own = f"{name}.{os.urandom(6).hex()}"
+        self._tokens = folder / f".{own}.tokens"
+        self._mask = folder / f".{own}.mask"
+        self._final = folder / name
+        self._ends = array("q")
+        self._total = 0
+        self._tokens_file = self._tokens.open("wb")
+        self._mask_file = self._mask.open("wb")
+
+    @property
+    def empty(self) -> bool:
+        return not self._total
 
     def add(self, tokens: Sequence[int], mask: Sequence[int]) -> None:
-        self._files["tokens"].write(array("I", tokens).tobytes())
-        self._files["mask"].write(bytes(mask))
-        self.ends.append(len(tokens) + (self.ends[-1] if self.ends else 0))
+        self._tokens_file.write(array("I", tokens).tobytes())
+        self._mask_file.write(bytes(mask))
+        self._total += len(tokens)
+        self._ends.append(self._total)
 
     def close(self, *, masked: bool) -> None:
-        for kind, file in self._files.items():
-            file.close()
-            if kind == "tokens" or masked:
-                self._waiting[kind].replace(self._folder / f"{self._name}.{kind}")
-        self._waiting["mask"].unlink(missing_ok=True)
-        write_file(self._folder / f"{self._name}.ends", self.ends.tobytes())
+        self._tokens_file.close()
+        self._mask_file.close()
+        self._tokens.replace(f"{self._final}.tokens")
+        if masked:
+            self._mask.replace(f"{self._final}.mask")
+        else:
+            self._mask.unlink()
+        write_file(Path(f"{self._final}.ends"), self._ends.tobytes())

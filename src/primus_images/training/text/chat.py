@@ -1,0 +1,250 @@
+"""The tokens of a chat, by the tokenizer's chat template.
+
+A template that leaves out a part of a chat is refused. Jinja's sandbox, in which transformers runs
+templates, is the only limit of what they do.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from primus_images.errors import InputError
+from primus_images.training.text.document import WEIGHTS, Document, calls_of
+from primus_images.training.text.rows import first_line
+
+_MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+# What thinking models' templates add to the prompt, and leave out of earlier answers.
+_OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# A shorter text, such as the name of a tool, may be part of any other.
+_TELLING = 12
+
+_Messages = Sequence[Mapping[str, Any]]
+_Render = Callable[..., Any]
+# Begin and end of characters.
+_Span = tuple[int, int]
+
+
+class _OtherBeginningError(Exception):
+    pass
+
+
+def encoded(
+    tokenizer: Any, document: Document, where: str, *, completions: bool
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a chat, and 1 for each that is trained.
+
+    Without ``completions``, all are. Raises InputError if the template refuses the chat, or leaves
+    out a part of it.
+    """
+    try:
+        return _encoded(tokenizer, document, completions)
+    except _OtherBeginningError:
+        raise InputError(
+            "the tokenizer's chat template renders the beginning of this chat in another "
+            "way than the whole, so that the assistant's words cannot be told from the rest",
+            where=where,
+            hint="data.train_on=all trains every token; or mark the words with {% generation %} "
+            "in the template",
+        ) from None
+    except Exception as error:
+        raise InputError(
+            f"the tokenizer's chat template refuses the messages: {first_line(error)}",
+            where=where,
+            hint="choose a template that takes them (chat_template.jinja, or "
+            "tokenizer_config.json), or remove them",
+        ) from error
+
+
+def _encoded(tokenizer: Any, document: Document, completions: bool) -> tuple[list[int], list[int]]:
+    messages = list(document.messages or ())
+    template = tokenizer.get_chat_template(None, document.tools)
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in document.options:
+        if name in known:
+            raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a template")
+    render = partial(tokenizer.apply_chat_template, tools=document.tools, **document.options)
+    (text,) = render([messages], tokenize=False)
+    _refuse_lost_thoughts(messages, text, template)
+    _refuse_dropped(text, messages, document.tools or (), render)
+    if not completions:
+        return _masked(tokenizer, text, [(0, len(text))])
+    marks = None
+    if _MARKED.search(template) and not document.first:
+        answer = render(messages, return_dict=True, return_assistant_tokens_mask=True)
+        marks = answer["assistant_masks"]
+        if all(_is_trained(message) for message in messages):
+            return answer["input_ids"], marks
+    spans = _answers(tokenizer, text, messages, document.first, render)
+    tokens, mask = _masked(tokenizer, text, spans)
+    if marks:
+        mask = [*map(min, mask, marks)]
+    return tokens, mask
+
+
+def _masked(tokenizer: Any, text: str, spans: Sequence[_Span]) -> tuple[list[int], list[int]]:
+    """Return the tokens of ``text``, and 1 for those of the ``spans``.
+
+    As transformers: from the token of a span's first character to that of its last one.
+    """
+    encoding = tokenizer(text, add_special_tokens=False)
+    mask = [0] * len(encoding["input_ids"])
+    for span in spans:
+        characters = range(*span)
+        first = _first_token(encoding, characters)
+        last = _first_token(encoding, reversed(characters))
+        if first is not None and last is not None:
+            mask[first : last + 1] = [1] * (last + 1 - first)
+    return encoding["input_ids"], mask
+
+
+def _first_token(encoding: Any, characters: Iterator[int] | range) -> int | None:
+    for character in characters:
+        token: int | None = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    return None
+
+
+def _answers(
+    tokenizer: Any, text: str, messages: _Messages, first: int, render: _Render
+) -> list[_Span]:
+    """Return where the answers that are trained begin and end in ``text``."""
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and number >= first and _is_trained(message):
+            turns.append(number)
+    if not turns:
+        return []
+    befores = [messages[:number] for number in turns]
+    try:
+        prompts = render(befores, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise _OtherBeginningError from error
+    answers = render([messages[: number + 1] for number in turns], tokenize=False)
+    spans = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        start = _agreed(text, 0, prompt, _OPEN_THOUGHT.sub("", prompt))
+        closed = answer.removesuffix(tokenizer.eos_token or "")
+        without_thought = answer[:start] + _THOUGHT.sub("", answer[start:])
+        spans.append((start, _agreed(text, start + 1, answer, closed, without_thought)))
+    return spans
+
+
+def _agreed(text: str, least: int, *beginnings: str) -> int:
+    """Return the length of the first of the ``beginnings`` with which ``text`` begins."""
+    for beginning in beginnings:
+        if text.startswith(beginning) and len(beginning) >= least:
+            return len(beginning)
+    raise _OtherBeginningError
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    return all(message.get(key) in (None, 1) for key in WEIGHTS)
+
+
+def _refuse_lost_thoughts(messages: _Messages, text: str, template: str) -> None:
+    """Raise ValueError for thoughts that a template leaves out, and content that it cannot show."""
+    last = messages[-1]
+    thoughts = [str(last.get(key) or "") for key in _THOUGHT_KEYS]
+    inline = _THOUGHT.match(str(last.get("content")))
+    if inline:
+        thoughts.append(inline[1])
+    if not all(thought.strip() in text for thought in thoughts):
+        raise ValueError("it leaves out the thoughts of the last answer")
+    for message in messages:
+        for key in _THOUGHT_KEYS:
+            if message.get(key) and not re.search(rf"\b{key}\b", template):
+                raise ValueError(f"it leaves out {key}")
+        content = message.get("content")
+        if not isinstance(content, str | None) and str(content) in text:
+            raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A part of a chat that a template must write: ``holder[key]``.
+
+    ``identity`` is the id of a call, which some templates write in place of its name.
+    """
+
+    name: str
+    holder: Any
+    key: str
+    identity: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        return self.key in ("content", "text")
+
+    def mark(self, mark: str) -> None:
+        """Add ``mark`` to the part, so that it can be found in what the template writes."""
+        value = self.holder[self.key]
+        if isinstance(value, dict):
+            self.holder[self.key] = dict.fromkeys(value, mark)
+        else:
+            self.holder[self.key] = f"{value}{mark}"
+
+
+def _refuse_dropped(text: str, messages: _Messages, tools: Sequence[Any], render: _Render) -> None:
+    """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
+    messages, tools = deepcopy((messages, tools))
+    parts = [*_tool_parts(messages, tools), *_text_parts(messages)]
+    if all(part.is_text and _is_told(part, text) for part in parts):
+        return
+    marks = {}
+    for number, part in enumerate(parts):
+        # Digits, which stay as they are in capital letters.
+        mark = f"90716{number}61709"
+        part.mark(mark)
+        if not part.identity or part.identity not in text:
+            marks[mark] = part.name
+    marked = None
+    with suppress(Exception):  # some templates parse what is marked
+        (marked,) = render([messages], tokenize=False, tools=tools or None)
+    if marked is None:
+        return
+    for mark, name in marks.items():
+        if mark not in marked:
+            raise ValueError(f"it leaves out {name}")
+
+
+def _is_told(part: _Part, text: str) -> bool:
+    words = str(part.holder[part.key]).strip()
+    return len(words) >= _TELLING and words in text
+
+
+def _tool_parts(messages: _Messages, tools: Sequence[Any]) -> Iterator[_Part]:
+    calls = list(tools)
+    for message in messages:
+        calls += calls_of(message)
+    for call in calls:
+        function = call.get("function", call)
+        name = repr(function.get("name"))
+        if function.get("name"):
+            identity = call.get("id") or ""
+            yield _Part(name=f"the tool {name}", holder=function, key="name", identity=identity)
+        if function.get("arguments") not in (None, "", "{}", {}):
+            yield _Part(name=f"the arguments of {name}", holder=function, key="arguments")
+
+
+def _text_parts(messages: _Messages) -> Iterator[_Part]:
+    for message in messages:
+        # Publishers leave out system prompts, and the thoughts of earlier answers.
+        if message["role"] == "system":
+            continue
+        content = message.get("content")
+        places = [(message, "content")]
+        if isinstance(content, list):
+            places = [(part, "text") for part in content]
+        for holder, key in places:
+            words = str(holder.get(key) or "")
+            if _THOUGHT.sub("", words).strip():
+                name = f"a message of {message['role']}, {words[:40]!r}"
+                yield _Part(name=name, holder=holder, key=key)

@@ -1,0 +1,286 @@
+"""The document of a row: its text, or the messages of its chat. Nothing here needs a tokenizer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from primus_images.errors import InputError, nearest
+from primus_images.training.text.rows import TABLE, unreadable
+
+WEIGHTS: Sequence[str] = TABLE["weights"]
+_KINDS = {list: "a list", str: "text", type(None): "null"}
+_ROLES = ("user", "assistant")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document.
+
+    ``prompt`` characters of ``text``, and everything before message ``first``, are not trained.
+    With ``messages``, the chat template of the tokenizer makes the text, with ``tools`` and
+    ``options``; ``text`` is used if there is no template.
+    """
+
+    text: str = ""
+    prompt: int = 0
+    messages: Sequence[Mapping[str, Any]] | None = None
+    first: int = 0
+    tools: Sequence[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The ``columns`` with the text or the ``chat`` of every row, and those that are ``unused``."""
+
+    columns: Sequence[str]
+    chat: bool = False
+    unused: Sequence[str] = ()
+
+    @property
+    def prompted(self) -> bool:
+        """Whether a row has words that it only answers: of users, or of a prompt."""
+        return self.chat or len(self.columns) > 1
+
+    @property
+    def alpaca(self) -> bool:
+        """Whether it is Alpaca's."""
+        return self.columns[0] == "instruction" and len(self.columns) > 1
+
+
+def layout_of(row: Any, column: str | None, where: str) -> Layout:
+    """Return the layout of a corpus whose first row is ``row``.
+
+    Raises InputError if no column is known.
+    """
+    row = _mapping(row, where)
+    if column:
+        columns = [column]
+    else:
+        columns = _known_columns(row, where)
+    if columns[0] not in row:
+        raise _missing(row, columns, where)
+    # Messages that are stored as text would be trained as they are written.
+    chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
+    used = set(columns)
+    if columns[0] == "instruction":
+        used |= {"input", "history", *TABLE["beside_chats"]}
+    if chat:
+        used |= {*TABLE["beside_chats"]}
+    unused = [str(name) for name in row if name not in used]
+    return Layout(columns=columns, chat=chat, unused=unused)
+
+
+def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
+    columns = ["text"]
+    for names in TABLE["layouts"]:
+        if all(name in row for name in names):
+            columns = names
+            break
+    judged = columns != ["text"] and isinstance(row.get("label"), bool)
+    if judged or "chosen" in row or "rejected" in row:
+        names = ", ".join(map(str, row))
+        raise InputError(
+            f"these are preferences ({names}), for DPO or KTO: trained as they are, rejected "
+            "answers would be good ones",
+            where=where,
+            hint="data.column=NAME names a column of whole chats or texts to train",
+        )
+    if columns == ["text"] and "text" in row and isinstance(row.get("messages"), list):
+        raise InputError(
+            "there are both the text and the messages of a chat",
+            where=where,
+            hint="data.column=messages, or data.column=text",
+        )
+    return columns
+
+
+def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> InputError:
+    name = next((name for name in columns if name not in row), columns[0])
+    keys = ", ".join(map(str, row)) or "no columns"
+    return InputError(
+        f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}",
+        where=where,
+        hint="data.column=NAME names the column of the text or of the chat messages; also "
+        "known are messages, conversations, prompt and completion, instruction and "
+        "output",
+    )
+
+
+def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(row, Mapping):
+        kind = _KINDS.get(type(row), "a number")
+        raise unreadable(f"expected a JSON object, found {kind}", where)
+    return row
+
+
+def document_of(row: Any, layout: Layout, where: str) -> Document:
+    """Return the document of a row.
+
+    Raises InputError if a column is missing, or holds something else.
+    """
+    row = _mapping(row, where)
+    if any(name not in row for name in layout.columns):
+        raise _missing(row, layout.columns, where)
+    if layout.alpaca:
+        return _alpaca(row, where)
+    if not layout.chat:
+        return _of_texts([_text(row[name], name, where) for name in layout.columns])
+    chats = [_messages(row[name], name, where) for name in layout.columns]
+    first = 0
+    if len(chats) > 1:
+        first = len(chats[0])
+    return _chat(row, list(chain(*chats)), first, where)
+
+
+def _of_texts(texts: Sequence[str]) -> Document:
+    if len(texts) > 1:
+        return Document(text="".join(texts), prompt=len(texts[0]))
+    return Document(text=texts[0])
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise _neither(value, name, where)
+    _refuse_surrogates(value, where)
+    return value
+
+
+def _refuse_surrogates(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)"
+        raise unreadable(f"expected text, found {half}", where) from None
+
+
+def _neither(value: Any, name: str, where: str) -> InputError:
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:60]
+    return unreadable(
+        f"expected text or chat messages (role and content) in {name!r}, found {shown}", where
+    )
+
+
+def _messages(value: Any, name: str, where: str) -> list[Message]:
+    """Return the messages of a column. Those of ShareGPT get the names of chat templates."""
+    if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
+        raise _neither(value, name, where)
+    messages = [dict(message) for message in value]
+    if all(_is_sharegpt(message) for message in messages):
+        for message in messages:
+            message["role"] = TABLE["senders"][message["from"]]
+            message["content"] = message["value"]
+    for message in messages:
+        _check_message(message, name, where)
+    return messages
+
+
+def _is_sharegpt(message: Message) -> bool:
+    return str(message.get("from")) in TABLE["senders"] and isinstance(message.get("value"), str)
+
+
+def _check_message(message: Message, name: str, where: str) -> None:
+    if any(message.get(key) not in (None, 0, 1) for key in WEIGHTS):
+        shown = json.dumps(message, ensure_ascii=False, default=str)[:80]
+        raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
+    calls = calls_of(message)
+    content = message.get("content")
+    if not isinstance(message.get("role"), str) or (content is None and not calls):
+        raise _neither(message, name, where)
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+            raise _neither(message, name, where)
+    if not isinstance(content, list):
+        return
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            shown = str(part)[:60]
+            raise InputError(
+                f"expected text in every part of a message, found {shown}", where=where
+            )
+
+
+def calls_of(message: Mapping[str, Any]) -> list[Any]:
+    """Return the calls of tools in a message, also in OpenAI's older form."""
+    calls = [*(message.get("tool_calls") or ())]
+    if message.get("function_call"):
+        calls.append(message["function_call"])
+    return calls
+
+
+def _chat(row: Mapping[Any, Any], messages: list[Message], first: int, where: str) -> Document:
+    """Return the chat of a row, with what other columns add to it."""
+    system = row.get("system") or None
+    own_system = messages[0]["role"] == "system"
+    if system is not None and own_system and messages[0]["content"] != system:
+        raise InputError(
+            "the column 'system' differs from the chat's own system message", where=where
+        )
+    if system is not None and not own_system:
+        begin = {"role": "system", "content": _text(system, "system", where)}
+        messages = [begin, *messages]
+        if first:
+            first += 1
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise InputError(
+            "expected an object of the template's variables in 'chat_template_kwargs'", where=where
+        )
+    _refuse_surrogates(json.dumps(messages, ensure_ascii=False, default=str), where)
+    tools = _tools(row.get("tools"), where)
+    return Document(messages=messages, first=first, tools=tools, options=options)
+
+
+def _tools(value: Any, where: str) -> list[Any] | None:
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value or "null")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
+    return value
+
+
+def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
+    """Return the chat of a row of Alpaca's, or its text if it is only a question and an answer."""
+    instruction = _text(row["instruction"], "instruction", where)
+    output = _text(row["output"], "output", where)
+    context = ""
+    if row.get("input") is not None:
+        context = _text(row["input"], "input", where)
+    question = instruction
+    prompt = TABLE["alpaca"].format("", instruction, "")
+    if context:
+        question = f"{instruction}\n{context}"
+        more = ", paired with an input that provides further context"
+        prompt = TABLE["alpaca"].format(more, instruction, f"### Input:\n{context}\n\n")
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": output},
+    ]
+    chat = _chat(row, [*_history(row.get("history"), where), *turns], 0, where)
+    # Alpaca's text has no place for a system prompt, tools or earlier turns.
+    if chat.messages != turns or chat.tools:
+        return chat
+    return replace(chat, text=prompt + output, prompt=len(prompt))
+
+
+def _history(pairs: Any, where: str) -> list[Message]:
+    """Return the earlier turns of a row of Alpaca's, which are pairs of question and answer."""
+    if pairs is None:
+        return []
+    if not isinstance(pairs, list):
+        raise _neither(pairs, "history", where)
+    messages = []
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != len(_ROLES):
+            raise _neither(pairs, "history", where)
+        for role, words in zip(_ROLES, pair, strict=True):
+            messages.append({"role": role, "content": _text(words, "history", where)})
+    return messages

@@ -1,0 +1,226 @@
+"""The rows of a file of text.
+
+* ``.txt``: documents separated by blank lines;
+* Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
+* anything else is JSON: one object per line, or a list of objects.
+
+Text may be compressed by gzip, bzip2, xz or zstd.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping
+from glob import escape
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+from primus_images.errors import HostError, InputError
+from primus_images.files import reason_of, refuse_pointer
+from primus_images.schema import distinct_keys
+from primus_images.yamlfile import read_values
+
+TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
+_BLOCK = 1 << 20
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_OPENERS: Mapping[bytes, Callable[[Path, str], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+}
+
+# A row, and its place for messages.
+Row = tuple[str, Any]
+
+
+def rows_of_hub(name: str, split: str) -> Iterator[Row]:
+    """Yield every row of the data set ``name`` on the hub."""
+    return _table_rows(f"hf:{name}", name, split=split)
+
+
+def rows_of_file(file: Path) -> Iterator[Row]:
+    """Yield every row of a file. A row of a text file is a mapping with the column ``text``.
+
+    Raises InputError, with file and line or row, at one that cannot be read.
+    """
+    form = form_of(file)
+    head = _head(file)
+    refuse_pointer(file)
+    if form in TABLE["tables"] or head.startswith(b"PAR1"):
+        yield from _rows_of_table(file, form)
+    elif form == ".txt":
+        for blank, paragraph in groupby(_lines(file, head), key=_is_blank):
+            if not blank:
+                places, texts = zip(*paragraph, strict=True)
+                yield places[0], {"text": "".join(texts).strip("\r\n")}
+    else:
+        yield from _json_rows(file, head)
+
+
+def form_of(file: Path) -> str:
+    """Return the suffix of a file without that of its compression; ``.jsonl`` for any JSON."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in TABLE["packed"]:
+        suffixes.pop()
+    if not suffixes:
+        return ""
+    if suffixes[-1] in (".json", ".ndjson"):
+        return ".jsonl"
+    return suffixes[-1]
+
+
+def unreadable(message: str, where: str) -> InputError:
+    """Return the error of a file that cannot be read as a corpus."""
+    return InputError(message, where=where, hint=TABLE["readable"])
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of ``error``, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(8)
+    except OSError as error:
+        raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
+
+
+def _open(file: Path, head: bytes) -> IO[bytes]:
+    if head.startswith(_ZSTD):
+        from pyarrow import input_stream
+
+        return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)
+    for magic, opener in _OPENERS.items():
+        if head.startswith(magic):
+            stream: IO[bytes] = opener(file, "rb")
+            return stream
+    return file.open("rb")
+
+
+def _is_blank(row: tuple[str, str]) -> bool:
+    _, line = row
+    return not line.strip()
+
+
+def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every line."""
+    number = 0
+    try:
+        with _open(file, head) as stream:
+            for number, line in enumerate(stream, 1):
+                where = f"{file}:{number}"
+                yield where, _decoded(line, where)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"the byte 0x{line[error.start]:02x}"
+        raise unreadable(f"expected UTF-8 text, found {byte}", where) from None
+    if "\0" in text:
+        raise unreadable("expected text, found binary data", where)
+    return text
+
+
+def _json_rows(file: Path, head: bytes) -> Iterator[Row]:
+    lines = _lines(file, head)
+    for number, (where, line) in enumerate(lines, 1):
+        if number == 1 and line.lstrip().startswith("["):
+            whole = line + "".join(text for _, text in lines)
+            yield from _rows_of_list(whole, file)
+        elif line.strip():
+            yield where, _parsed(line, file, number, "one JSON object per line")
+
+
+def _rows_of_list(text: str, file: Path) -> Iterator[Row]:
+    for number, row in enumerate(_parsed(text, file, 1, "one JSON list"), 1):
+        where = f"{file}: item {number}"
+        if isinstance(row, str):
+            yield where, {"text": row}
+        else:
+            yield where, row
+
+
+def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
+    try:
+        return json.loads(text.rstrip(), object_pairs_hook=distinct_keys)
+    except RecursionError:
+        raise unreadable("the JSON is nested too deeply", f"{file}:{line}") from None
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :].strip()[:40]
+        found = "the end"
+        if rest:
+            found = repr(rest)
+        where = f"{file}:{line + error.lineno - 1}:{error.colno}"
+        raise unreadable(f"expected {expected}, found {found}", where) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
+
+
+def datasets_library() -> Any:
+    """Return the library ``datasets``. Raises HostError if it cannot be imported."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise HostError(
+            "datasets, which reads Parquet, CSV and Arrow, cannot be imported: "
+            f"{first_line(error)}",
+            hint="run this inside a primus image",
+        ) from None
+    # It would print an error beside the one that it raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    return datasets
+
+
+def _rows_of_table(file: Path, form: str) -> Iterator[Row]:
+    kind = TABLE["tables"].get(form, "parquet")
+    options: dict[str, Any] = {}
+    if form == ".tsv":
+        options["sep"] = "\t"
+    elif kind == "parquet":
+        # datasets would read as many rows at a time as the first group has, which may be none.
+        options["batch_size"] = 1024
+    data_files = escape(str(file))
+    return _table_rows(str(file), kind, data_files=data_files, split="train", **options)
+
+
+def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
+    load_dataset = datasets_library().load_dataset
+    number = 0
+    try:
+        for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
+            # pandas takes the first fields for names of lines
+            if name == "csv" and "__index_level_0__" in row:
+                raise ValueError(
+                    "lines have more fields than the first one: quote those that contain the "
+                    "separator"
+                )
+            columns = {column: _without_nulls(value) for column, value in row.items()}
+            yield f"{shown}: row {number}", columns
+    except ConnectionError as error:
+        raise HostError(
+            f"cannot be read: {first_line(error)}",
+            where=shown,
+            hint="allow this machine to reach the hub (HF_TOKEN for what is not public), or "
+            "name a file",
+        ) from None
+    except Exception as error:
+        message = f"cannot be read after row {number}: {first_line(error)}"
+        raise unreadable(message, shown) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that tables add because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

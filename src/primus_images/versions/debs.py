@@ -98,7 +98,7 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
     stanzas: list[Stanza] = []
     for suite in suites:
         stanzas += debian_stanzas(host, suite, os.environ, _default_mirror)
-    _require_keyring(stanzas, maker)
+    _require_keyrings(stanzas, maker)
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
@@ -119,14 +119,15 @@ def _deb822(stanzas: Sequence[Stanza]) -> str:
     return "\n".join(blocks)
 
 
-def _require_keyring(stanzas: Sequence[Stanza], maker: str) -> None:
-    keyring = _KEYRING.format(maker)
-    if any(stanza.get("Signed-By") == keyring for stanza in stanzas) and not Path(keyring).exists():
-        _need(
-            f"there is no keyring {keyring} to check the archive with",
-            (f"{maker}-archive-keyring",),
-            f"set PRIMUS_{maker.upper()}_KEYRING",
-        )
+def _require_keyrings(stanzas: Sequence[Stanza], maker: str) -> None:
+    for keyring in {stanza.get("Signed-By", "") for stanza in stanzas}:
+        if not keyring.startswith("/") or Path(keyring).exists():
+            continue
+        message = f"there is no keyring {keyring} to check the archive with"
+        if keyring != _KEYRING.format(maker):
+            hint = "correct the path, or install the package that provides it"
+            raise HostError(message, hint=hint)
+        _need(message, (f"{maker}-archive-keyring",), f"set PRIMUS_{maker.upper()}_KEYRING")
 
 
 def debian_stanzas(

@@ -11,7 +11,6 @@ import pytest
 
 from primus_images.files import read_sealed
 from project_kit import Kit, make_project
-from tables import table_of
 
 
 @pytest.fixture
@@ -68,7 +67,19 @@ def test_overlap_after_a_good_build(kit: Kit) -> None:
     assert digest in (kit.root / ".primus/store/index.json").read_text()
 
 
-@pytest.mark.parametrize(("words", "sentence"), table_of("build.bad_input_is_a_sentence"))
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["build", "dmo"], "did you mean 'demo'?"),
+        (["build"], "name a target"),
+        (["plan", "x"], "no target is called 'x'"),
+        (["plan", "./demo"], "no target is called './demo'"),
+        (["plan", "DEMO"], "did you mean 'demo'?"),
+        (["plan", "my cpu"], "images/my cpu.yaml: 'my cpu' cannot be the name of a target"),
+        (["plan", "CPU2"], "images/CPU2.yaml: 'CPU2' cannot be the name of a target"),
+        (["build", "demo", "--project", "/nonexistent"], "no versions.yaml"),
+    ],
+)
 def test_bad_input_is_a_sentence(kit: Kit, words: list[str], sentence: str) -> None:
     if words[-1] in ("my cpu", "CPU2"):
         kit.write(f"images/{words[-1]}.yaml", (kit.root / "images/demo.yaml").read_text())

@@ -12,7 +12,6 @@ from primus_images.plan.channel import choose
 from primus_images.plan.target import Target
 from primus_images.versions.lock import Lock, dumps
 from project_kit import Kit, copied
-from tables import table_of
 
 TARGET = Target(
     description="x",
@@ -62,7 +61,51 @@ def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "said"), table_of("channel.a_target_that_cannot_be_meant_is_refused")
+    ("file", "old", "new", "said"),
+    [
+        (
+            "images/demo.yaml",
+            "[amd, debian]",
+            "[]",
+            "images/demo.yaml:2:1: channels must name at least one channel",
+        ),
+        (
+            "images/demo.yaml",
+            "[amd, debian]",
+            "[amd, amd]",
+            "images/demo.yaml:2:17: amd is listed twice in channels",
+        ),
+        (
+            "images/demo.yaml",
+            "[part]",
+            "[part]\nrecipes: [llama4]",
+            "images/demo.yaml:5:11: no recipe is called",
+        ),
+        (
+            "images/demo.yaml",
+            "[part]",
+            "[part, part]",
+            "images/demo.yaml:4:20: part is listed twice in components",
+        ),
+        (
+            "images/demo.yaml",
+            "[part]",
+            "[prt]",
+            "images/demo.yaml:4:14: no component is called 'prt'",
+        ),
+        (
+            "images/demo.yaml",
+            "[part]",
+            "[part]\nrecipes: [llama3, llama3]",
+            "llama3 is listed twice in recipes",
+        ),
+        (
+            "versions.yaml",
+            "local}",
+            "local, targets: [dem]}",
+            ": no target is called 'dem'\n  → did you mean 'demo'?",
+        ),
+    ],
 )
 def test_a_target_that_cannot_be_meant_is_refused(
     kit: Kit, file: str, old: str, new: str, said: str

@@ -10,7 +10,7 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
-from tables import table_of, text_of
+from tables import text_of
 
 VERSIONS = text_of("versions/layers.yaml")
 TARGET = text_of("images/extra.yaml").replace("bookworm", "small")
@@ -68,7 +68,30 @@ def test_the_lock_asks_for_the_base_and_the_extra_together(kit: Kit) -> None:
     assert (bases["small rdma"].over, bases["small"].over) == ("small", None)
 
 
-@pytest.mark.parametrize(("file", "old", "new", "said"), table_of("layers.wrong_extras"))
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        (
+            "images/demo.yaml",
+            "[rdma]",
+            "[rmda]",
+            "images/demo.yaml:5:17: base small has no extra 'rmda'",
+        ),
+        (
+            "images/demo.yaml",
+            "[rdma]",
+            "[rdma, rdma]",
+            "images/demo.yaml:5:23: rdma is listed twice",
+        ),
+        (
+            "images/demo.yaml",
+            "{pypi:",
+            "{amd:",
+            "images/demo.yaml:5:10: extras: there is no channel 'amd' here",
+        ),
+        ("versions.yaml", "rdma:", "build:", "extras: 'build' is not a name"),
+    ],
+)
 def test_a_wrong_extra_is_one_sentence_with_its_place(
     kit: Kit, file: str, old: str, new: str, said: str
 ) -> None:

@@ -22,7 +22,7 @@ from primus_images.plan.resolve import resolve, with_lock
 from primus_images.plan.skeleton import TRIM
 from primus_images.versions.lock import Lock, LockedFile
 from project_kit import plan_over
-from tables import table_of, text_of
+from tables import text_of
 
 LIBRARY = "usr/lib/x86_64-linux-gnu/rocblas/5/library/"
 PATTERN = "/usr/lib/*/rocblas/*/library/*gfx*"
@@ -202,7 +202,15 @@ def test_a_stale_lock_names_the_line_of_the_pin(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "left_out"), table_of("preview_base.bytecode_that_imports_leave_behind_stays_out")
+    ("path", "left_out"),
+    [
+        (
+            "usr/lib/python3/dist-packages/_distutils_hack/__pycache__/__init__.cpython-314.pyc",
+            True,
+        ),
+        ("usr/share/python3/debpython/__pycache__/version.cpython-314.pyc", True),
+        ("usr/lib/python3/dist-packages/torch/__pycache__/__init__.cpython-314.pyc", False),
+    ],
 )
 def test_bytecode_that_imports_leave_behind_stays_out(path: str, left_out: bool) -> None:
     assert any(fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["left_out"]) is left_out
@@ -247,7 +255,21 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "sentence"), table_of("preview_base.patterns_that_cannot_be_meant")
+    ("kernels", "sentence"),
+    [
+        (
+            "{librocblas5: [/usr/lib/*gfx*]}",
+            "librocblas5 is listed under `kernels` but not under `packages`",
+        ),
+        (
+            "{python3-torch: [usr/*gfx*]}",
+            "'usr/*gfx*' is not an absolute pattern that ends in a file name",
+        ),
+        (
+            "{python3-torch: [/usr/*]}",
+            "'/usr/*' is not an absolute pattern that ends in a file name",
+        ),
+    ],
 )
 def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence: str) -> None:
     text = (project.root / "versions.yaml").read_text()

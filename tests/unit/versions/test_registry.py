@@ -12,7 +12,6 @@ import pytest
 from primus_images.errors import HostError, InputError
 from primus_images.versions.lock import LockedFile
 from primus_images.versions.remotes import resolve_image
-from tables import table_of
 
 OCI = "application/vnd.oci.image.layer.v1.tar"
 IMAGE = "r.example/image@sha256:" + "0" * 64
@@ -99,7 +98,41 @@ def test_an_old_manifest_is_a_sentence(skopeo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "reason", "hint"), table_of("registry.a_failure_has_skopeos_own_words")
+    ("log", "reason", "hint"),
+    [
+        (
+            'level=fatal msg="reading manifest: \\"x\\": connection refused"',
+            'reading manifest: "x": connection refused',
+            "check the network",
+        ),
+        (
+            'level=fatal msg="unauthorized: authentication required"',
+            "unauthorized",
+            "skopeo login r.example",
+        ),
+        (
+            'level=fatal msg="initiating layer upload: received unexpected HTTP status: 500'
+            ' Internal Server Error"',
+            "initiating",
+            "disk and log",
+        ),
+        (
+            'level=debug msg="Too many requests: sleeping"',
+            "its rate limit is reached",
+            "skopeo login r.example",
+        ),
+        (
+            'level=fatal msg="Manifest does not match provided manifest digest sha256:0"',
+            "Manifest does not",
+            "mirror",
+        ),
+        (
+            'level=fatal msg="Error parsing manifest for image: json: x"',
+            "Error parsing",
+            "check that r.example/image is an image",
+        ),
+        ("", "skopeo failed", "mirror"),
+    ],
 )
 def test_a_failure_has_skopeos_own_words_and_a_next_step(
     skopeo: Path, log: str, reason: str, hint: str

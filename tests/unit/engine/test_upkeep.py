@@ -234,3 +234,11 @@ def test_a_damaged_manifest_stops_it(kit: Kit) -> None:
     assert "is damaged" in result.err
     assert "--rehash" in result.err
     assert contents(kit) == before
+
+
+def test_layers_of_an_image_whose_record_is_lost_stay(kit: Kit) -> None:
+    digest = kit.build().digest
+    (kit.root / ".primus/store/targets/demo.json").unlink()
+    assert kinds(kit) == {}
+    assert kit.layers() == {"alpha": False, "beta": False, "recipes": False}
+    assert kit.build().digest == digest

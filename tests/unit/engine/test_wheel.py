@@ -245,3 +245,18 @@ def test_bytecode_that_was_cut_short_is_no_bytecode(tmp_path: Path) -> None:
                 [Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, SCRIPT, run
             )
         )
+
+
+@pytest.mark.parametrize(
+    "line", ["../run = demo:main", "run = demo", "run = demo:main()", "run = demo main:x"]
+)
+def test_an_entry_point_that_is_no_name_of_a_function_is_refused(tmp_path: Path, line: str) -> None:
+    path = make_wheel(tmp_path)
+    whole = zipfile.ZipFile(path)
+    files = {info: whole.read(info) for info in whole.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for info, data in files.items():
+            is_list = info.filename.endswith("entry_points.txt")
+            archive.writestr(info, f"[console_scripts]\n{line}\n" if is_list else data)
+    with pytest.raises(InputError, match="is not NAME = MODULE:FUNCTION"):
+        list(wheel_entries(path, NAME, PREFIX))

@@ -65,3 +65,13 @@ def test_explain_json(kit: Kit) -> None:
     assert change["action"] == "beta"
     assert change["input"] == "parts/beta/blob"
     assert re.fullmatch(r"file [0-9a-f]{64}", change["old"])
+
+
+def test_at_most_two_reasons_stand_beside_a_layer(kit: Kit) -> None:
+    kit.build()
+    names = ("one", "two", "three")
+    for number, name in enumerate(names, 1):
+        kit.write(f"parts/beta/{name}", name)
+        text = " ".join(kit.primus("plan", "demo").out.split())
+        assert text.count("nothing → file") == min(number, 2)
+    assert "and 1 more changes: primus explain" in text

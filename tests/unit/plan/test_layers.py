@@ -1,6 +1,7 @@
 """Optional layers (`extras` of a base in versions.yaml, and of a target) and names of layers."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
-from primus_images.versions.lock import Lock, LockedFile
+from primus_images.versions.lock import Kind, Lock, LockedFile
 from project_kit import Kit, plan_over
 from tables import text_of
 
@@ -137,3 +138,81 @@ def test_the_image_has_the_data_of_the_single_modules_in_it() -> None:
     names = {name for text in modules for name in re.findall(r'with_name\("(.+?)"', text)}
     # The descriptions of fields are beside the modules of their classes.
     assert names - {"fields.yaml"} <= {*pin.include}
+
+
+PINS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  small: {suite: bookworm, python: 3.11.2, packages: [python3.11-minimal]}
+components:
+  torch:
+    name: PyTorch
+    pins:
+      - {wheel: torch, version: 1.0, channel: pypi}
+      - {wheel: torch, version: 2.0, channel: pypi, targets: [demo]}
+  native:
+    name: Native
+    pins:
+      - {sdist: native, version: 1.0, channel: pypi, build: {}, requires: [torch, einops]}
+  to: {name: To, pins: [{path: to, to: /opt/to, channel: local}]}
+"""
+PINNED = """\
+description: d
+base: small
+channels: [pypi]
+components: [torch, native, to]
+"""
+
+
+@pytest.fixture
+def pinned(tmp_path: Path) -> Kit:
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", PINS)
+    kit.write("images/demo.yaml", PINNED)
+    kit.write("to/file", "one")
+    return kit
+
+
+def _python(kind: Kind, name: str, version: str, size: int = 1) -> LockedFile:
+    file = _file("python3.11-minimal", "small")
+    return replace(file, kind=kind, name=name, version=version, size=size, base=None)
+
+
+def test_a_pin_for_the_target_precedes_and_what_a_build_requires_keeps_its_pin(
+    pinned: Kit,
+) -> None:
+    wheels = resolve(Project(pinned.root), "demo").request.wheels
+    assert wheels == {"torch": "2.0", "einops": ""}
+
+
+def test_large_wheels_have_layers_of_their_own(pinned: Kit) -> None:
+    files = [
+        _file("python3.11-minimal", "small"),
+        _python("wheel", "torch", "2.0"),
+        _python("sdist", "native", "1.0"),
+        _python("wheel", "large", "1", size=8_000_000),
+        _python("wheel", "small", "1", size=7_999_999),
+        _python("wheel", "tiny", "1"),
+    ]
+    plan = plan_over(pinned.root, "demo", _lock(pinned, *files))
+    python = {
+        action.name: [file.name for file in action.files]
+        for action in plan.layers
+        if action.name.startswith("python")
+    }
+    assert python == {"python-large": ["large"], "python": ["small", "tiny"]}
+
+
+def test_a_folder_called_like_an_input_is_in_the_key(pinned: Kit) -> None:
+    files = [
+        _file("python3.11-minimal", "small"),
+        _python("wheel", "torch", "2.0"),
+        _python("sdist", "native", "1.0"),
+    ]
+    keys = set()
+    for text in ("one", "two"):
+        pinned.write("to/file", text)
+        plan = plan_over(pinned.root, "demo", _lock(pinned, *files))
+        keys |= {action.key for action in plan.layers if action.name == "to"}
+    assert len(keys) == 2

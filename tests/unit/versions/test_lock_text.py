@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from primus_images.errors import InputError
 from primus_images.versions.lock import (
     BaseRequest,
+    Commit,
     Lock,
     LockedFile,
     Request,
@@ -158,3 +159,29 @@ def test_load(tmp_path: Path) -> None:
     lock = Lock(target="cpu", channel="pypi", pins={"a": "1"}, files=())
     (tmp_path / "lock.json").write_text(dumps(lock), encoding="utf-8")
     assert load(tmp_path / "lock.json") == lock
+
+
+def test_another_commit_of_the_same_version_is_drift() -> None:
+    pinned = Commit(url="https://a", commit="1" * 40, version="1.0")
+    wanted = Request(target="cpu", channel="pypi", python="", gits={"turbo": pinned})
+    file = LockedFile(
+        kind="git",
+        name="turbo",
+        version="1.0",
+        file=f"turbo-{'1' * 40}.tar",
+        size=1,
+        sha256="0" * 64,
+    )
+    lock = Lock(target="cpu", channel="pypi", pins=wanted.flat(), files=(file,))
+    assert drift(lock, wanted) == ()
+    # A merge took the file of one side and the pin of the other.
+    merged = dataclasses.replace(file, file=f"turbo-{'2' * 40}.tar")
+    (changed,) = drift(dataclasses.replace(lock, files=(merged,)), wanted)
+    assert changed.locked == merged.file
+
+
+def test_an_extra_of_which_the_base_has_everything_needs_no_file() -> None:
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("a",))
+    wanted = request(bases={"bookworm": base, "bookworm rdma": base._replace(over="bookworm")})
+    lock = dataclasses.replace(lock_of(), pins=wanted.flat())
+    assert drift(lock, wanted) == ()

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from primus_images.cli.host.lock import Change, compare
+from primus_images.errors import InputError
 from primus_images.progress import Progress
-from primus_images.versions import relock
+from primus_images.versions import relock, wheels
 from primus_images.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
 
 
@@ -201,3 +202,43 @@ def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call
         ("b", "bash", "9"),
         ("b rdma", "tool", "adduser"),
     }
+
+
+def test_an_extra_that_needs_another_version_than_the_base_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def debs(name: str, base: BaseRequest, status: str) -> tuple[LockedFile, ...]:
+        file = _file("deb", "bash", "10" if base.over else "9", base=name)
+        return (replace(file, sha256="1" * 64 if base.over else "0" * 64),)
+
+    monkeypatch.setattr(relock, "resolve_debs", debs)
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",))
+    bases = {"b": base, "b rdma": base._replace(over="b")}
+    wanted = Request(target="cpu", channel="pypi", python="3.11", bases=bases)
+    with pytest.raises(InputError, match="b rdma needs bash 10, and base b has 9"):
+        relock.resolve(wanted, None, {}, Progress())
+
+
+def test_targets_that_are_locked_together_resolve_a_base_once(calls: list[Any]) -> None:
+    shared: Any = {}
+    for _ in range(2):
+        relock.resolve(_request(), None, shared, Progress())
+    assert [call for call in calls if call[0] == "debs"] == [("debs", "b")]
+
+
+def test_a_builds_wheels_have_the_images_versions_unless_they_name_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def locked(request: Request, wanted: Any) -> tuple[LockedFile, ...]:
+        asked.append(wanted)
+        return ()
+
+    monkeypatch.setattr(wheels, "_locked", locked)
+    image = {"torch": "2", "ninja": "1", "numpy": "3"}
+    wheels.resolve_build(_request(), "x build", ("Torch", "ninja==9"), image, {})
+    assert asked[0].pins == ["torch===2", "ninja===9"]
+    assert asked[0].constraints == ["numpy===3"]
+    with pytest.raises(InputError, match="x build: the image has no gcc"):
+        wheels.resolve_build(_request(), "x build", ("gcc",), image, {})

@@ -222,3 +222,23 @@ def test_a_device_pin_is_of_the_targets_architecture() -> None:
     assert made.resolved(3, "gfx942").place == 3
     with pytest.raises(ValueError, match="the target has none"):
         made.resolved(0, None)
+
+
+def test_a_need_binds_pins_of_its_version_that_share_a_target() -> None:
+    text = ONE.replace("{PIN}", "{wheel: torch, version: 2.13, channel: pypi, targets: [cpu]}")
+    text += (
+        "      - {wheel: torch, version: 2.14, channel: pypi, targets: [h200]}\n"
+        "  torchao:\n    name: AO\n    needs: {0.3: 'torch>=2.14'}\n    pins:\n"
+        "      - {wheel: torchao, version: VERSION, channel: pypi, targets: [TARGET]}\n"
+    )
+    for version, target, fits in (
+        ("0.3", "h200", True),
+        ("0.3", "cpu", False),
+        ("0.2", "cpu", True),
+    ):
+        changed = text.replace("VERSION", version).replace("TARGET", target)
+        if fits:
+            versions(changed)
+        else:
+            error = refused(changed)
+            assert "torchao 0.3 needs torch>=2.14, and a target may have 2.13" in error.message

@@ -33,7 +33,7 @@ from primus_images.oci.tar import Entry
 from primus_images.plan.skeleton import Prefix
 from primus_images.plan.stats import StatIndex
 from primus_images.recipes.load import parse
-from primus_images.recipes.resolve import vocabulary
+from primus_images.recipes.assets import vocabulary
 from primus_images.recipes.tensors import header
 from primus_images.recipes.weights import config_of
 from primus_images.release.artifact import Document, artifact

@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError, with what to write instead of an option that is not one."""
-        from primus_images.recipes.resolve import is_setting
+        from primus_images.recipes.overrides import is_setting
 
         hint = f"`{' '.join(self.prog.split()[:2])} --help` lists the options"
         match = re.match(r"unrecognized arguments: ((?:--)?([^\s=]+))(?:[\s=]+(\S+))?", message)

@@ -1,19 +1,21 @@
-"""Resolving a recipe from its name and the user's choices and overrides, with all checks."""
+"""Resolving a recipe: read, choose, apply cases, override, check, fit.
 
-import json
-import re
+Each stage takes a :class:`Draft` and returns the next one, or raises InputError with the place of
+the wrong value.
+"""
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial, reduce
-from itertools import chain, product
-from os.path import exists, expanduser, isdir, isfile
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from os.path import exists
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from primus_images.errors import InputError, PrimusError, nearest
-from primus_images.files import refuse_pointer
-from primus_images.recipes import load, schema
-from primus_images.recipes.choose import CPU, LENGTH, check_choice, choose, supported
+from primus_images.errors import InputError
+from primus_images.recipes import load, strict
+from primus_images.recipes.assets import file_faults, vocabulary_faults
+from primus_images.recipes.choose import CPU, LENGTH, choose, supported
 from primus_images.recipes.family import OTHER, families, family
 from primus_images.recipes.faults import (
     Fault,
@@ -23,164 +25,112 @@ from primus_images.recipes.faults import (
     model_faults,
     rank_faults,
 )
+from primus_images.recipes.overrides import Override, choices_among, read_override, set_twice
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
-from primus_images.recipes.schema import Backend, backends
-from primus_images.recipes.setting import CHOICES, Choices, Setting, Value
+from primus_images.recipes.schema import Backend, Rule, backend_rules, backends
+from primus_images.recipes.setting import Choices, Setting, Settings, Value
 from primus_images.recipes.weights import kind_faults, model_of, published_faults
-from primus_images.yamlfile import LARGEST, read_values, spell, value as typed_value
+from primus_images.yamlfile import Scalar, spell
 
-_OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 # Keys of weights to start from.
 _WEIGHTS = ("weights", "finetune.weights", "megatron.weights")
 # Sections of the file that guide the resolution and are not settings of the run.
 _DECIDING = ("default.", "supports.")
+
+_Check: TypeAlias = Callable[[Recipe], Iterable[Fault]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the run will be.
+
+    If it is not ``here``, files at absolute paths are not looked for. ``memory`` are the bytes of
+    one GPU if they differ from those of its generation.
+    """
+
+    here: bool = True
+    memory: float | None = None
+
+
+HERE = Place()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A recipe that is being resolved.
+
+    ``name``, ``path``, ``choices`` and ``words`` are the user's. ``source`` is what the files say,
+    ``chosen`` are the choices with their origins, and ``typed`` the words by their keys.
+    ``settings`` are the run's so far. ``tried`` are the values to try of keys with a list.
+    """
+
+    name: str
+    path: Path
+    choices: Choices
+    words: Sequence[str]
+    source: load.Source
+    chosen: Settings = field(default_factory=dict)
+    typed: Mapping[str, Override] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
+    tried: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The choices as conditions of cases compare them."""
+        return {choice: load.words(setting.value)[0] for choice, setting in self.chosen.items()}
+
+    @property
+    def backend(self) -> Backend:
+        """The chosen backend."""
+        return backends()[self.facts["backend"]]
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder of weights that the user names, if it is there."""
+        for word in self.words:
+            key, _, text = word.partition("=")
+            if key in _WEIGHTS and exists(text):
+                return Path(text)
+        return None
+
+    def with_settings(self, settings: Settings) -> "Draft":
+        """Return the draft with further settings, which replace those of the same keys."""
+        return replace(self, settings={**self.settings, **settings})
 
 
 def resolve(
     name: str,
     overrides: Sequence[str] = (),
     choices: Choices | None = None,
-    replacing: Sequence[str] = (),
     among: Path | None = None,
     *,
-    here: bool = True,
-    memory: float | None = None,
+    place: Place = HERE,
 ) -> Recipe:
-    """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its
-    cases and overrides.
+    """Resolve the recipe ``name`` (of the folder ``among``, or a path). Raises InputError.
 
     ``overrides`` are ``key=value`` words, one for each key, which may omit the backend's name or be
-    a short name or a choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``. ``replacing``
-    are further ones, which replace those of the same key. If the run is not ``here``, files at
-    absolute paths are not looked for.
+    a short name or a choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``.
 
-    Of a list of values, the first whose predicted memory fits is taken, else the last. ``memory``
-    are the bytes of one GPU if they differ from those of the generation. With weights to fine-tune,
-    the model is that of their ``config.json``. Raises InputError with the place of the wrong value.
+    Of a list of values, the first whose predicted memory fits is taken, else the last. With weights
+    to fine-tune, the model is that of their ``config.json``.
     """
     path = load.find(name, among).absolute()
-    source = load.read(path)
-    choices, words = choices_among(choices or Choices(), overrides)
-    texts = dict(word.partition("=")[::2] for word in words)
-    weights = next((Path(texts[key]) for key in _WEIGHTS if exists(texts.get(key, ""))), None)
-    chosen = choose(source.settings, choices, path, sized=weights is not None)
-    settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
-    facts = {choice: load.words(setting.value)[0] for choice, setting in chosen.items()}
-    for case in source.cases if choices.nodes is None else ():
-        if "nodes" in case.settings and case.holds(facts):
-            chosen["nodes"] = case.settings["nodes"]
-            facts["nodes"] = str(chosen["nodes"].value)
-    knows = backends()[facts["backend"]]
-    spelled: dict[str, str] = {}
-    overriding: dict[str, Setting] = {}
-    for number, word in enumerate([*words, *replacing]):
-        full, key, setting = _override(word, knows)
-        if key in overriding and number < len(words):
-            first = spelled[key]
-            raise InputError(
-                f"{key} is set twice: {first} and {full}",
-                where="command line",
-                hint="keep one of the two",
-            )
-        spelled[key] = full
-        overriding[key] = setting
-    body = settings
-    settings = _with_cases(body, source, facts, overriding, knows) | chosen
-    others = backends().keys() - {knows.name}
-    settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
-    # The global batch is written for one node.
-    _scale_batch(settings, source, facts, knows)
-    if weights and here:
-        settings = _of_weights(weights, settings, overriding, knows)
-    if facts["gpu"] == CPU and facts["proxy"] == "false":
-        settings["ranks"] = Setting(value=1, origin="one process on a CPU")
-    settings.update(overriding)
-    _settle_steps(settings, overriding, knows)
-    trying = {key: _listed(settings, key, knows) for key in knows.tried}
-    _check_keys(settings, source, knows)
-    if not chosen["gpu"].origin.startswith("--gpu"):
-        # With these choices, the recipe is the same on any machine.
-        choices = replace(choices, gpu=facts["gpu"])
-    recipe = Recipe(
-        name=name,
-        path=path,
-        settings=settings,
-        overrides=tuple(spelled.values()),
-        choices=choices,
-        precisions=supported(source.settings)[facts["backend"], facts["mode"]],
-        by_path=load.is_path(name),
-        files=source.files,
-    )
-    whole = recipe.find(knows.key("global_batch"), -1)
-    batch = knows.keys["local_batch"]
-    trying[batch] = [
-        size for size in trying[batch] if whole < 1 or whole % (size * recipe.data_parallel) == 0
-    ]
-    if trying[batch]:
-        recipe = _with(recipe, batch, trying[batch][-1])
-    # Files at absolute paths must exist only if the run is here.
-    _refuse_first(
-        recipe,
-        (
-            partial(_file_faults, here=here),
-            kind_faults,
-            model_faults,
-            lambda recipe: recipe.architecture.objections(),
-            published_faults,
-            rank_faults,
-            layout_faults,
-            batch_faults,
-            data_faults,
-            _vocabulary_faults,
-            rules_of(recipe).faults,
-            _precision_faults,
-        ),
-    )
-    if facts["proxy"] == "true":
-        # A proxy has sizes of its own. Those of the full model are in the same file, and have to be
-        # the published ones.
-        complete = _with_cases(body, source, {**facts, "proxy": "false"}, {}, knows)
-        mixed = {k: s for k, s in settings.items() if not k.startswith("model.")}
-        mixed |= {k: s for k, s in complete.items() if k.startswith("model.")}
-        mixed["proxy"] = Setting(value=False, origin="the full model")
-        _refuse_first(
-            replace(recipe, settings=mixed),
-            (lambda r: r.architecture.objections(), published_faults),
-        )
-    memory = memory or gpu_bytes(recipe.gpu)
-    if memory:
-        lists = [[(key, value) for value in values] for key, values in trying.items() if values]
-        every = (
-            reduce(lambda each, pair: _with(each, *pair), pairs, recipe)
-            for pairs in product(*lists)
-        )
-        recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
-    return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
+    return _resolve(_read(name, path, overrides, choices or Choices()), place)
 
 
-def _with_cases(
-    body: Mapping[str, Setting],
-    source: load.Source,
-    facts: Mapping[str, str],
-    overriding: Mapping[str, Setting],
-    knows: Backend,
-) -> dict[str, Setting]:
-    """Return ``body``, settings that do not depend on a choice, with those of the cases that hold
-    for ``facts``.
-    """
-    settings = dict(body)
-    for case in source.cases:
-        length = overriding.get(knows.key(LENGTH)) or settings.get(knows.key(LENGTH))
-        if case.holds({**facts, LENGTH: str(length and length.value)}):
-            settings.update(case.settings)
-    return settings
+def changed(recipe: Recipe, words: Sequence[str], choices: Choices | None = None) -> Recipe:
+    """Resolve ``recipe`` again, with ``words`` in place of its overrides of the same keys."""
+    overrides = {}
+    for word in (*recipe.overrides, *words):
+        overrides[read_override(word, recipe.knows).key] = word
+    name = str(recipe.path) if recipe.by_path else recipe.name
+    draft = _read(name, recipe.path, list(overrides.values()), choices or recipe.choices)
+    return _resolve(draft, HERE)
 
 
 def runs_on(entry: load.Entry, precision: str, gpu: str) -> bool:
-    """Whether a ``gpu`` holds the recipe of ``entry`` on its own number of nodes, with some micro
-    batch.
-    """
+    """Whether a ``gpu`` holds the recipe on its own number of nodes, with some micro batch."""
     choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
     try:
         return entry.only_proxy or holds(resolve(str(entry.path), (), choices))
@@ -188,409 +138,281 @@ def runs_on(entry: load.Entry, precision: str, gpu: str) -> bool:
         return True  # a fault of the recipe, which `show` names
 
 
-# YAML also reads signs, other bases and other spellings of true.
-_SPELLINGS = {"nodes": "[0-9]{1,9}", "proxy": "true|false"}
+def _resolve(draft: Draft, place: Place) -> Recipe:
+    draft = _choose(draft)
+    draft = _read_words(draft)
+    draft = _apply_cases(draft)
+    draft = _scale_batch(draft)
+    if draft.weights and place.here:
+        draft = _take_sizes(draft, draft.weights)
+    draft = _override(draft)
+    draft = _settle_steps(draft)
+    draft = _list_values(draft)
+    strict.check(draft.settings, draft.backend, draft.source.files[0])
+    recipe = _recipe(draft)
+    _check(recipe, place)
+    recipe = _fit(recipe, draft.tried, place)
+    _refuse(recipe, batch_faults)
+    return recipe
 
 
-def choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
-    """Return the choices with those that ``overrides`` make, and the other overrides. Raises
-    InputError.
-    """
-    words = []
-    for word in overrides:
-        key, _, text = word.partition("=")
-        if key not in CHOICES:
-            # The shell leaves ~ as it is after =.
-            words.append(f"{key}={expanduser(text)}" if text.startswith("~/") else word)
-            continue
-        before = getattr(choices, key)
-        if before is not None:
-            first = f"{key}={str(before).lower() if key == 'proxy' else before}"
-            raise InputError(
-                f"{key} is set twice: {first} and {word}",
-                where="command line",
-                hint="keep one of the two",
-            )
-        value: object = text
-        spelling = _SPELLINGS.get(key)
-        if spelling:
-            where = f"command line: {key}"
-            typed = Setting(
-                value=typed_value(text, where) if re.fullmatch(spelling, text) else text,
-                origin=where,
-            )
-            check_choice(key, typed)
-            value = typed.value
-        choices = replace(choices, **{key: value})  # type: ignore[arg-type]
-    return choices, words
+def _read(name: str, path: Path, overrides: Sequence[str], choices: Choices) -> Draft:
+    source = load.read(path)
+    choices, words = choices_among(choices, overrides)
+    return Draft(name=name, path=path, choices=choices, words=words, source=source)
 
 
-def _of_weights(
-    folder: Path, settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
-) -> dict[str, Setting]:
+def _choose(draft: Draft) -> Draft:
+    settings = draft.source.settings
+    chosen = choose(settings, draft.choices, draft.path, sized=draft.weights is not None)
+    draft = replace(draft, chosen=chosen)
+    if draft.choices.nodes is None:
+        for case in draft.source.cases:
+            if "nodes" in case.settings and case.holds(draft.facts):
+                chosen = {**chosen, "nodes": case.settings["nodes"]}
+    return replace(draft, chosen=chosen)
+
+
+def _read_words(draft: Draft) -> Draft:
+    typed: dict[str, Override] = {}
+    for word in draft.words:
+        override = read_override(word, draft.backend)
+        if override.key in typed:
+            raise set_twice(override.key, typed[override.key].word, override.word)
+        typed[override.key] = override
+    return replace(draft, typed=typed)
+
+
+def _apply_cases(draft: Draft) -> Draft:
+    """Take the file's settings, those of the cases that hold, and the choices."""
+    written = draft.source.settings
+    settings = {key: written[key] for key in written if not key.startswith(_DECIDING)}
+    length_key = draft.backend.key(LENGTH)
+    facts = draft.facts
+    for case in draft.source.cases:
+        length = draft.typed.get(length_key) or settings.get(length_key)
+        if length:
+            facts[LENGTH] = str(length.value)
+        if case.holds(facts):
+            settings.update(case.settings)
+    settings.update(draft.chosen)
+    for other in backends():
+        if other != draft.backend.name:
+            settings = {key: settings[key] for key in settings if not key.startswith(f"{other}.")}
+    return replace(draft, settings=settings)
+
+
+def _scale_batch(draft: Draft) -> Draft:
+    """Multiply the global batch, which is written for one node, unless a case is for several."""
+    key = draft.backend.key("global_batch")
+    nodes = int(draft.facts["nodes"])
+    batch = draft.settings.get(key)
+    if nodes == 1 or batch is None or not isinstance(batch.value, int) or batch.value < 1:
+        return draft
+    for case in draft.source.cases:
+        if "nodes" in case.when and key in case.settings and case.holds(draft.facts):
+            return draft
+    origin = f"{batch.origin} × {nodes} nodes"
+    return draft.with_settings({key: replace(batch, value=batch.value * nodes, origin=origin)})
+
+
+def _take_sizes(draft: Draft, weights: Path) -> Draft:
+    """Take the model of the weights, if they are fine-tuned."""
+    backend = draft.backend
     name = ""
-    if "model.family" in settings:
-        name = str(settings["model.family"].value)
-    if not (
-        name in families()
-        and not family(name).images
-        and "weights" in schema.backend_rules(knows.name)
-    ):
-        return settings
-    typed = overriding.get("model.family")
-    if typed and typed.value == OTHER:
+    if "model.family" in draft.settings:
+        name = str(draft.settings["model.family"].value)
+    if name not in families() or family(name).images:
+        return draft
+    if "weights" not in backend_rules(backend.name):
+        return draft
+    typed_family = draft.typed.get("model.family")
+    if typed_family and typed_family.value == OTHER:
         name = OTHER
-    described = model_of(folder, name)
-    for key, setting in overriding.items():
-        if setting.value != (theirs := described.get(key, setting)).value:
+    model = model_of(weights, name)
+    for key, override in draft.typed.items():
+        if key in model and override.value != model[key].value:
             raise InputError(
-                f"{key} is {setting.value}, and the weights have {theirs.value}",
-                where=theirs.origin,
+                f"{key} is {override.value}, and the weights have {model[key].value}",
+                where=model[key].origin,
                 hint="leave it out: the sizes are those of the weights",
             )
-    kept = ()
-    if name != OTHER:
-        kept = ("model.hf_repo", "model.moe.auxiliary_loss")
-    settings = {
-        key: s for key, s in settings.items() if not key.startswith("model.") or key in kept
-    } | described
-    for key, plain in (("compile", False), ("recompute", "full")) if name == OTHER else ():
-        settings[f"{knows.name}.training.{key}"] = Setting(
-            value=plain, origin="a model of no family"
-        )
-    lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
-    return settings | {
-        knows.key("seq_len"): min(lengths, key=lambda length: int(str(length.value)))
-    }
+    settings = {key: draft.settings[key] for key in draft.settings if not key.startswith("model.")}
+    if name == OTHER:
+        origin = "a model of no family"
+        compile_key = f"{backend.name}.training.compile"
+        settings[compile_key] = Setting(value=False, origin=origin)
+        recompute_key = f"{backend.name}.training.recompute"
+        settings[recompute_key] = Setting(value="full", origin=origin)
+    else:
+        for key in ("model.hf_repo", "model.moe.auxiliary_loss"):
+            if key in draft.settings:
+                settings[key] = draft.settings[key]
+    settings.update(model)
+    length_key = backend.key("seq_len")
+    longest = model["model.max_seq_len"]
+    if int(str(longest.value)) < int(str(settings[length_key].value)):
+        settings[length_key] = longest
+    return replace(draft, settings=settings)
 
 
-def _scale_batch(
-    settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend
-) -> None:
-    key = knows.key("global_batch")
-    nodes = int(facts["nodes"])
-    batch = settings.get(key)
-    set_by_case = any(
-        "nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases
-    )
-    if batch and nodes > 1 and not set_by_case and isinstance(batch.value, int) and batch.value > 0:
-        settings[key] = replace(
-            batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes"
-        )
+def _override(draft: Draft) -> Draft:
+    """Apply the user's words, after what follows from the choices."""
+    if draft.facts["gpu"] == CPU and draft.facts["proxy"] == "false":
+        one = Setting(value=1, origin="one process on a CPU")
+        draft = draft.with_settings({"ranks": one})
+    return draft.with_settings(draft.typed)
 
 
-def _listed(settings: dict[str, Setting], key: str, knows: Backend) -> list[Any]:
-    """Return the values of a list, of which its last becomes the setting; empty if it is not a
-    list.
-    """
-    full = f"{knows.name}.{key}"
-    setting = settings.get(full)
-    if setting is None or not isinstance(setting.value, list):
-        return []
-    rule = schema.backend_rules(knows.name)[key]
-    values = [v for v in setting.value if not rule.objection(v) and not (type(v) is int and v < 1)]
-    if not values or len(values) < len(setting.value):
-        raise InputError(
-            f"{full} is {spell(setting.value)}",
-            where=setting.origin,
-            hint="give one value, or a list of values to try in this order",
-        )
-    origin = f"{setting.origin}, the first of {', '.join(map(spell, values))} that fits"
-    settings[full] = replace(setting, value=values[-1], origin=origin)
-    return values
-
-
-def _with(recipe: Recipe, key: str, value: Value) -> Recipe:
-    full = f"{recipe.backend}.{key}"
-    return replace(
-        recipe, settings={**recipe.settings, full: replace(recipe.settings[full], value=value)}
-    )
-
-
-def _settle_steps(
-    settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
-) -> None:
-    """Leave the steps to ``epochs``, which a run counts, or to the user, who may shorten the run
-    and its warm-up.
-    """
-    key = knows.key("steps")
-    warmup = f"{knows.name}.{knows.warmup}"
-    if "epochs" in settings and key in overriding:
-        if "epochs" in overriding:
-            raise InputError("give either epochs or steps", where=overriding["epochs"].origin)
+def _settle_steps(draft: Draft) -> Draft:
+    """Leave the steps to ``epochs``, which a run counts, or to the user."""
+    key = draft.backend.key("steps")
+    settings = dict(draft.settings)
+    steps = draft.typed.get(key)
+    if "epochs" in settings and steps:
+        epochs = draft.typed.get("epochs")
+        if epochs:
+            raise InputError("give either epochs or steps", where=epochs.origin)
         del settings["epochs"]
     elif "epochs" in settings and key in settings:
-        settings[key] = replace(
-            settings[key], origin="replaced by those of epochs when a run starts"
-        )
-    steps = overriding.get(key)
-    before = settings.get(warmup)
-    if not steps or not before or warmup in overriding:
-        return
-    if (
-        isinstance(steps.value, int)
-        and isinstance(before.value, int)
-        and 0 < steps.value < before.value
-    ):
-        limit = f"{before.origin}, at most the {steps.value} steps"
-        settings[warmup] = replace(before, value=steps.value, origin=limit)
+        origin = "replaced by those of epochs when a run starts"
+        settings[key] = replace(settings[key], origin=origin)
+    draft = replace(draft, settings=settings)
+    if steps is None:
+        return draft
+    return _shorten_warmup(draft, steps.value)
 
 
-def is_setting(key: str) -> bool:
-    """Return whether ``key`` is the name of a setting of any backend, long or short."""
-    return key in {"corpus", "tokenizer", *schema.recipe_rules()} or bool(_having(key))
+def _shorten_warmup(draft: Draft, steps: Value) -> Draft:
+    """Let the warm-up end with a run that the user shortens."""
+    key = f"{draft.backend.name}.{draft.backend.warmup}"
+    warmup = draft.settings.get(key)
+    if warmup is None or key in draft.typed:
+        return draft
+    if not isinstance(steps, int) or not isinstance(warmup.value, int):
+        return draft
+    if not 0 < steps < warmup.value:
+        return draft
+    origin = f"{warmup.origin}, at most the {steps} steps"
+    return draft.with_settings({key: replace(warmup, value=steps, origin=origin)})
 
 
-def _having(key: str) -> list[str]:
-    rows = backends().values()
-    return [
-        row.name
-        for row in rows
-        if key in {*row.keys, *row.degrees, *schema.backend_rules(row.name)}
-    ]
-
-
-def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
-    """Return ``word`` with the whole name of its key, the key in the recipe's settings, and the
-    setting.
-    """
-    key, separator, text = word.partition("=")
-    if not separator or not key:
-        raise InputError(
-            f"{word!r} is not key=value", where="command line", hint="example: training.steps=5"
-        )
-    if key in ("corpus", "tokenizer"):
-        key = f"assets.{key}"
-    elif native_key := knows.keys.get(key) or knows.degrees.get(key):
-        key = f"{knows.name}.{native_key}"
-    section = key.partition(".")[0]
-    # A size in the recipe's model section, from which primus sets the backend's key of the same
-    # name.
-    sized = (
-        key in knows.owned
-        and key.startswith("model.")
-        and key.removeprefix("model.") in schema.model_rules()
-    )
-    own = schema.backend_rules(knows.name)
-    native = key in knows.owned or key in own or section not in _OWN_SECTIONS
-    whole = section == knows.name or key in schema.recipe_rules() or sized
-    if native and not whole:
-        place = f"{knows.name}.{key}"
-    else:
-        place = key
-    # A path may look like a number, or contain what is a comment in YAML.
-    rule = schema.recipe_rules().get(place) or own.get(place.removeprefix(f"{knows.name}."))
-    plain = not text or (
-        rule and rule.types == {"str"} and not rule.choices and text[0] not in "\"'"
-    )
-    value: Value = text if plain else typed_value(text, f"command line: {key}")
-    return f"{key}={text}", place, Setting(value=value, origin=f"command line: {word}")
-
-
-def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Backend) -> None:
-    needed = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
-    for key in (*needed, *map(knows.key, ("steps", "seq_len", "local_batch"))):
-        if key not in settings:
-            more = ""
-            if key.startswith(("ranks", "assets.")):
-                more = ", or add `uses: [shared/data.yaml]`, which sets it"
-            hint = f"set {key}" + (
-                f" to one of {', '.join(families())}" if key == "model.family" else more
-            )
-            raise InputError(f"{key} is missing", where=f"{source.files[0]}:1:1", hint=hint)
-    head = f"{knows.name}."
-    typed = (key for key, setting in settings.items() if setting.origin.startswith("command line"))
-    adapters = [key for key in typed if key.startswith(f"{head}lora.")]
-    if adapters and settings["mode"].value != "lora":
-        key_text = adapters[0].removeprefix(head)
-        raise InputError(
-            f"{key_text} has no effect in another mode than LoRA",
-            where=settings[adapters[0]].origin,
-            hint="--mode lora",
-        )
-    sections = {
-        "": schema.recipe_rules(),
-        "model.": schema.model_rules(),
-        head: schema.backend_rules(knows.name),
-    }
-    rules = {
-        prefix + key: rule for prefix, section in sections.items() for key, rule in section.items()
-    }
-    for key, setting in settings.items():
-        if key in CHOICES:
+def _list_values(draft: Draft) -> Draft:
+    """Set the last value of each list, which is the one that needs least memory."""
+    tried: dict[str, Sequence[Scalar]] = {}
+    settings = dict(draft.settings)
+    rules = backend_rules(draft.backend.name)
+    for native in draft.backend.tried:
+        key = f"{draft.backend.name}.{native}"
+        setting = settings.get(key)
+        if setting is None or not isinstance(setting.value, list):
             continue
-        native = key.removeprefix(head)
-        if native != key and native in knows.owned:
+        values = setting.value
+        if not values or any(_is_wrong(value, rules[native]) for value in values):
             raise InputError(
-                f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}"
+                f"{key} is {spell(values)}",
+                where=setting.origin,
+                hint="give one value, or a list of values to try in this order",
             )
-        rule = rules.get(key)
-        if rule is None:
-            raise _unknown(key, setting, rules, knows)
-        objection = rule.objection(setting.value)
-        if objection is not None:
-            raise InputError(f"{key} {objection}", where=setting.origin)
-    # What a case or an override replaces has its type, too. Of some settings, a list holds values
-    # to try.
-    for key, setting in chain(
-        source.settings.items(), *(case.settings.items() for case in source.cases)
-    ):
-        listed = key.removeprefix(head) in knows.tried and isinstance(setting.value, list)
-        if (
-            key in rules
-            and not listed
-            and (objection := rules[key].objection(setting.value)) is not None
-        ):
-            raise InputError(f"{key} {objection}", where=setting.origin)
-    if "epochs" in settings:  # nothing exceeds the steps before they are counted
-        steps = knows.key("steps")
-        settings = {**settings, steps: replace(settings[steps], value=LARGEST)}
-    # First the values that are wrong by themselves, because they often make others wrong.
-    for related in (False, True):
-        for key in rules:
-            wrong = schema.out_of_bounds(key, rules, settings, related=related)
-            if wrong:
-                reason, remedy = wrong
-                raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
+        shown = ", ".join(map(spell, values))
+        origin = f"{setting.origin}, the first of {shown} that fits"
+        settings[key] = replace(setting, value=values[-1], origin=origin)
+        tried[key] = values
+    return replace(draft, settings=settings, tried=tried)
 
 
-def _unknown(
-    key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend
-) -> PrimusError:
-    native = key.removeprefix(f"{knows.name}.")
-    if native in (names := read_values(Path(__file__).with_name("other_names.yaml")).data):
-        name_text = names[native]
-        return InputError(f"there is no key {key!r}; here it is {name_text}", where=setting.origin)
-    other = native.partition(".")[0]
-    if other != knows.name and other in backends():
-        return InputError(
-            f"{native} is not a key of the backend {knows.name}",
-            where=setting.origin,
-            hint=f"--backend {other} has it",
-        )
-    if key.startswith("model."):
-        fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
-        # Compared without the prefix, which makes any two keys of a model similar.
-        near = ""
-        if nearest(key.removeprefix("model."), fields):
-            near = nearest(key, map("model.{}".format, fields))
-        groups = dict.fromkeys(
-            f"{head}.*" if rest else head for head, _, rest in (f.partition(".") for f in fields)
-        )
-        hint = f"a model is described by {', '.join(groups)}"
-    else:
-        # Compared without the backend's name, which makes any two of its keys similar.
-        full = {rule.removeprefix(f"{knows.name}."): rule for rule in rules}
-        near = nearest(native, [*full, *knows.keys, *knows.degrees])
-        near = next(
-            (
-                near.replace(repr(name), repr(rule))
-                for name, rule in full.items()
-                if repr(name) in near
-            ),
-            near,
-        )
-        hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
-        having = _having(native)
-        if having:
-            near = ""
-            hint = f"{native} is a setting of --backend {' or '.join(having)}"
-    return InputError(
-        f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint
+def _is_wrong(value: Scalar, rule: Rule) -> bool:
+    if rule.objection(value):
+        return True
+    return type(value) is int and value < 1
+
+
+def _recipe(draft: Draft) -> Recipe:
+    choices = draft.choices
+    if not draft.chosen["gpu"].origin.startswith("--gpu"):
+        # With these choices, the recipe is the same on any machine.
+        choices = replace(choices, gpu=draft.facts["gpu"])
+    name = draft.name
+    if "/" not in name:
+        name = str(draft.settings["name"].value)
+    precisions = supported(draft.source.settings)
+    return Recipe(
+        name=name,
+        path=draft.path,
+        settings=draft.settings,
+        overrides=tuple(override.word for override in draft.typed.values()),
+        choices=choices,
+        precisions=precisions[draft.facts["backend"], draft.facts["mode"]],
+        by_path=load.is_path(draft.name),
+        files=draft.source.files,
     )
 
 
-def _refuse_first(recipe: Recipe, checks: Iterable[Callable[[Recipe], Iterable[Fault]]]) -> None:
-    for key, why, hint in chain.from_iterable(faults(recipe) for faults in checks):
-        # If the key is missing, the place is that of the first setting that the reason names.
-        named = next(
-            (word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None
-        )
-        if named:
-            origin = recipe.settings[named].origin
-        else:
-            origin = f"{recipe.path}:1:1"
-        raise InputError(f"{key}: {why}", where=origin, hint=hint)
+def _check(recipe: Recipe, place: Place) -> None:
+    """Raise InputError for the first thing that the recipe asks for and cannot have."""
+    checks: tuple[_Check, ...] = (
+        partial(file_faults, here=place.here),
+        kind_faults,
+        model_faults,
+        _size_faults,
+        published_faults,
+        rank_faults,
+        layout_faults,
+        data_faults,
+        vocabulary_faults,
+        rules_of(recipe).faults,
+        _precision_faults,
+    )
+    for faults in checks:
+        _refuse(recipe, faults)
 
 
-def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
-    names = [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]
-    for name in (
-        key for key in names if here or not str(recipe.settings[key].value).startswith("/")
-    ):
-        asset = recipe.asset(name)
-        kind = "a file or a folder"
-        if name == "assets.tokenizer":
-            kind = "a folder"
-        if not re.fullmatch(
-            r"(?!hf:|\w+://).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)
-        ):
-            hint = "as in hf:OWNER/NAME; download what is elsewhere, and name the file"
-            yield name, f"{value} names no file, and no data set or model on the hub", hint
-        if asset is not None and not (isdir(asset) or (kind != "a folder" and isfile(asset))):
-            yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
-    key = f"{recipe.backend}.weights"
-    weights = recipe.find(key, "random")
-    elsewhere = weights.startswith("hf:") or (weights.startswith("/") and not here)
-    if not (elsewhere or weights == "random" or isdir(weights)):
-        yield (
-            key,
-            f"there is no folder {weights!r}",
-            "name a folder of safetensors files, hf:OWNER/NAME or random",
-        )
+def _refuse(recipe: Recipe, faults: _Check) -> None:
+    for key, why, remedy in faults(recipe):
+        raise InputError(f"{key}: {why}", where=_origin(recipe, key, why), hint=remedy)
 
 
-def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
-    tokenizer = recipe.asset("tokenizer")
-    rows = recipe.architecture.vocab_size
-    if tokenizer is not None and (size := vocabulary(tokenizer)) > rows > 0:
-        why = f"{rows} is less than the {size} tokens of {tokenizer}"
-        yield (
-            "model.vocab_size",
-            why,
-            f"model.vocab_size={size} or more, or another assets.tokenizer",
-        )
+def _origin(recipe: Recipe, key: str, why: str) -> str:
+    # If the key is missing, the place is that of the first setting that the reason names.
+    for word in (key, *why.replace(",", "").split()):
+        if word in recipe.settings:
+            return recipe.settings[word].origin
+    return f"{recipe.path}:1:1"
+
+
+def _size_faults(recipe: Recipe) -> Iterator[Fault]:
+    return recipe.architecture.objections()
 
 
 def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
-    knows = recipe.knows
+    backend = recipe.knows
     computed = rules_of(recipe).precision(recipe)
-    if computed != recipe.precision:
-        hint = f"the recipe has no case that makes {knows.name} compute {recipe.precision}"
-        if knows.sharded_precision and recipe.unsharded:
-            hint = (
-                "it computes below float32 where FSDP shards the weights: leave ranks to "
-                "data or context parallelism"
-            )
-        yield (
-            "precision",
-            f"{recipe.precision} is requested, but the {knows.name} settings give {computed}",
-            hint,
+    if computed == recipe.precision:
+        return
+    remedy = f"the recipe has no case that makes {backend.name} compute {recipe.precision}"
+    if backend.sharded_precision and recipe.unsharded:
+        remedy = (
+            "it computes below float32 where FSDP shards the weights: leave ranks to data or "
+            "context parallelism"
         )
+    why = f"{recipe.precision} is requested, but the {backend.name} settings give {computed}"
+    yield "precision", why, remedy
 
 
-def vocabulary(folder: Path) -> int:
-    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; 0 without it. InputError
-    if it is wrong.
+def _fit(recipe: Recipe, tried: Mapping[str, Sequence[Scalar]], place: Place) -> Recipe:
+    """Take the first of the listed values that the memory of the GPU holds, else the last.
+
+    Micro batches that do not divide the global batch are left out.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return 0
-    try:
-        refuse_pointer(file)
-        content = json.loads(file.read_bytes())
-        words = content["model"]["vocab"]
-        # Unigram models have a list of tokens; all others map tokens to ids.
-        if isinstance(words, list):
-            largest = len(words) - 1
-        else:
-            largest = max(words.values(), default=-1)
-        added = max((token["id"] for token in content.get("added_tokens") or ()), default=-1)
-        return int(max(largest, added)) + 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        error_text = f"{type(error).__name__}: {error}"[:178]
-        raise InputError(
-            f"not a tokenizer file: {error_text}",
-            where=file,
-            hint="tokenizers of the transformers library have it: model.vocab and added_tokens",
-        ) from None
+    memory = place.memory or gpu_bytes(recipe.gpu)
+    for values in product(*tried.values()):
+        settings = dict(recipe.settings)
+        for key, value in zip(tried, values, strict=True):
+            settings[key] = replace(settings[key], value=value)
+        candidate = replace(recipe, settings=settings)
+        if any(batch_faults(candidate)):
+            continue
+        recipe = candidate
+        if memory and predict(recipe).peak <= USABLE * memory:
+            break
+    return recipe

@@ -8,10 +8,10 @@ and relations. ``-1 | [1, inf)`` allows one more value outside the interval.
 import dataclasses
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from primus_images.yamlfile import Scalar
 
@@ -32,6 +32,8 @@ _INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
 _NUMBER = re.compile(r"-?(?:[0-9.]+|inf)")
 
 Value = Scalar | list[Scalar]
+# How the origin of a value begins that the user typed as a word.
+COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,15 @@ class Setting:
     value: Value
     origin: str
     because: str = ""
+
+    @property
+    def typed(self) -> bool:
+        """Whether the value stands on the command line."""
+        return self.origin.startswith(COMMAND_LINE)
+
+
+# Settings by their dotted keys.
+Settings: TypeAlias = Mapping[str, Setting]
 
 
 def bounded(default: Any, bounds: str) -> Any:

@@ -1,7 +1,7 @@
 """A setting that a recipe gives as a list becomes the first entry that fits the GPU."""
 
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import resolve
+from primus_images.recipes.resolve import Place, resolve
 from primus_images.recipes.rules import USABLE, gpu_bytes, predict
 from primus_images.recipes.setting import Choices
 
@@ -10,7 +10,7 @@ CUT = ("ranks=2", "model.layers=12")
 
 
 def llama(*words: str, memory: float | None = None) -> Recipe:
-    return resolve("llama3.1-8b", words, H200, memory=memory)
+    return resolve("llama3.1-8b", words, H200, place=Place(memory=memory))
 
 
 def test_the_largest_that_fits_is_taken_and_the_origin_says_so() -> None:
@@ -64,6 +64,6 @@ def test_of_several_lists_the_first_combination_that_fits_is_taken() -> None:
     chosen = []
     for gib in (139, 90, 70, 50, 40):
         choices = Choices(gpu="h200", backend="finetune", mode="full")
-        recipe = resolve("llama3.1-8b", ["ranks=4"], choices, memory=gib * 2**30)
+        recipe = resolve("llama3.1-8b", ["ranks=4"], choices, place=Place(memory=gib * 2**30))
         chosen.append((recipe.settings["finetune.training.recompute"].value, recipe.local_batch))
     assert chosen == [("none", 4), ("none", 2), ("none", 1), ("full", 4), ("full", 1)]

@@ -1,0 +1,143 @@
+"""Keys and values that a recipe may have: nothing unknown, nothing missing, and within bounds."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from primus_images.errors import InputError, nearest
+from primus_images.recipes.family import families
+from primus_images.recipes.overrides import backends_with
+from primus_images.recipes.schema import (
+    Backend,
+    Rule,
+    backend_rules,
+    backends,
+    model_rules,
+    out_of_bounds,
+    recipe_rules,
+)
+from primus_images.recipes.setting import CHOICES, Setting, Settings
+from primus_images.yamlfile import LARGEST, read_values
+
+_NEEDED = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
+_OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
+
+
+def check(settings: Settings, backend: Backend, file: Path) -> None:
+    """Raise InputError for a key that the recipe in ``file`` lacks, or that has a wrong value."""
+    _require_keys(settings, backend, file)
+    _require_lora(settings, backend)
+    rules = _rules(backend)
+    for key, setting in settings.items():
+        if key not in CHOICES:
+            _check_key(key, setting, rules, backend)
+    if "epochs" in settings:
+        # Nothing exceeds the steps before they are counted.
+        steps = backend.key("steps")
+        settings = {**settings, steps: replace(settings[steps], value=LARGEST)}
+    # First the values that are wrong by themselves, because they often make others wrong.
+    for related in (False, True):
+        for key in rules:
+            wrong = out_of_bounds(key, rules, settings, related=related)
+            if wrong:
+                reason, remedy = wrong
+                raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
+
+
+def _require_keys(settings: Settings, backend: Backend, file: Path) -> None:
+    of_backend = [backend.key(short) for short in ("steps", "seq_len", "local_batch")]
+    for key in (*_NEEDED, *of_backend):
+        if key in settings:
+            continue
+        hint = f"set {key}"
+        if key == "model.family":
+            hint += f" to one of {', '.join(families())}"
+        elif key.startswith(("ranks", "assets.")):
+            hint += ", or add `uses: [shared/data.yaml]`, which sets it"
+        raise InputError(f"{key} is missing", where=f"{file}:1:1", hint=hint)
+
+
+def _require_lora(settings: Settings, backend: Backend) -> None:
+    if settings["mode"].value == "lora":
+        return
+    for key, setting in settings.items():
+        native = key.removeprefix(f"{backend.name}.")
+        if setting.typed and native != key and native.startswith("lora."):
+            raise InputError(
+                f"{native} has no effect in another mode than LoRA",
+                where=setting.origin,
+                hint="--mode lora",
+            )
+
+
+def _rules(backend: Backend) -> dict[str, Rule]:
+    rules = dict(recipe_rules())
+    for key, rule in model_rules().items():
+        rules[f"model.{key}"] = rule
+    for key, rule in backend_rules(backend.name).items():
+        rules[f"{backend.name}.{key}"] = rule
+    return rules
+
+
+def _check_key(key: str, setting: Setting, rules: Mapping[str, Rule], backend: Backend) -> None:
+    native = key.removeprefix(f"{backend.name}.")
+    if native != key and native in backend.owned:
+        raise InputError(
+            f"{key} is set by primus", where=setting.origin, hint=f"use {backend.owned[native]}"
+        )
+    if key not in rules:
+        raise _unknown(key, setting, rules, backend)
+    objection = rules[key].objection(setting.value)
+    if objection is not None:
+        raise InputError(f"{key} {objection}", where=setting.origin)
+
+
+def _unknown(key: str, setting: Setting, rules: Mapping[str, Rule], backend: Backend) -> InputError:
+    native = key.removeprefix(f"{backend.name}.")
+    name_here = read_values(_OTHER_NAMES).data.get(native)
+    if name_here:
+        return InputError(f"there is no key {key!r}; here it is {name_here}", where=setting.origin)
+    section = native.partition(".")[0]
+    if section != backend.name and section in backends():
+        return InputError(
+            f"{native} is not a key of the backend {backend.name}",
+            where=setting.origin,
+            hint=f"--backend {section} has it",
+        )
+    if key.startswith("model."):
+        near, hint = _nearest_of_model(key)
+    else:
+        near, hint = _nearest_of_backend(native, rules, backend)
+    message = f"there is no key {key!r}{near}"
+    if near:
+        return InputError(message, where=setting.origin)
+    return InputError(message, where=setting.origin, hint=hint)
+
+
+def _nearest_of_model(key: str) -> tuple[str, str]:
+    fields = list(model_rules())
+    near = ""
+    # Compared without the prefix, which makes any two keys of a model similar.
+    if nearest(key.removeprefix("model."), fields):
+        near = nearest(key, [f"model.{field}" for field in fields])
+    groups: dict[str, None] = {}
+    for field in fields:
+        part, _, rest = field.partition(".")
+        groups[f"{part}.*" if rest else part] = None
+    return near, f"a model is described by {', '.join(groups)}"
+
+
+def _nearest_of_backend(
+    native: str, rules: Mapping[str, Rule], backend: Backend
+) -> tuple[str, str]:
+    having = backends_with(native)
+    if having:
+        return "", f"{native} is a setting of --backend {' or '.join(having)}"
+    hint = f"the keys of {backend.name} are those of its own configuration at the pinned version"
+    # Compared without the backend's name, which makes any two of its keys similar.
+    full_names = {rule.removeprefix(f"{backend.name}."): rule for rule in rules}
+    near = nearest(native, [*full_names, *backend.keys, *backend.degrees])
+    for short, full in full_names.items():
+        if repr(short) in near:
+            return near.replace(repr(short), repr(full)), hint
+    return near, hint

@@ -93,7 +93,7 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
     )
     change(table, "  - arch: sm_90\n", ARCH + "  - arch: sm_90\n")
     (lacking,) = re.findall(
-        r" gpus/generations.yaml:\d+:5: gfx1251 has no entry for .* variables (.*) \(", refused()
+        r" gpus/generations.yaml:\d+:5: mi440x has no entry for .* variables (.*) \(", refused()
     )
     for name in lacking.split(", "):
         entry = rf"(  - name: {name}\n(?:    .*\n)*?    for: \[[^]]*(?:gfx950|mi350x))"

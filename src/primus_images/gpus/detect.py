@@ -15,6 +15,7 @@ from primus_images.files import text_if_readable
 from primus_images.gpus.table import by_product_name, load_table
 
 _SIMDS_PER_UNIT = 4
+_TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,7 @@ class Found:
 
 
 def detect(root: Path = Path("/")) -> Found:
-    """Look below ``root`` for AMD GPUs (KFD topology), then for NVIDIA GPUs (files of the driver).
-    Never raises.
-    """
+    """Look below ``root`` for AMD GPUs, then for NVIDIA GPUs. Never raises."""
     try:
         return _amd(root) or _nvidia(root) or Found()
     except (OSError, ValueError):
@@ -56,138 +55,145 @@ def memory_bytes(root: Path = Path("/")) -> float | None:
 
     AMD's is in KFD's topology; NVIDIA's driver tells it to ``nvidia-smi`` only.
     """
-    nodes = root / "sys/class/kfd/kfd/topology/nodes"
-    banks = [properties(path) for path in nodes.glob("*/mem_banks/*/properties")]
-    # Heaps 1 and 2 are a GPU's memory, visible to the CPU and not. Heap 0 is the CPU's.
-    sizes = [
-        float(bank["size_in_bytes"])
-        for bank in banks
-        if bank.get("heap_type", "0").strip() in ("1", "2")
-    ]
-    if not sizes:
-        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        try:
-            text = subprocess.run(
-                command, capture_output=True, errors="replace", timeout=20, check=False
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        sizes = [float(line) * 2**20 for line in text.split() if line.isdigit()]
-    return min(sizes, default=None)
+    sizes = []
+    for path in (root / _TOPOLOGY).glob("*/mem_banks/*/properties"):
+        bank = properties(path)
+        # Heaps 1 and 2 are a GPU's memory, visible to the CPU and not. Heap 0 is the CPU's.
+        if bank.get("heap_type") in ("1", "2"):
+            sizes.append(float(bank["size_in_bytes"]))
+    return min(sizes or _nvidia_sizes(), default=None)
+
+
+def _nvidia_sizes() -> list[float]:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [float(mib) * 2**20 for mib in result.stdout.split() if mib.isdigit()]
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the devices, out of ``count`` on the machine, that a process may use, as
-    HIP_VISIBLE_DEVICES names them.
+    """Return the devices that a process may use, as HIP_VISIBLE_DEVICES names them.
 
-    ROCR_VISIBLE_DEVICES applies first, and the other variables count among the devices that it
-    leaves.
+    ``count`` are on the machine. ROCR_VISIBLE_DEVICES applies first, and the other variables count
+    among the devices that it leaves.
     """
-    outer = environment.get("ROCR_VISIBLE_DEVICES")
-    if outer is not None:
-        count = len(_words(outer))
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        text = environment.get(name)
-        if text is not None:
-            return tuple(_words(text))
+        if name in environment:
+            return tuple(_words(environment[name]))
+    if "ROCR_VISIBLE_DEVICES" in environment:
+        count = len(_words(environment["ROCR_VISIBLE_DEVICES"]))
     return tuple(map(str, range(count)))
 
 
-def properties(path: Path) -> dict[str, str]:
-    """Return name → value of a file of KFD's topology, which has one pair in a line; empty if it
-    cannot be read.
-    """
-    lines = (line.split(maxsplit=1) for line in text_if_readable(path).splitlines())
-    return {words[0]: words[1].strip() for words in lines if len(words) == 2}
-
-
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip() not in ("", "-1")]
+    words = [word.strip() for word in text.split(",")]
+    return [word for word in words if word not in ("", "-1")]
+
+
+def properties(path: Path) -> dict[str, str]:
+    """Return a file of KFD's topology, with a name and a value a line; empty if not readable."""
+    pairs = {}
+    for line in text_if_readable(path).splitlines():
+        words = line.split(maxsplit=1)
+        if len(words) == 2:
+            pairs[words[0]] = words[1].strip()
+    return pairs
 
 
 def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
-    """Return the nodes of AMD GPUs in KFD's topology, with their properties. CPUs are nodes without
-    SIMDs.
-    """
-    nodes = sorted(
-        (root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)
-    )
-    facts = {node: properties(node / "properties") for node in nodes}
-    return {node: about for node, about in facts.items() if int(about.get("simd_count", "0")) > 0}
+    """Return the nodes of AMD GPUs in KFD's topology, with their properties."""
+    gpus = {}
+    for node in sorted((root / _TOPOLOGY).glob("*"), key=lambda path: path.name.zfill(6)):
+        facts = properties(node / "properties")
+        # CPUs are nodes without SIMDs.
+        if int(facts.get("simd_count", "0")) > 0:
+            gpus[node] = facts
+    return gpus
 
 
 def _amd(root: Path) -> Found | None:
-    names = []
-    generations = set()
-    for facts in kfd_gpus(root).values():
-        version = int(facts.get("gfx_target_version", "0"))
-        device = int(facts.get("device_id", "0"))
-        name, generation = _product(version, device, int(facts["simd_count"]))
-        names.append(name)
-        generations.add(generation)
-    if not names:
+    products = [_product(facts) for facts in kfd_gpus(root).values()]
+    if not products:
         return None
-    files = [
-        (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
-        for device in (root / "sys/class/drm").glob("card*/device")
-        for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
-    ]
     return Found(
         vendor="amd",
-        names=tuple(names),
-        generation=_only(generations),
+        names=tuple(name for name, _ in products),
+        generation=_only({generation for _, generation in products}),
         driver=_driver(root, "amdgpu"),
-        firmware=", ".join(
-            sorted({f"{name} {version}" for name, version in files if version.strip("0x")})
-        ),
+        firmware=_amd_firmware(root),
     )
 
 
-def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
+def _amd_firmware(root: Path) -> str:
+    versions = set()
+    for device in (root / "sys/class/drm").glob("card*/device"):
+        for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version")):
+            version = text_if_readable(path).strip()
+            if version.strip("0x"):
+                name = path.name.removesuffix("_version").removesuffix("_fw")
+                versions.add(f"{name} {version}")
+    return ", ".join(sorted(versions))
+
+
+def _product(facts: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name of an AMD GPU, and its generation; "" if it is not known."""
+    version = int(facts.get("gfx_target_version", "0"))
+    device = int(facts.get("device_id", "0"))
     arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-    same = [gpu for gpu in load_table().generations if gpu.arch == arch]
-    if not device_id:
-        first, *rest = [gpu.title for gpu in same] or ["unknown AMD GPU"]
+    products = [gpu for gpu in load_table().generations if gpu.arch == arch]
+    if not device:
+        first, *others = [gpu.title for gpu in products] or ["unknown AMD GPU"]
         # "AMD Instinct MI300X or MI325X": the vendor is named once.
-        names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
+        names = " or ".join([first, *(title.rpartition(" ")[2] for title in others)])
         return f"{names} ({arch})", ""
-    product = next((gpu for gpu in same if f"0x{device_id:04x}" in gpu.device_ids), None)
-    if product is None:
-        return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
-    units = simds // _SIMDS_PER_UNIT
-    if units != product.compute_units:
+    units = int(facts["simd_count"]) // _SIMDS_PER_UNIT
+    for gpu in products:
+        if f"0x{device:04x}" not in gpu.device_ids:
+            continue
+        if units == gpu.compute_units:
+            return f"{gpu.title} ({arch})", gpu.name
         # A partition has the name of the whole GPU, but only a part of its peak.
-        return (
-            f"part of {product.title} ({arch}, {units} of {product.compute_units} compute units)",
-            "",
-        )
-    return f"{product.title} ({arch})", product.name
+        share = f"{units} of {gpu.compute_units} compute units"
+        return f"part of {gpu.title} ({arch}, {share})", ""
+    return f"unknown AMD GPU ({arch}, device 0x{device:04x})", ""
 
 
 def _nvidia(root: Path) -> Found | None:
-    facts = [
-        {
-            key.strip(): value.strip()
-            for key, _, value in (line.partition(":") for line in text.splitlines())
-        }
-        for text in map(
-            text_if_readable, sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-        )
-    ]
-    nodes = [node for node in (root / "dev").glob("nvidia[0-9]*") if node.name[6:].isdigit()]
-    names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in facts or [{} for _ in nodes]]
-    if not names:
+    driver = root / "proc/driver/nvidia"
+    gpus = [_information(path) for path in sorted((driver / "gpus").glob("*/information"))]
+    if not gpus:
+        # Only the devices are there, whose names end in a number.
+        gpus = [{} for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit()]
+    if not gpus:
         return None
+    names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in gpus]
+    generations = set()
+    for name in names:
+        product = by_product_name(name)
+        generations.add(product.name if product else "")
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
-    split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
-    products = {None if split else by_product_name(name) for name in names}
+    if any((driver / "capabilities").glob("gpu*/mig/gi*")):
+        generations = {""}
+    bioses = {gpu.get("Video BIOS", "") for gpu in gpus}
     return Found(
         vendor="nvidia",
         names=tuple(names),
-        generation=_only({gpu.name if gpu else "" for gpu in products}),
+        generation=_only(generations),
         driver=_driver(root, "nvidia"),
-        firmware=", ".join(sorted({gpu["Video BIOS"] for gpu in facts if gpu.get("Video BIOS")})),
+        firmware=", ".join(sorted(bioses - {""})),
     )
+
+
+def _information(path: Path) -> dict[str, str]:
+    facts = {}
+    for line in text_if_readable(path).splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    return facts
 
 
 def _only(generations: set[str]) -> str:

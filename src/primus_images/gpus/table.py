@@ -1,6 +1,4 @@
-"""The table of GPU generations: the format of ``generations.yaml`` (see fields.yaml), and queries
-that never guess.
-"""
+"""The table of GPU generations, ``generations.yaml``, and queries that never guess."""
 
 import re
 from collections import Counter
@@ -113,73 +111,65 @@ class Table:
     environment: tuple[Variable, ...]
 
     def __post_init__(self) -> None:
-        _once("architecture", (a.arch for a in self.archs))
-        _once("generation", (g.name for g in self.generations))
-        _once("product name", (plain_name(n) for g in self.generations for n in g.names))
-        _once("device id", (i for g in self.generations for i in g.device_ids))
-        archs = {a.arch: a for a in self.archs}
-        for index, generation in enumerate(self.generations):
-            if generation.arch not in archs:
-                message = f"{generation.name}: there is no architecture {generation.arch!r}"
-                raise WrongValue(message, "generations", index, "arch")
-            computed = archs[generation.arch].dtypes
-            rows = tuple(p.dtype for p in generation.peaks)
-            if sorted(rows) != sorted(computed):
-                message = (
-                    f"{generation.name} needs one peak for each of {', '.join(computed)}, "
-                    f"not {', '.join(rows)}"
-                )
-                raise WrongValue(message, "generations", index, "peaks")
-        targets = {*archs, *(g.name for g in self.generations)}
-        for place, variable in enumerate(self.environment):
-            strange = [word for word in variable.for_ if word not in targets]
-            if strange:
-                message = (
-                    f"{variable.name} is for {strange[0]!r}, which is neither "
-                    "architecture nor generation"
-                )
-                raise WrongValue(message, "environment", place, "for")
+        _once("architecture", [arch.arch for arch in self.archs])
+        _once("generation", [generation.name for generation in self.generations])
+        names: list[str] = []
+        device_ids: list[str] = []
         for generation in self.generations:
-            _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
+            names += map(plain_name, generation.names)
+            device_ids += generation.device_ids
+            _once(f"variable of {generation.name}", [row.name for row in self.of(generation)])
+        _once("product name", names)
+        _once("device id", device_ids)
+        for index, generation in enumerate(self.generations):
+            self._require_peaks(index, generation)
+        self._require_targets()
         self._require_variables()
 
-    def _require_variables(self) -> None:
-        # Otherwise the images of a new architecture would silently lack a variable that others
-        # have.
-        imaged = {g.arch for g in self.generations if not g.no_image}
-        archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
-        of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
-        stated: dict[str, set[str]] = {}
-        for variable in self.environment:
-            stated.setdefault(variable.name, set()).update(
-                of[word] for word in variable.for_ if word in of
+    def _require_peaks(self, index: int, generation: Generation) -> None:
+        archs = {arch.arch: arch for arch in self.archs}
+        if generation.arch not in archs:
+            message = f"{generation.name}: there is no architecture {generation.arch!r}"
+            raise WrongValue(message, "generations", index, "arch")
+        needed = archs[generation.arch].dtypes
+        dtypes = [peak.dtype for peak in generation.peaks]
+        if sorted(dtypes) != sorted(needed):
+            raise WrongValue(
+                f"{generation.name} needs one peak for each of {', '.join(needed)}, "
+                f"not {', '.join(dtypes)}",
+                "generations",
+                index,
+                "peaks",
             )
-        for index, generation in enumerate(self.generations):
-            has = {variable.name for variable in self.of(generation)}
-            lacking = [
-                name
-                for name, archs_of in stated.items()
-                if generation.arch in archs_of and name not in has
-            ]
-            if lacking:
-                message = (
-                    f"{generation.name} has no entry for {', '.join(lacking)}, which "
-                    f"other {generation.arch} have"
-                )
+
+    def _require_targets(self) -> None:
+        targets = [row.arch for row in self.archs] + [row.name for row in self.generations]
+        for index, variable in enumerate(self.environment):
+            for target in variable.for_:
+                if target not in targets:
+                    message = (
+                        f"{variable.name} is for {target!r}, which is neither architecture nor "
+                        "generation"
+                    )
+                    raise WrongValue(message, "environment", index, "for")
+
+    def _require_variables(self) -> None:
+        # Otherwise the image of a new GPU would silently lack a variable that others have.
+        vendors = {arch.arch: arch.vendor for arch in self.archs}
+        of_amd = [gpu for gpu in self.generations if vendors[gpu.arch] == "amd"]
+        needed: dict[str, None] = {}
+        for generation in of_amd:
+            needed |= dict.fromkeys(row.name for row in self.of(generation))
+        for generation in of_amd:
+            stated = [row.name for row in self.of(generation)]
+            lacking = [name for name in needed if name not in stated]
+            if lacking and not generation.no_image:
                 raise WrongValue(
-                    message + " (`value: null` leaves one unset)", "generations", index
+                    f"{generation.name} has no entry for the environment variables "
+                    f"{', '.join(lacking)} (`value: null` leaves one unset)",
+                    "generations",
+                    self.generations.index(generation),
                 )
-        for index, arch in enumerate(self.archs):
-            lacking = [
-                name
-                for name, archs_of in stated.items()
-                if len(archs_of) > 1 and arch.arch not in archs_of
-            ]
-            if arch.vendor == "amd" and arch.arch in imaged and lacking:
-                message = (
-                    f"{arch.arch} has no entry for the environment variables {', '.join(lacking)}"
-                )
-                raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)
 
     @property
     def imaged(self) -> tuple[str, ...]:
@@ -188,14 +178,14 @@ class Table:
 
     def of(self, generation: Generation) -> tuple[Variable, ...]:
         """Return the variables for ``generation``, set or left unset, in the order of the table."""
-        mine = {generation.name, generation.arch}
-        return tuple(v for v in self.environment if mine & set(v.for_))
+        targets = {generation.name, generation.arch}
+        return tuple(row for row in self.environment if not targets.isdisjoint(row.for_))
 
 
-def _once(what: str, words: Iterable[str]) -> None:
+def _once(kind: str, words: Iterable[str]) -> None:
     for word, count in Counter(words).items():
         if count > 1:
-            raise ValueError(f"{what} {word!r} is a duplicate")
+            raise ValueError(f"{kind} {word!r} is a duplicate")
 
 
 class UnknownPeak(PrimusError):
@@ -208,15 +198,17 @@ def load_table() -> Table:
     return build(Table, read(TABLE_FILE, f"gpus/{TABLE_FILE.name}"))
 
 
+@cache
+def _generations() -> dict[str, Generation]:
+    return {generation.name: generation for generation in load_table().generations}
+
+
 def generation(name: str) -> Generation:
-    """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an
-    unknown name.
-    """
-    generations = {g.name: g for g in load_table().generations}
-    if name not in generations:
-        hint = did_you_mean(name, generations) or "known: " + ", ".join(generations)
+    """Return the generation of target ``name``, such as ``mi300x``; InputError if there is none."""
+    if name not in _generations():
+        hint = did_you_mean(name, _generations()) or "known: " + ", ".join(_generations())
         raise InputError(f"no GPU generation is called {name!r}", hint=hint)
-    return generations[name]
+    return _generations()[name]
 
 
 def by_product_name(text: str) -> Generation | None:
@@ -225,30 +217,37 @@ def by_product_name(text: str) -> Generation | None:
     Only full names match: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are not the products whose
     names they begin with.
     """
-    name = plain_name(text)
-    return next((g for g in load_table().generations if name in map(plain_name, g.names)), None)
+    for gpu in load_table().generations:
+        if plain_name(text) in map(plain_name, gpu.names):
+            return gpu
+    return None
 
 
 def arch_of(gpu: Generation) -> Arch:
     """Return the architecture of ``gpu``."""
-    return next(a for a in load_table().archs if a.arch == gpu.arch)
+    return next(arch for arch in load_table().archs if arch.arch == gpu.arch)
 
 
 def words_for(name: str) -> frozenset[str]:
-    """Return the words that stand for a target in conditions: its name and, for a GPU, architecture
-    and vendor.
+    """Return the words that stand for a target in conditions.
+
+    They are its name and, for a GPU, its architecture and its vendor.
     """
-    gpu = next((row for row in load_table().generations if row.name == name), None)
-    return frozenset({name, *((gpu.arch, arch_of(gpu).vendor) if gpu else ())})
+    gpu = _generations().get(name)
+    if gpu is None:
+        return frozenset({name})
+    return frozenset({name, gpu.arch, arch_of(gpu).vendor})
 
 
 def peak(gpu: Generation, dtype: Dtype) -> tuple[float, str] | None:
-    """Return the peak in TFLOP/s and its source; None if the GPU does not support ``dtype`` or no
-    source states it.
+    """Return the peak in TFLOP/s and its source.
+
+    None if the GPU does not support ``dtype``, or if no source states it.
     """
-    return next(
-        ((p.tflops, p.source) for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None
-    )
+    for row in gpu.peaks:
+        if row.dtype == dtype and row.tflops is not None:
+            return row.tflops, row.source
+    return None
 
 
 def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
@@ -269,8 +268,9 @@ def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
 
 
 def environment(target: str) -> tuple[Variable, ...]:
-    """Return the variables that an image for ``target`` sets, sorted by name. InputError for an
-    unknown generation.
+    """Return the variables that an image for ``target`` sets, sorted by name.
+
+    Raises InputError for an unknown generation.
     """
-    variables = (v for v in load_table().of(generation(target)) if v.value is not None)
-    return tuple(sorted(variables, key=lambda v: v.name))
+    variables = [row for row in load_table().of(generation(target)) if row.value is not None]
+    return tuple(sorted(variables, key=lambda row: row.name))

@@ -1,5 +1,4 @@
-"""The sizes of a model, which each backend translates to its own arguments, and its number of
-parameters.
+"""The sizes of a model, which each backend translates to its own arguments.
 
 ``meanings.yaml`` explains the fields. Sizes count elements, and lengths count tokens.
 """
@@ -56,8 +55,9 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); ``kv_lora_rank`` 0: ordinary
-    attention.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    With ``kv_lora_rank`` 0, attention is ordinary.
     """
 
     q_lora_rank: int = bounded(0, "[0, inf)")
@@ -88,9 +88,7 @@ class DiffusionTransformer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes of one model. Which of them a family has, and with which values, is in
-    ``families/``.
-    """
+    """The sizes of one model. Those that a family has, with their values, are in ``families/``."""
 
     family: str = field(metadata={"choices": families()})
     hf_repo: str = ""
@@ -125,60 +123,47 @@ class Architecture:
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
     def objections(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield a recipe's key, the reason and a remedy of each size that does not fit; the first
-        may cause more.
+        """Yield a recipe's key, the reason and a remedy of each size that does not fit.
+
+        The first may cause more.
         """
-        for switch, keys in family(self.family).needed.items():
-            value = None
-            if switch:
-                value = attrgetter(switch)(self)
-            where = ""
-            if switch:
-                where = f", where model.{switch} is {value}"
-            for key in keys if value not in (0, "none", "linear") else ():
-                size = attrgetter(key)(self)
-                if size < 1:
-                    yield f"model.{key}", f"must be at least 1, not {size}{where}", None
+        yield from self._missing_sizes()
         if not self.head_dim and self.hidden_size % self.heads:
-            size = max(1, self.hidden_size // self.heads) * self.heads
-            hint = f"model.hidden_size={size}, or name model.head_dim"
-            yield (
-                "model.hidden_size",
-                f"{self.hidden_size} is not divisible by {self.heads} heads",
-                hint,
-            )
+            multiple = max(1, self.hidden_size // self.heads) * self.heads
+            why = f"{self.hidden_size} is not divisible by {self.heads} heads"
+            remedy = f"model.hidden_size={multiple}, or name model.head_dim"
+            yield "model.hidden_size", why, remedy
         if self.of_images and self.hidden_size not in (0, self.heads * self.head_size):
             why = f"{self.hidden_size} is not {self.heads} heads of {self.head_size}"
             yield "model.hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
         if not self.of_images and self.heads % self.kv_heads:
-            hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
-            yield (
-                "model.heads",
-                f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values",
-                hint,
-            )
-        latent = self.mla.kv_lora_rank > 0
-        if latent:
-            rotated = self.mla.qk_rope_head_dim
-        else:
-            rotated = self.head_size
-        if rotated % 2:
-            why = f"a head's size must be even for rotary positions, not {rotated}"
-            if latent:
-                yield "model.mla.qk_rope_head_dim", why, None
-            else:
-                yield (
-                    "model.head_dim",
-                    f"{why} (model.hidden_size ÷ model.heads where it is 0)",
-                    None,
-                )
-        if self.moe.experts and self.moe.experts % self.moe.groups:
-            why = f"{self.moe.groups} groups do not divide model.moe.experts = {self.moe.experts}"
-            yield (
-                "model.moe.groups",
-                why,
-                f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}",
-            )
+            why = f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values"
+            yield "model.heads", why, f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
+        why = "a head's size must be even for rotary positions, not"
+        if self.mla.kv_lora_rank:
+            if self.mla.qk_rope_head_dim % 2:
+                yield "model.mla.qk_rope_head_dim", f"{why} {self.mla.qk_rope_head_dim}", None
+        elif self.head_size % 2:
+            why = f"{why} {self.head_size} (model.hidden_size ÷ model.heads where it is 0)"
+            yield "model.head_dim", why, None
+        experts = self.moe.experts
+        groups = self.moe.groups
+        if experts % groups:
+            why = f"{groups} groups do not divide model.moe.experts = {experts}"
+            yield "model.moe.groups", why, f"model.moe.groups={math.gcd(groups, experts)}"
+
+    def _missing_sizes(self) -> Iterator[tuple[str, str, None]]:
+        for switch, keys in family(self.family).needed.items():
+            where = ""
+            if switch:
+                value = attrgetter(switch)(self)
+                if value in (0, "none", "linear"):
+                    continue
+                where = f", where model.{switch} is {value}"
+            for key in keys:
+                size = attrgetter(key)(self)
+                if size < 1:
+                    yield f"model.{key}", f"must be at least 1, not {size}{where}", None
 
     @property
     def of_images(self) -> bool:
@@ -187,9 +172,7 @@ class Architecture:
 
     @property
     def has_formula(self) -> bool:
-        """Whether its weights and what it computes are described here, and not by transformers
-        alone.
-        """
+        """Whether the model is described here, and not by transformers alone."""
         return self.family != OTHER
 
     @property
@@ -212,10 +195,9 @@ class Architecture:
         return self.head_size
 
     def has_window(self, layer: int) -> bool:
-        """Whether the tokens of the layer, counted from 0, attend to the last ``window`` ones only."""
-        return self.window > 0 and not (
-            self.window_pattern and (layer + 1) % self.window_pattern == 0
-        )
+        """Whether tokens of the layer, counted from 0, attend to the last ``window`` ones only."""
+        is_full = self.window_pattern > 0 and (layer + 1) % self.window_pattern == 0
+        return self.window > 0 and not is_full
 
     @property
     def sparse_layers(self) -> int:
@@ -226,19 +208,16 @@ class Architecture:
 
 
 def architecture(model: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a ``model`` section that was checked before, with dotted keys or
-    nested mappings.
-    """
+    """Return the architecture of a checked section ``model``, with dotted keys or mappings."""
     return built(Architecture, dict(flat(model)))
 
 
 def built(cls: type[Kind], values: Mapping[str, Value]) -> Kind:
-    """Build a dataclass from dotted keys that were checked before. Other fields keep their
-    defaults.
-    """
+    """Build a dataclass from checked dotted keys. Other fields keep their defaults."""
     arguments: dict[str, object] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
-        if isinstance(part := entry.default_factory, type) and is_dataclass(part):
+        part = entry.default_factory
+        if isinstance(part, type) and is_dataclass(part):
             arguments[entry.name] = built(part, section(values, entry.name))
         elif entry.name in values:
             arguments[entry.name] = values[entry.name]
@@ -247,7 +226,7 @@ def built(cls: type[Kind], values: Mapping[str, Value]) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The number of parameters of a model, and of those, ``active``, that process one token.
+    """The number of parameters of a model, and of those that process one token.
 
     ``embedding`` is the input embedding, which is part of both counts and multiplies nothing; 0 if
     it is tied to the output layer.
@@ -260,70 +239,80 @@ class Size:
 
 @cache
 def size(model: Architecture) -> Size:
-    """Count the parameters of ``model``. Balancing biases of routers are included, as in published
-    totals.
-    """
+    """Count the parameters of ``model``; as in published totals, with routers' balancing biases."""
     if not model.has_formula:
         return Size(total=model.parameters, active=model.parameters, embedding=0)
-    sparse = model.sparse_layers
-    moe = model.moe
-    dit = model.dit
-    copies = {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
-    if model.of_images:
-        copies = {"outer": 1, "double": dit.double_layers, "single": dit.single_layers}
     total = active = 0
-    for part, count in copies.items():
-        for weight in weights_of(model, part) if count else ():
-            every = count * math.prod(weight.sizes(model))
-            total += every * (moe.experts if "{}" in weight.name else 1)
-            active += every * (moe.top_k if "{}" in weight.name else 1)
+    for part, count in _copies(model).items():
+        if count == 0:
+            continue
+        for weight in weights_of(model, part):
+            numbers = count * math.prod(weight.sizes(model))
+            # The name of an expert's weight has a place for its number.
+            is_expert = "{}" in weight.name
+            total += numbers * (model.moe.experts if is_expert else 1)
+            active += numbers * (model.moe.top_k if is_expert else 1)
+    embedding = model.vocab_size * model.hidden_size
     if model.tied_embeddings:
         embedding = 0
-    else:
-        embedding = model.vocab_size * model.hidden_size
     return Size(total=total, active=active, embedding=embedding)
 
 
+def _copies(model: Architecture) -> dict[str, int]:
+    if model.of_images:
+        dit = model.dit
+        return {"outer": 1, "double": dit.double_layers, "single": dit.single_layers}
+    sparse = model.sparse_layers
+    return {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
+
+
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the model, by Hugging Face's name; balancing biases
-    are none.
-    """
-    dit = model.dit
-    dense = model.layers - model.sparse_layers
-    blocks: dict[str, tuple[str, ...]] = {
-        f"transformer_blocks.{n}": ("double",) for n in range(dit.double_layers)
-    }
-    blocks |= {f"single_transformer_blocks.{n}": ("single",) for n in range(dit.single_layers)}
-    blocks |= {
-        f"model.layers.{n}": ("layer", "dense" if n < dense else "sparse")
-        for n in range(model.layers)
-    }
+    """Return the shape of every parameter by Hugging Face's name; balancing biases are none."""
     expected = {weight.name: weight.sizes(model) for weight in weights_of(model, "outer")}
-    for block, parts in blocks.items():
+    for block, parts in _blocks(model).items():
         for weight in weights_of(model, *parts):
-            for expert in range(model.moe.experts if "{}" in weight.name else 1):
+            if weight.name.endswith(".e_score_correction_bias"):
+                continue
+            experts = model.moe.experts if "{}" in weight.name else 1
+            for expert in range(experts):
                 expected[f"{block}.{weight.name.format(expert)}"] = weight.sizes(model)
-    return {
-        name: shape
-        for name, shape in expected.items()
-        if not name.endswith(".e_score_correction_bias")
-    }
+    return expected
+
+
+def _blocks(model: Architecture) -> dict[str, tuple[str, ...]]:
+    blocks: dict[str, tuple[str, ...]] = {}
+    for number in range(model.dit.double_layers):
+        blocks[f"transformer_blocks.{number}"] = ("double",)
+    for number in range(model.dit.single_layers):
+        blocks[f"single_transformer_blocks.{number}"] = ("single",)
+    dense = model.layers - model.sparse_layers
+    for number in range(model.layers):
+        blocks[f"model.layers.{number}"] = ("layer", "dense" if number < dense else "sparse")
+    return blocks
 
 
 def readable(count: int) -> str:
     """Format a count with three digits and a unit: ``8.03 B``, ``0.52 M``."""
-    unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
-    value = count / scale
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    value = count / 1e6
+    unit = "M"
+    if count >= 1e9:
+        value = count / 1e9
+        unit = "B"
+    if value >= 100:
+        return f"{value:.0f} {unit}"
+    if value >= 10:
+        return f"{value:.1f} {unit}"
+    return f"{value:.2f} {unit}"
 
 
 def arguments(source: Any, file: Path, *tables: str) -> dict[str, Any]:
-    """Return a backend's arguments by name: the fields of ``source`` that the ``tables`` of its
-    ``file`` name.
+    """Return a backend's arguments by name: the fields of ``source`` that its ``file`` names.
+
+    ``tables`` are the sections of the file.
     """
-    content: Any = read_values(file).data
-    return {
-        name: attrgetter(field)(source)
-        for table in tables
-        for name, field in content[table].items()
-    }
+    content = read_values(file).data
+    values = {}
+    for table in tables:
+        for name, path in content[table].items():
+            values[name] = attrgetter(path)(source)
+    return values

@@ -1,17 +1,16 @@
-"""What is known about a family of models, from its file in ``families/``; ``decoder.yaml`` there
-explains the fields.
+"""What is known about a family of models, from its file in ``families/``.
 
-Fields of a model and its ``config.json`` are translated in both directions.
+``decoder.yaml`` there explains its fields. Fields of a model and its ``config.json`` are translated
+in both directions.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus_images.errors import InputError, nearest
 from primus_images.yamlfile import Scalar, read_values, spell
@@ -19,10 +18,15 @@ from primus_images.yamlfile import Scalar, read_values, spell
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
 FULL = "full_attention"
-_NEAR = ("sliding_attention", "chunked_attention")
+WINDOWED = "sliding_attention"
+_LOCAL = (WINDOWED, "chunked_attention")
+# Fields that config.json turns off by null.
+_OFF_IF_NULL = ("head_dim", "window", "mla.q_lora_rank", "mla.kv_lora_rank")
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
-_COMMON = cast(Mapping[str, Any], read_values(_FOLDER / f"{_DECODER}.yaml").data)
+_COMMON: Mapping[str, Any] = read_values(_FOLDER / f"{_DECODER}.yaml").data
+# What a family takes from all language models.
+_INHERITED = ("fields", "config", "defaults", "computes", "ignored", "linears")
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
 STRETCH: Mapping[str, Mapping[str, float]] = _COMMON["stretch"]
 
@@ -53,19 +57,27 @@ class Weight:
 
     def sizes(self, model: Any) -> tuple[int, ...]:
         """Return the shape of the weight in ``model``."""
+        shape = []
+        for size in self.shape:
+            products = str(size).split("+")
+            shape.append(sum(_product(model, factors) for factors in products))
+        return tuple(shape)
 
-        def product(keys: str) -> int:
-            return math.prod(
-                int(key if key.isdecimal() else attrgetter(key)(model)) for key in keys.split("*")
-            )
 
-        return tuple(sum(map(product, str(size).split("+"))) for size in self.shape)
+def _product(model: Any, factors: str) -> int:
+    product = 1
+    for factor in factors.split("*"):
+        product *= int(factor) if factor.isdecimal() else attrgetter(factor)(model)
+    return product
 
 
 def _holds(model: Any, condition: str) -> bool:
-    key, _, value = condition.removeprefix("!").partition("=")
+    key, _, expected = condition.removeprefix("!").partition("=")
     actual = attrgetter(key)(model)
-    return (str(actual) == value if value else bool(actual)) != condition.startswith("!")
+    holds = bool(actual)
+    if expected:
+        holds = str(actual) == expected
+    return holds != condition.startswith("!")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,31 +100,35 @@ class Family:
 
     def has(self, key: str, backend: str = "") -> bool:
         """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
-        lacks = ()
-        if backend:
-            lacks = self.backends[backend].lacks
-        computed = ("family", *_COMMON["fields"], *_COMMON["computed"].get(backend, ["*"]))
-        both = (("family", *self.fields), computed)
-        return key not in lacks and all(
-            any(fnmatchcase(key, pattern) for pattern in fields) for fields in both
-        )
+        if backend and key in self.backends[backend].lacks:
+            return False
+        computed = [*_COMMON["fields"], *_COMMON["computed"].get(backend, ["*"])]
+        return _matches(key, self.fields) and _matches(key, computed)
 
     def allowed(self, key: str, default: Scalar) -> Sequence[Scalar]:
-        """Return the only values of the field ``key`` that models have; nothing if it has any.
-        ``default``: of all.
+        """Return the only values of the field ``key``; nothing if models may have any.
+
+        ``default`` is the value of all models that lack the field.
         """
-        return self.values.get(key, () if self.has(key) else (default,))
+        if key not in self.values and not self.has(key):
+            return (default,)
+        return self.values.get(key, ())
 
     def needs(self, name: str) -> bool:
-        """Whether a ``config.json`` has to have the key ``name``: that of a field without a
-        default.
-        """
-        keys = [
-            key
-            for key, field in self.config.items()
-            if field == name and self.has(key) and key not in self.values
-        ]
-        return bool(keys) and name not in self.defaults
+        """Whether a ``config.json`` has to have the key ``name``, which has no default."""
+        if name in self.defaults:
+            return False
+        return any(config_key == name for config_key in self.names.values())
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Field of ``model.`` → its key in ``config.json``, of the fields that models may set."""
+        free = [key for key in self.config if self.has(key) and key not in self.values]
+        return {key: self.config[key] for key in free if self.config[key] is not None}
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return key == "family" or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @cache
@@ -128,46 +144,46 @@ def family(name: str) -> Family:
         raise InputError(
             f"there is no family {name!r}" + nearest(name, families()), hint=", ".join(families())
         )
-    content = {key: value for key, value in _read(name).items() if key != "weights"}
-    backends = {
-        key: Support(**row) for key, row in content.pop("backends", {}).items() if row is not None
-    }
+    content = _read(name)
+    content.pop("weights", None)
+    backends = {}
+    for backend, row in content.pop("backends", {}).items():
+        if row is not None:
+            backends[backend] = Support(**row)
     return Family(name=name, backends=backends, **content)
 
 
 def families_of(kind: object) -> list[str]:
     """Return the families of transformers' ``model_type``."""
-    return [
-        name for name in families() if not family(name).images and family(name).transformers == kind
-    ]
+    rows = [family(name) for name in families()]
+    return [row.name for row in rows if row.transformers == kind and not row.images]
 
 
 def _read(name: str) -> dict[str, Any]:
-    own = dict(cast(dict[str, Any], read_values(_FOLDER / f"{name}.yaml").data))
+    own = dict(read_values(_FOLDER / f"{name}.yaml").data)
     above = own.pop("like", None if own.get("images") else _DECODER)
     if above is None:
         return own
-    common = {
-        key: _COMMON[key]
-        for key in ("fields", "config", "defaults", "computes", "ignored", "linears")
-    }
     if above == _DECODER:
-        base = common
+        base = {key: _COMMON[key] for key in _INHERITED}
     else:
         base = _read(above)
-    both = {
-        key: {**base[key], **own[key]}
-        for key in base.keys() & own.keys()
-        if isinstance(own[key], dict)
-    }
-    longer = {key: [*base[key], *own.get(key, ())] for key in ("fields", "ignored")}
-    return base | own | both | longer
+    merged = base | own
+    for key in base.keys() & own.keys():
+        if isinstance(own[key], dict):
+            merged[key] = base[key] | own[key]
+    for key in ("fields", "ignored"):
+        merged[key] = [*base[key], *own.get(key, ())]
+    return merged
 
 
 @cache
 def _weights(part: str, images: str = "") -> tuple[Weight, ...]:
+    table = _COMMON
+    if images:
+        table = _read(images)["weights"]
     rows = []
-    for name, row in (_read(images)["weights"] if images else _COMMON)[part].items():
+    for name, row in table[part].items():
         names = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
         shape = names.pop("shape")
         when = names.pop("when", ())
@@ -176,182 +192,193 @@ def _weights(part: str, images: str = "") -> tuple[Weight, ...]:
 
 
 def weights_of(model: Any, *parts: str) -> Iterator[Weight]:
-    """Yield the weights that ``model`` (an Architecture) has: outer, layer, dense, sparse, double
-    or single ones.
+    """Yield the weights that ``model`` (an Architecture) has.
+
+    ``parts`` are ``outer``, ``layer``, ``dense``, ``sparse``, ``double`` or ``single``.
     """
     images = ""
     if model.of_images:
         images = model.family
-    yield from (
-        weight for part in parts for weight in _weights(part, images) if weight.belongs(model)
-    )
+    for part in parts:
+        for weight in _weights(part, images):
+            if weight.belongs(model):
+                yield weight
 
 
 @cache
 def renamed(model: Any, backend: str) -> Mapping[str, str]:
-    """Return a backend's names of weights, within their layer, → transformers'. Weights of other
-    models are there.
+    """Return a backend's names of weights, within their layer, → transformers'.
+
+    Weights that ``model`` lacks are there, too.
     """
-    every = [weight for part in ("outer", "layer", "dense", "sparse") for weight in _weights(part)]
-    every.sort(key=lambda weight: weight.belongs(model))
-    return {name: weight.name for weight in every for name in weight.names.get(backend, ())}
+    weights = [*_weights("outer"), *_weights("layer"), *_weights("dense"), *_weights("sparse")]
+    # Of two weights with one name, the model's own counts.
+    weights.sort(key=lambda weight: weight.belongs(model))
+    names = {}
+    for weight in weights:
+        for name in weight.names.get(backend, ()):
+            names[name] = weight.name
+    return names
 
 
 def described(
     known: Family, config: Mapping[str, Any], file: Path
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield field of ``model.``, key and value of a published ``config``, read from ``file``, of a
-    model of a family.
+    """Yield field of ``model.``, key and value of a ``config``, read from ``file``.
 
     Values may have any type. Raises InputError if rope scaling is no mapping.
     """
-    # transformers 5 writes it under another name.
-    if "num_local_experts" in config:
-        renamed = {"num_experts": config["num_local_experts"]}
-    else:
-        renamed = {}
-    whole = {**known.defaults, **renamed, **config}
-    heads = whole["num_attention_heads"]
-    width = whole.get("hidden_size")
     part = "rope_scaling"
     if config.get("rope_parameters") is not None:
         part = "rope_parameters"
-    if config.get(part) is None:
-        rope = {}
-    else:
-        rope = config[part]
+    rope = config.get(part) or {}
     if not isinstance(rope, dict):
         raise InputError(f"{part} is not a mapping", where=f"{file}: {part}")
     # Where layers with a window rotate in another way, each kind of layer has its own mapping.
-    local = rope.get("sliding_attention") or {}
-    rope = rope.get("full_attention", rope)
+    local_rope = rope.get(WINDOWED) or {}
+    rope = rope.get(FULL, rope)
+    values = {**known.defaults, **config}
+    if "num_local_experts" in config and "num_experts" not in config:
+        # transformers 5 writes it under another name.
+        values["num_experts"] = config["num_local_experts"]
+    _settle(values, known)
+    if "rope_theta" in rope:
+        values["rope_theta"] = rope["rope_theta"]
+    if "rope_theta" in local_rope:
+        values["rope_local_base_freq"] = local_rope["rope_theta"]
     for key, name in known.config.items():
         # A field that the family lacks is of interest if the file sets it.
-        if name is None or not (
-            config.get(name) if not known.has(key) or key in known.values else name in whole
-        ):
-            continue
-        value = whole[name]
-        if key == "kv_heads" and value is None:
-            value = heads
-        elif key == "head_dim" and (
-            value is None or (isinstance(heads, int) and heads * value == width)
-        ):
-            value = 0
-        elif key == "window" and (
-            value is None
-            or not whole.get("use_sliding_window", True)
-            or ("use_sliding_window" in whole and whole["max_window_layers"])
-        ):
-            value = 0  # transformers gives the window to the layers from max_window_layers on
-        elif key == "rope_theta":
-            value = rope.get("rope_theta", value)
-        elif key == "local_rope_theta":
-            value = local.get("rope_theta", value)
-        elif key == "window_pattern" and isinstance(layers := whole.get("layer_types"), list):
-            if FULL in layers:
-                value = layers.index(FULL) + 1
-            else:
-                value = value or 0
-            near = next((kind for kind in layers if kind in _NEAR), None)
-            if layers != [
-                FULL if value and (n + 1) % value == 0 else near for n in range(len(layers))
-            ]:
-                value = spell(layers)
-        elif (value is None and key.startswith("mla.")) or (
-            key == "query_scalar" and value == whole["head_dim"]
-        ):
-            value = 0
-        yield key, name, value
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not known.has("rope_scaling.kind"):
+        if name and (config.get(name) or (key in known.names and name in values)):
+            yield key, name, values[name]
+    if known.has("rope_scaling.kind"):
+        yield from _described_rope(part, rope, values["max_position_embeddings"])
+
+
+def _settle(values: dict[str, Any], known: Family) -> None:
+    """Change the values of a ``config.json`` to those that a recipe has.
+
+    0 stands for the size of a head that follows from the width, and for what is off.
+    """
+    heads = values["num_attention_heads"]
+    head_dim = values.get("head_dim")
+    if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = heads
+    if "query_pre_attn_scalar" in values and values["query_pre_attn_scalar"] == head_dim:
+        values["query_pre_attn_scalar"] = 0
+    if isinstance(heads, int) and head_dim and heads * head_dim == values.get("hidden_size"):
+        values["head_dim"] = 0
+    for key, name in known.config.items():
+        if name in values and values[name] is None and key in _OFF_IF_NULL:
+            values[name] = 0
+    _settle_windows(values, known)
+
+
+def _settle_windows(values: dict[str, Any], known: Family) -> None:
+    # transformers gives the window to the layers from max_window_layers on.
+    first = values.get("max_window_layers") or not values.get("use_sliding_window")
+    if "use_sliding_window" in values and first:
+        values["sliding_window"] = 0
+    name = known.config.get("window_pattern")
+    layers = values.get("layer_types")
+    if name is None or not isinstance(layers, list):
         return
-    yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
-    if isinstance(kind, str) and kind in STRETCH:
-        if kind != "linear":
-            original = rope.get(
-                "original_max_position_embeddings", whole["max_position_embeddings"]
-            )
-            yield (
-                "rope_scaling.original_max_position",
-                f"{part}.original_max_position_embeddings",
-                original,
-            )
-        for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():
-            yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
+    pattern = values.get(name) or 0
+    if FULL in layers:
+        pattern = layers.index(FULL) + 1
+    local = next((kind for kind in layers if kind in _LOCAL), None)
+    values[name] = pattern
+    for number, kind in enumerate(layers, 1):
+        is_full = pattern and number % pattern == 0
+        if kind != (FULL if is_full else local):
+            values[name] = spell(layers)  # which no field accepts
+
+
+def _described_rope(
+    part: str, rope: Mapping[str, Any], longest: Any
+) -> Iterator[tuple[str, str, Any]]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        kind = "none"
+    yield "rope_scaling.kind", f"{part}.rope_type", kind
+    if not isinstance(kind, str) or kind not in STRETCH:
+        return
+    if kind != "linear":
+        name = "original_max_position_embeddings"
+        yield "rope_scaling.original_max_position", f"{part}.{name}", rope.get(name, longest)
+    for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():
+        yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
 
 
 def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a ``config.json`` that make another model than the family's, and the
-    reason.
-    """
+    """Yield the keys of a ``config.json`` that make another model than the family's, and why."""
     for key, values in known.computes.items():
         value = config.get(key, values[0])
-        if (list(dict.fromkeys(value)) if isinstance(value, list) else value) not in values:
-            yield (
-                key,
-                f"{spell(value)}, and the family {known.name} is computed with "
-                f"{' or '.join(map(spell, values))}",
-            )
+        kinds = value
+        if isinstance(value, list):
+            kinds = list(dict.fromkeys(value))
+        if kinds not in values:
+            computed = " or ".join(map(spell, values))
+            yield key, f"{spell(value)}, and the family {known.name} is computed with {computed}"
     for name in known.config.values():
         if name and known.needs(name) and name not in config:
             yield name, "missing, and transformers has no value for it"
-    described = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
-    unknown = sorted(config.keys() - described)
+    explained = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
+    unknown = sorted(config.keys() - explained)
     if unknown:
-        why = (
+        yield (
+            ", ".join(unknown),
             "unknown; what changes no result belongs to `ignored`, and the values that are "
-            "computed to `computes`"
+            f"computed to `computes`, in families/{known.name}.yaml",
         )
-        yield ", ".join(unknown), f"{why}, in families/{known.name}.yaml"
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the keys of ``config.json`` of a decoder ``model`` (an Architecture): what
-    :func:`described` reads.
-    """
+    """Return the ``config.json`` of a decoder (an Architecture): what :func:`described` reads."""
     known = family(model.family)
-    scaling = model.rope_scaling
-    config = {
-        field: attrgetter(key)(model)
-        for key, field in known.config.items()
-        if field is not None and known.has(key) and key not in known.values
-    }
+    config = {name: attrgetter(key)(model) for key, name in known.names.items()}
     if known.has("mla.q_lora_rank"):
         config["q_lora_rank"] = model.mla.q_lora_rank or None
     config["head_dim"] = model.mla.qk_rope_head_dim or model.head_size
-    if known.has("window"):
-        config[known.config["window"] or "sliding_window"] = model.window or None
-        if "use_sliding_window" in known.defaults:
-            config |= {
-                "use_sliding_window": model.window > 0,
-                "max_window_layers": 0 if model.window else model.layers,
-            }
-    if "topk_method" in known.defaults:
-        config["topk_method"] = "group_limited_greedy" if model.moe.groups > 1 else "greedy"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
-    if scaling.kind != "none":
-        original = {"original_max_position_embeddings": scaling.original_max_position}
-        rope |= {"rope_type": scaling.kind} | (original if scaling.original_max_position else {})
-        stretch = {key: getattr(scaling, key) for key in ("factor", *STRETCH[scaling.kind])}
-        stretch = {
-            key: value if isinstance(value, bool) else float(value)
-            for key, value in stretch.items()
-        }
-        # DeepSeek's models alone have both mscale.
-        rope |= {
-            k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")
-        }
-    if config.pop("sliding_window_pattern", None) is not None:
-        config["layer_types"] = [
-            "sliding_attention" if model.has_window(n) else FULL for n in range(model.layers)
-        ]
     if known.has("query_scalar"):
         config["query_pre_attn_scalar"] = model.query_scalar or model.head_size
+    if "topk_method" in known.defaults:
+        config["topk_method"] = "group_limited_greedy" if model.moe.groups > 1 else "greedy"
+    if known.has("window"):
+        _add_window(config, model, known)
+    rope = _rope(model, config.pop("rope_theta"))
     if known.has("local_rope_theta"):
-        theta = config.pop("rope_local_base_freq")
-        rope = {
-            FULL: rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": float(theta)},
-        }
-    return config | {"rope_parameters": rope}
+        local = _plain_rope(config.pop("rope_local_base_freq"))
+        rope = {FULL: rope, WINDOWED: local}
+    config["rope_parameters"] = rope
+    return config
+
+
+def _add_window(config: dict[str, Any], model: Any, known: Family) -> None:
+    config[known.config["window"]] = model.window or None
+    if "use_sliding_window" in known.defaults:
+        config["use_sliding_window"] = model.window > 0
+        config["max_window_layers"] = 0 if model.window else model.layers
+    if config.pop("sliding_window_pattern", None) is not None:
+        config["layer_types"] = [
+            WINDOWED if model.has_window(layer) else FULL for layer in range(model.layers)
+        ]
+
+
+def _plain_rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": float(theta)}
+
+
+def _rope(model: Any, theta: float) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    rope = _plain_rope(theta)
+    if scaling.kind == "none":
+        return rope
+    rope["rope_type"] = scaling.kind
+    if scaling.original_max_position:
+        rope["original_max_position_embeddings"] = scaling.original_max_position
+    for key in ("factor", *STRETCH[scaling.kind]):
+        value = getattr(scaling, key)
+        # DeepSeek's models alone have both mscale.
+        if model.mla.kv_lora_rank or not key.startswith("mscale"):
+            rope[key] = value if isinstance(value, bool) else float(value)
+    return rope

@@ -1,22 +1,22 @@
-"""What a recipe asks for and its backend cannot do: layouts that do not divide, and fields of a
-model that it lacks.
+"""What a recipe asks for and its backend cannot do.
 
-No field of a model is silently dropped. Fields without effect (``moe.top_k`` of a dense model) are
-refused as well.
+Layouts that do not divide, and fields of a model that the backend lacks. No field of a model is
+silently dropped: those without effect, such as ``moe.top_k`` of a dense model, are refused as well.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
-from primus_images.recipes.family import STRETCH, Family, families, family
+from primus_images.recipes.family import STRETCH, Family, Support, families, family
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.schema import model_rules
 from primus_images.recipes.setting import Value, outside
 from primus_images.yamlfile import Scalar, spell
 
 # The key of the wrong setting, the reason, and a remedy.
-Fault = tuple[str, str, str | None]
+Fault: TypeAlias = tuple[str, str, str | None]
 
 # Part of the model → the key that enables it.
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
@@ -24,189 +24,202 @@ _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "
 
 def data_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield what is asked of epochs, evaluation and packing, and is not possible."""
-    asked = recipe.section("eval")
-    packing = f"{recipe.backend}.packing"
-    for key in asked:
-        if not recipe.knows.evaluates:
-            yield (
-                f"eval.{key}",
-                f"the backend {recipe.backend} does not evaluate",
-                "--backend finetune does",
-            )
-        if ("corpus" in asked) == ("fraction" in asked):
-            why = (
-                "give either eval.corpus or eval.fraction, the share of the documents that is "
-                "held out"
-            )
-            yield f"eval.{key}", why, "for example eval.fraction=0.05"
-        if (
-            key == "every"
-            and "epochs" not in recipe.settings
-            and recipe.get("eval.every", int) > recipe.steps
-        ):
-            yield (
-                "eval.every",
-                f"the run has only {recipe.steps} steps",
-                f"eval.every={recipe.steps} or less",
-            )
-    if "epochs" in recipe.settings and (
-        recipe.architecture.of_images or recipe.get("assets.corpus", str) == MOCK
-    ):
+    packing = recipe.find(f"{recipe.backend}.packing", False)
+    evaluation = recipe.section("eval")
+    is_mock = recipe.get("assets.corpus", str) == MOCK
+    if evaluation:
+        yield from _evaluation_faults(recipe, evaluation)
+    if "epochs" in recipe.settings and (is_mock or recipe.architecture.of_images):
         yield "epochs", "they are counted in a corpus of text", "name a corpus, or give steps"
-    if not asked and not recipe.find(packing, False):
-        return
-    if recipe.get("assets.corpus", str) == MOCK:
+    if is_mock and (evaluation or packing):
         yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
-    if recipe.find(packing, False) and recipe.find(f"{recipe.backend}.attention", "sdpa") not in (
-        "sdpa",
-        "eager",
-    ):
+    if packing:
+        yield from _packing_faults(recipe)
+
+
+def _evaluation_faults(recipe: Recipe, evaluation: Mapping[str, Value]) -> Iterator[Fault]:
+    key = f"eval.{next(iter(evaluation))}"
+    if not recipe.knows.evaluates:
+        why = f"the backend {recipe.backend} does not evaluate"
+        yield key, why, "--backend finetune does"
+    if ("corpus" in evaluation) == ("fraction" in evaluation):
         yield (
-            packing,
-            "only the attention sdpa and eager keep packed documents apart",
-            "attention=sdpa",
+            key,
+            "give either eval.corpus or eval.fraction, the share of the documents that is held out",
+            "for example eval.fraction=0.05",
         )
-    if recipe.find(packing, False) and not recipe.architecture.has_formula:
-        yield (
-            packing,
-            "nothing shows that a model of no family keeps packed documents apart",
-            "packing=false",
-        )
+    steps = recipe.steps
+    if "epochs" not in recipe.settings and recipe.find("eval.every", 0) > steps:
+        yield "eval.every", f"the run has only {steps} steps", f"eval.every={steps} or less"
 
 
-def _degree(recipe: Recipe, kind: str) -> str:
-    return f"{recipe.knows.name}.{recipe.knows.degrees.get(kind, kind)}"
+def _packing_faults(recipe: Recipe) -> Iterator[Fault]:
+    key = f"{recipe.backend}.packing"
+    if recipe.find(f"{recipe.backend}.attention", "sdpa") not in ("sdpa", "eager"):
+        why = "only the attention sdpa and eager keep packed documents apart"
+        yield key, why, "attention=sdpa"
+    if not recipe.architecture.has_formula:
+        why = "nothing shows that a model of no family keeps packed documents apart"
+        yield key, why, "packing=false"
 
 
-def _asked(recipe: Recipe, *keys: str) -> str:
+def _degree_key(recipe: Recipe, kind: str) -> str:
+    return f"{recipe.backend}.{recipe.knows.degrees.get(kind, kind)}"
+
+
+def _typed_of(recipe: Recipe, *keys: str) -> str:
     """Return the one of ``keys`` that the command line set, or else the first."""
-    typed = (
-        k
-        for k in keys
-        if k in recipe.settings and recipe.settings[k].origin.startswith(("command line", "--"))
-    )
-    return next(typed, keys[0])
+    for key in keys:
+        setting = recipe.settings.get(key)
+        if setting and (setting.typed or setting.origin.startswith("--")):
+            return key
+    return keys[0]
 
 
 def rank_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield degrees of parallelism that do not divide the ranks."""
     world = recipe.world_size
-    ranks = recipe.get("ranks", int)
-    nodes = recipe.get("nodes", int)
     degrees = {kind: recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas")}
     product = math.prod(degrees.values())
     if world % product:
-        lower = [kind for kind, degree in degrees.items() if degree > 1]
-        hint = f"ranks={math.lcm(world, product) // nodes}, or lower {' or '.join(lower)}"
-        wrong = _asked(recipe, "ranks", "nodes", *(_degree(recipe, kind) for kind in lower))
-        yield wrong, f"{world} ranks are not divisible by TP·PP·CP·replicas = {product}", hint
-    expert = recipe.degree("ep")
-    stages = recipe.degree("pp")
-    if world // stages % expert:
-        least = math.lcm(ranks, expert * stages) // ranks
-        if world >= stages:
-            remedies = [f"ep={math.gcd(world // stages, expert)}"]
-        else:
-            remedies = []
-        remedies += [f"--nodes {least}"] if least > nodes else []
-        divisor = f"EP = {expert}" + (f" × PP = {stages}" if stages > 1 else "")
-        wrong = _asked(recipe, "ranks", "nodes", _degree(recipe, "ep"), _degree(recipe, "pp"))
-        yield wrong, f"{world} ranks are not divisible by {divisor}", " or ".join(remedies)
+        ranks = math.lcm(world, product) // recipe.get("nodes", int)
+        divided = [kind for kind, degree in degrees.items() if degree > 1]
+        keys = [_degree_key(recipe, kind) for kind in divided]
+        yield (
+            _typed_of(recipe, "ranks", "nodes", *keys),
+            f"{world} ranks are not divisible by TP·PP·CP·replicas = {product}",
+            f"ranks={ranks}, or lower {' or '.join(divided)}",
+        )
+    yield from _expert_faults(recipe)
+    shard = -1
     key = f"{recipe.backend}.{recipe.knows.shard}"
     if recipe.knows.shard:
         shard = recipe.find(key, -1)
-    else:
-        shard = -1
     if shard not in (-1, world // product):
-        why = f"{shard} × TP·PP·CP·replicas = {shard * product} is not the number of ranks, {world}"
         yield (
             key,
-            why,
-            f"{key.partition('.')[2]}={world // product}, or -1 for all ranks that are left",
+            f"{shard} × TP·PP·CP·replicas = {shard * product} is not the number of ranks, {world}",
+            f"{recipe.knows.shard}={world // product}, or -1 for all ranks that are left",
         )
+
+
+def _expert_faults(recipe: Recipe) -> Iterator[Fault]:
+    world = recipe.world_size
+    ranks = recipe.get("ranks", int)
+    expert = recipe.degree("ep")
+    stages = recipe.degree("pp")
+    if world // stages % expert == 0:
+        return
+    remedies = []
+    if world >= stages:
+        remedies.append(f"ep={math.gcd(world // stages, expert)}")
+    nodes = math.lcm(ranks, expert * stages) // ranks
+    if nodes > recipe.get("nodes", int):
+        remedies.append(f"--nodes {nodes}")
+    divisor = f"EP = {expert}"
+    if stages > 1:
+        divisor += f" × PP = {stages}"
+    keys = (_degree_key(recipe, "ep"), _degree_key(recipe, "pp"))
+    yield (
+        _typed_of(recipe, "ranks", "nodes", *keys),
+        f"{world} ranks are not divisible by {divisor}",
+        " or ".join(remedies),
+    )
 
 
 def layout_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield sizes of the model, and lengths of sequences, that do not divide among the ranks."""
-    knows = recipe.knows
     model = recipe.architecture
-    tensor, expert, stages, context = (recipe.degree(kind) for kind in ("tp", "ep", "pp", "cp"))
-
-    for what, size in (
-        ("heads", model.heads),
-        ("kv_heads", model.kv_heads),
-        ("vocab_size", model.vocab_size),
-    ):
+    tensor = recipe.degree("tp")
+    expert = recipe.degree("ep")
+    stages = recipe.degree("pp")
+    for field in ("heads", "kv_heads", "vocab_size"):
+        size = getattr(model, field)
         if size % tensor:
-            why = f"model.{what} = {size} is not divisible by TP = {tensor}"
             yield (
-                _asked(recipe, _degree(recipe, "tp"), f"model.{what}"),
-                why,
+                _typed_of(recipe, _degree_key(recipe, "tp"), f"model.{field}"),
+                f"model.{field} = {size} is not divisible by TP = {tensor}",
                 f"tp={math.gcd(size, tensor)}",
             )
-    if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
-        why = f"model.moe.experts = {model.moe.experts} is not divisible by EP = {expert}"
-        remedy = f"ep={math.gcd(model.moe.experts, expert) if model.moe.experts else 1}"
-        yield _asked(recipe, _degree(recipe, "ep"), "model.moe.experts"), why, remedy
-    if stages > max(1, model.layers):
-        wrong = _asked(recipe, _degree(recipe, "pp"), "model.layers")
+    experts = model.moe.experts
+    if expert > 1 and (experts == 0 or experts % expert):
+        # A model without experts takes EP = 1, not the greatest common divisor with 0.
+        divisor = math.gcd(experts, expert) if experts else 1
         yield (
-            wrong,
+            _typed_of(recipe, _degree_key(recipe, "ep"), "model.moe.experts"),
+            f"model.moe.experts = {experts} is not divisible by EP = {expert}",
+            f"ep={divisor}",
+        )
+    if stages > max(1, model.layers):
+        yield (
+            _typed_of(recipe, _degree_key(recipe, "pp"), "model.layers"),
             f"model.layers = {model.layers} is fewer than PP stages = {stages}",
             f"pp={model.layers}",
         )
-    if model.of_images:
-        return
+    if not model.of_images:
+        yield from _length_faults(recipe)
+
+
+def _length_faults(recipe: Recipe) -> Iterator[Fault]:
+    key = recipe.knows.key("seq_len")
     length = recipe.seq_len
-    parts = tensor * context * (2 if context > 1 else 1)
-    if model.max_seq_len and length > model.max_seq_len:
-        why = f"{length} is more than model.max_seq_len = {model.max_seq_len}"
-        yield knows.key("seq_len"), why, f"seq_len={model.max_seq_len} at most"
+    longest = recipe.architecture.max_seq_len
+    if 0 < longest < length:
+        why = f"{length} is more than model.max_seq_len = {longest}"
+        yield key, why, f"seq_len={longest} at most"
+    context = recipe.degree("cp")
+    parts = recipe.degree("tp") * context
+    if context > 1:
+        # Each rank has one part of the beginning and one of the end.
+        parts *= 2
     if length % parts:
-        why = f"{length} tokens are not divisible by the {parts} parts that TP and CP make"
-        wrong = _asked(recipe, knows.key("seq_len"), _degree(recipe, "tp"), _degree(recipe, "cp"))
-        yield wrong, why, f"seq_len={max(1, length // parts) * parts}"
+        keys = (_degree_key(recipe, "tp"), _degree_key(recipe, "cp"))
+        yield (
+            _typed_of(recipe, key, *keys),
+            f"{length} tokens are not divisible by the {parts} parts that TP and CP make",
+            f"seq_len={max(1, length // parts) * parts}",
+        )
 
 
 def batch_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield batches that do not divide as required."""
-    knows = recipe.knows
+    local_key = recipe.knows.key("local_batch")
+    whole_key = recipe.knows.key("global_batch")
     together = recipe.local_batch * recipe.data_parallel
-    batch = recipe.find(knows.key("global_batch"), -1)
+    whole = recipe.find(whole_key, -1)
+    if whole > 0 and whole % together:
+        multiple = math.ceil(whole / together) * together
+        yield (
+            _typed_of(recipe, whole_key, local_key, "ranks", "nodes"),
+            f"a global batch of {whole} is not a multiple of local batch × data parallel size "
+            f"= {together}",
+            f"global_batch={multiple}, or another local_batch",
+        )
     parts = recipe.find("validation.accumulation", 1)
-    if batch > 0 and batch % together:
-        why = (
-            f"a global batch of {batch} is not a multiple of local batch × data parallel size "
-            f"= {together}"
-        )
-        near = f"global_batch={math.ceil(batch / together) * together}"
-        wrong = _asked(
-            recipe, knows.key("global_batch"), knows.key("local_batch"), "ranks", "nodes"
-        )
-        yield wrong, why, f"{near}, or another local_batch"
     if recipe.local_batch % parts:
-        why = f"{parts} must divide the local batch of {recipe.local_batch}"
-        wrong = _asked(recipe, "validation.accumulation", knows.key("local_batch"))
-        yield wrong, why, f"validation.accumulation={math.gcd(parts, recipe.local_batch)}"
+        yield (
+            _typed_of(recipe, "validation.accumulation", local_key),
+            f"{parts} must divide the local batch of {recipe.local_batch}",
+            f"validation.accumulation={math.gcd(parts, recipe.local_batch)}",
+        )
 
 
 def model_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield each field of the model that its family or the recipe's backend lacks: its key, the
-    reason and a remedy.
-    """
-    rules = model_rules()
+    """Yield each field of the model that its family or the recipe's backend lacks."""
     known = family(recipe.architecture.family)
-    values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
-    changed = [key for key, rule in rules.items() if values[key] != rule.default]
-    yield from _idle(recipe, values, changed)
+    values = {key: rule.default for key, rule in model_rules().items()}
+    values.update(recipe.section("model"))
+    model = _Model(recipe=recipe, known=known, values=values)
+    yield from _idle(model)
     if recipe.backend not in known.backends:
-        hint = None
+        remedy = None
         if known.backends:
-            hint = f"--backend {' or '.join(known.backends)}"
-        yield "model.family", f"{recipe.backend} has no model of the family {known.name}", hint
+            remedy = f"--backend {' or '.join(known.backends)}"
+        yield "model.family", f"{recipe.backend} has no model of the family {known.name}", remedy
         return
-    yield from _foreign(known, values)
-    yield from _uncomputed(recipe, known, values, [key for key in changed if not _off(key, values)])
+    yield from _foreign(model)
+    yield from _lacking(model)
+    yield from _other_values(model)
     targets = None
     if recipe.mode == "lora":
         targets = recipe.section(recipe.backend).get("lora.targets")
@@ -216,114 +229,147 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
             yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(known.linears)}"
 
 
-def _off(key: str, values: Mapping[str, Value]) -> bool:
-    """Whether the part of the model that ``key`` belongs to is disabled."""
-    return values.get(_SWITCHES.get(key.partition(".")[0], ""), True) in (0, "none")
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What a recipe says of its model: ``values`` of all fields, without the prefix ``model.``."""
+
+    recipe: Recipe
+    known: Family
+    values: Mapping[str, Value]
+
+    @property
+    def changed(self) -> list[str]:
+        """The fields that have another value than by default."""
+        return [key for key, rule in model_rules().items() if self.values[key] != rule.default]
+
+    @property
+    def active(self) -> list[str]:
+        """The changed fields of parts that are enabled."""
+        return [key for key in self.changed if not self.is_off(key)]
+
+    @property
+    def support(self) -> Support:
+        """How the recipe's backend computes the family."""
+        return self.known.backends[self.recipe.backend]
+
+    def is_off(self, key: str) -> bool:
+        """Whether the part of the model that ``key`` belongs to is disabled."""
+        return self.values.get(switch_of(key), True) in (0, "none")
 
 
-def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
-    """Yield fields whose values no model of the family has."""
-    for key, rule in model_rules().items():
-        only = known.allowed(key, cast(Scalar, rule.default))
-        value = values[key]
-        if only and value not in only:
-            having = [other for other in map(family, families()) if other.has(key)]
-            others = [other.name for other in having if value in other.values.get(key, (value,))]
-            if known.has(key):
-                amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}"
-            else:
-                amount = f"have no {key}"
-            other = ""
-            if others:
-                other = f", or another model.family: {', '.join(others)}"
-            yield (
-                f"model.{key}",
-                f"models of the family {known.name} {amount}",
-                f"model.{key}={spell(only[0])}{other}",
-            )
-    for key, limits in known.limits.items():
-        value = values[key]
-        if isinstance(value, int | float) and (objection := outside(limits, value)):
-            yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
+def switch_of(key: str) -> str:
+    """Return the key that enables the part of the model that ``key`` belongs to; else ``key``."""
+    return _SWITCHES.get(key.partition(".")[0], key)
 
 
-def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
-    """Yield fields of a part that is disabled. A file may set them if it disables the part
-    explicitly.
+def _idle(model: _Model) -> Iterator[Fault]:
+    """Yield fields of a part that is disabled.
+
+    A file may set them if it disables the part explicitly.
     """
-    kind = str(values["rope_scaling.kind"])
-    read = {"kind", "factor", "original_max_position", *STRETCH.get(kind, ())}
-    read -= {"original_max_position"} if kind == "linear" else set()
-    for key in changed:
+    settings = model.recipe.settings
+    kind = str(model.values["rope_scaling.kind"])
+    read = ["kind", "factor", *STRETCH.get(kind, ())]
+    if kind != "linear":
+        read.append("original_max_position")
+    for key in model.changed:
         part, _, name = key.partition(".")
         if part == "rope_scaling" and kind in STRETCH and name not in read:
-            yield (
-                f"model.{key}",
-                f"has no effect while model.rope_scaling.kind is {kind}",
-                f"remove model.{key}",
-            )
-        switch = _SWITCHES.get(part, key)
-        typed = recipe.settings[f"model.{key}"].origin.startswith("command")
-        if (
-            switch != key
-            and _off(key, values)
-            and (typed or f"model.{switch}" not in recipe.settings)
-        ):
-            yield (
-                f"model.{key}",
-                f"has no effect while model.{switch} is {values[switch]}",
-                f"set model.{switch}, too",
-            )
+            why = f"has no effect while model.rope_scaling.kind is {kind}"
+            yield f"model.{key}", why, f"remove model.{key}"
+        switch = switch_of(key)
+        if switch == key or not model.is_off(key):
+            continue
+        if settings[f"model.{key}"].typed or f"model.{switch}" not in settings:
+            why = f"has no effect while model.{switch} is {model.values[switch]}"
+            yield f"model.{key}", why, f"set model.{switch}, too"
 
 
-def _uncomputed(
-    recipe: Recipe, known: Family, values: Mapping[str, Value], active: list[str]
-) -> Iterator[Fault]:
-    """Yield fields of enabled parts that the backend lacks, or computes with other values only."""
-    row = known.backends[recipe.backend]
-    title = f"the family {known.name}"
+def _foreign(model: _Model) -> Iterator[Fault]:
+    """Yield fields whose values no model of the family has."""
+    known = model.known
+    for key, rule in model_rules().items():
+        only = known.allowed(key, cast(Scalar, rule.default))
+        value = model.values[key]
+        if not only or value in only:
+            continue
+        amount = f"have no {key}"
+        if known.has(key):
+            amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}"
+        remedy = f"model.{key}={spell(only[0])}"
+        others = _families_with(key, value)
+        if others:
+            remedy += f", or another model.family: {', '.join(others)}"
+        yield f"model.{key}", f"models of the family {known.name} {amount}", remedy
+    for key, limits in known.limits.items():
+        value = model.values[key]
+        if isinstance(value, int | float):
+            objection = outside(limits, value)
+            if objection:
+                yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
 
-    def remedy(key: str, value: Value) -> str:
-        computes = {
-            name: row.values.get(key, (values[key],)) for name, row in known.backends.items()
-        }
-        others = [
-            name
-            for name, those in computes.items()
-            if values[key] in those and known.has(key, name)
-        ]
-        if value in known.values.get(key, (value,)):
-            ways = [f"model.{key}={spell(value)}"]
-        else:
-            ways = []
-        return ", or ".join(ways + ([f"--backend {' or '.join(others)}"] if others else []))
 
-    for key in active:
+def _families_with(key: str, value: Value) -> list[str]:
+    having = [row for row in map(family, families()) if row.has(key)]
+    return [row.name for row in having if value in row.values.get(key, (value,))]
+
+
+def _lacking(model: _Model) -> Iterator[Fault]:
+    """Yield fields of enabled parts that the backend lacks."""
+    backend = model.recipe.backend
+    architecture = model.recipe.architecture
+    for key in model.active:
         # Every backend has this size of a head by default.
-        usual = (
-            key == "head_dim"
-            and recipe.architecture.head_dim * recipe.architecture.heads == values["hidden_size"]
-        )
-        if known.has(key) and not known.has(key, recipe.backend) and not usual:
-            why = f"{recipe.backend}'s model of {title} cannot express {spell(values[key])}"
-            yield f"model.{key}", why, remedy(key, model_rules()[key].default)
-    for key, allowed in row.values.items():
-        switch = _SWITCHES.get(key.partition(".")[0], key)
-        if values[key] not in allowed and (switch == key or not _off(key, values)):
-            named = " or ".join(spell(value) for value in allowed)
-            why = f"{recipe.backend} computes {title} with {named} only, not {spell(values[key])}"
-            why += f", where model.{switch} is {values[switch]}" if switch != key else ""
-            yield f"model.{key}", why, remedy(key, allowed[0])
-    for key, other in row.equal.items():
-        if key in active and values[key] != values[other]:
-            both = f"{spell(values[key])} and {spell(values[other])}"
-            why = f"{recipe.backend} has one value for this and model.{other}, not {both}"
-            yield f"model.{key}", why, f"model.{key}={spell(values[other])}"
-    for key in row.whole:
-        value = values[key]
-        if key in active and isinstance(value, float) and not value.is_integer():
-            yield (
-                f"model.{key}",
-                f"{recipe.backend} takes a whole number, not {value}",
-                f"model.{key}={round(value)}.0",
+        if key == "head_dim" and (
+            architecture.head_dim * architecture.heads == architecture.hidden_size
+        ):
+            continue
+        if model.known.has(key) and not model.known.has(key, backend):
+            why = (
+                f"{backend}'s model of the family {model.known.name} cannot express "
+                f"{spell(model.values[key])}"
             )
+            yield f"model.{key}", why, _remedy(model, key, model_rules()[key].default)
+
+
+def _remedy(model: _Model, key: str, value: Value) -> str:
+    """Return the ways to a model that is computed: another value, or another backend."""
+    known = model.known
+    ways = []
+    if value in known.values.get(key, (value,)):
+        ways.append(f"model.{key}={spell(value)}")
+    here = cast(Scalar, model.values[key])
+    able = []
+    for name, support in known.backends.items():
+        if known.has(key, name) and here in support.values.get(key, (here,)):
+            able.append(name)
+    if able:
+        ways.append(f"--backend {' or '.join(able)}")
+    return ", or ".join(ways)
+
+
+def _other_values(model: _Model) -> Iterator[Fault]:
+    """Yield fields of enabled parts that the backend computes with other values only."""
+    backend = model.recipe.backend
+    values = model.values
+    for key, allowed in model.support.values.items():
+        switch = switch_of(key)
+        if values[key] in allowed or (switch != key and model.is_off(key)):
+            continue
+        why = (
+            f"{backend} computes the family {model.known.name} with "
+            f"{' or '.join(map(spell, allowed))} only, not {spell(values[key])}"
+        )
+        if switch != key:
+            why += f", where model.{switch} is {values[switch]}"
+        yield f"model.{key}", why, _remedy(model, key, allowed[0])
+    for key, other in model.support.equal.items():
+        if key in model.active and values[key] != values[other]:
+            both = f"{spell(values[key])} and {spell(values[other])}"
+            why = f"{backend} has one value for this and model.{other}, not {both}"
+            yield f"model.{key}", why, f"model.{key}={spell(values[other])}"
+    for key in model.support.whole:
+        value = values[key]
+        if key in model.active and isinstance(value, float) and not value.is_integer():
+            why = f"{backend} takes a whole number, not {value}"
+            yield f"model.{key}", why, f"model.{key}={round(value)}.0"

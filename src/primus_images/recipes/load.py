@@ -1,29 +1,32 @@
-"""Finding recipe files and reading each to a flat table of settings with their places; the entries
-of all recipes.
-"""
+"""Finding recipe files, and reading each to a flat table of settings with their places."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 from primus_images.errors import InputError, nearest
 from primus_images.files import stems
 from primus_images.gpus.table import load_table, words_for
 from primus_images.recipes.architecture import Architecture, Size, architecture, size
-from primus_images.recipes.choose import check_choice, computes, supported
+from primus_images.recipes.choose import (
+    MULTI,
+    check_choice,
+    check_condition,
+    computes,
+    items_of,
+    supported,
+)
 from primus_images.recipes.schema import backends
-from primus_images.recipes.setting import Setting, Value
-from primus_images.yamlfile import Document, Key, Tree, parse_values, read_text, section
+from primus_images.recipes.setting import Setting, Settings
+from primus_images.yamlfile import Document, Key, Scalar, Tree, parse_values, read_text, section
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
 
 def folder() -> Path:
-    """Return the folder of recipes: ``PRIMUS_RECIPES``, that of this source checkout, or that of
-    the image.
+    """Return the folder of recipes: ``PRIMUS_RECIPES``, else that of this checkout or image.
 
     If the package is installed as a copy outside an image, the folder is that of the project in the
     current folder or the nearest parent.
@@ -43,9 +46,7 @@ def folder() -> Path:
 
 
 def names(among: Path | None = None) -> list[str]:
-    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`), without
-    editors' hidden files.
-    """
+    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`)."""
     return stems(among or folder())
 
 
@@ -55,86 +56,82 @@ def is_path(name: str) -> bool:
 
 
 def find(name: str, among: Path | None = None) -> Path:
-    """Return the file of a recipe, given by path, or by name in ``among`` (default:
-    :func:`folder`).
+    """Return the file of a recipe, given by path, or by name in ``among``.
 
     Raises InputError, with the available recipes, for a name without a file.
     """
     if is_path(name):
         return Path(name)
     among = among or folder()
-    path = among / f"{name}.yaml"
     recipes = names(among)
+    if not recipes:
+        raise InputError(
+            f"{among} has no recipes",
+            hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
+        )
     if name not in recipes:
-        if not recipes:
-            raise InputError(
-                f"{among} has no recipes",
-                hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
-            )
-        recipes_text = ", ".join(recipes)
         raise InputError(
             f"there is no recipe {name!r}{nearest(name, recipes)}",
-            hint=f"recipes in {among}: {recipes_text}",
+            hint=f"recipes in {among}: {', '.join(recipes)}",
         )
-    return path
+    return among / f"{name}.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings that apply if every choice in ``when``, and the sequence length, has one of the
-    listed values.
-    """
+    """Settings that apply if every choice in ``when`` has one of the listed values."""
 
     when: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, Setting]
+    settings: Settings
 
-    def holds(self, chosen: Mapping[str, str]) -> bool:
-        """Whether ``chosen`` (choice → value) meets every condition.
-
-        ``nodes: multi`` matches any number above one, and ``gpu`` also its architecture and vendor.
-        """
+    def holds(self, facts: Mapping[str, str]) -> bool:
+        """Whether ``facts`` (choice → value, and the sequence length) meet every condition."""
         return all(
-            chosen.get(choice) in values
-            or (choice == "nodes" and "multi" in values and chosen["nodes"] != "1")
-            or (choice == "gpu" and not words_for(chosen["gpu"]).isdisjoint(values))
-            for choice, values in self.when.items()
+            _is_met(choice, values, facts.get(choice, "")) for choice, values in self.when.items()
         )
+
+
+def _is_met(choice: str, values: Sequence[str], fact: str) -> bool:
+    if choice == "nodes" and fact != "1" and MULTI in values:
+        return True
+    if choice == "gpu":
+        # A GPU also answers to its architecture and its vendor.
+        return not words_for(fact).isdisjoint(values)
+    return fact in values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The contents of a recipe file: the settings that always apply, the cases in order, and the
-    files read.
-    """
+    """What recipe files say: settings that always apply, cases in order, and the files read."""
 
-    settings: dict[str, Setting]
-    cases: list[Case]
+    settings: Settings
+    cases: Sequence[Case]
     files: tuple[Path, ...] = ()
 
 
 def read(path: Path) -> Source:
-    """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with
-    the place.
+    """Read a recipe file after the files in its ``uses``, each of them once.
+
+    Raises InputError with the place.
     """
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
     files: dict[str, Path] = {}  # by its real path
 
-    def collect(path: Path, *line: str) -> None:
+    def collect(path: Path, *using: str) -> None:
         source, uses = parse(read_text(path), str(path))
-        files[line[-1]] = path
+        files[using[-1]] = path
         for name in uses:
             used = beside(path, str(name.value))
             real = os.path.realpath(used)
-            if real in line:
+            if real in using:
                 raise InputError(f"{used.name} uses itself", where=name.origin)
-            if real in files:
-                continue
             if used.is_dir() or not (used.exists() or used.is_symlink()):
                 raise InputError(
                     f"there is no file {name.value!r}, which `uses` names", where=name.origin
                 )
-            collect(used, *line, real)
+            if real not in files:
+                collect(used, *using, real)
         settings.update(source.settings)
         cases.extend(source.cases)
 
@@ -143,19 +140,17 @@ def read(path: Path) -> Source:
 
 
 def beside(path: Path, name: str) -> Path:
-    """Return the file that the recipe at ``path`` calls ``name``: next to it, or else among
-    primus's own recipes.
-    """
+    """Return the file ``name`` next to the recipe at ``path``, or else among primus's own."""
     near = path.parent / name
-    if near.exists() or not (folder() / name).exists():
-        return near
-    return folder() / name
+    own = folder() / name
+    if own.exists() and not near.exists():
+        return own
+    return near
 
 
 @lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
-    """Parse recipe text. Returns settings under dotted keys, and the files it uses. ``file`` names
-    it in origins.
+    """Parse recipe text, which ``file`` names in origins. Returns it with the files that it uses.
 
     Raises InputError for duplicate keys, and for anything but mappings, plain values and lists of
     plain values.
@@ -165,11 +160,11 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
         raise InputError("a recipe must be a mapping of keys to values", where=document.origin())
     settings = _settings(document, (), document.data, ("cases", "uses"))
     uses = []
-    for index, item in enumerate(_items(document, "uses")):
+    for index, name in enumerate(_items(document, "uses")):
         origin = document.origin(("uses", index))
-        if not isinstance(item, str):
-            raise InputError(f"uses must name files, not {item!r}", where=origin)
-        uses.append(Setting(value=item, origin=origin))
+        if not isinstance(name, str):
+            raise InputError(f"uses must name files, not {name!r}", where=origin)
+        uses.append(Setting(value=name, origin=origin))
     cases = [_case(document, index, item) for index, item in enumerate(_items(document, "cases"))]
     for key, setting in settings.items():
         if key.startswith("default."):
@@ -178,13 +173,10 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
 
 
 def _items(document: Document, key: str) -> list[Tree]:
-    if isinstance(document.data, dict):
-        value = document.data.get(key, [])
-    else:
-        value = []
-    if not isinstance(value, list):
+    items = document.data.get(key, [])
+    if not isinstance(items, list):
         raise InputError(f"{key} must be a list", where=document.origin((key,)))
-    return value
+    return items
 
 
 def _case(document: Document, index: int, data: Tree) -> Case:
@@ -206,7 +198,7 @@ def _case(document: Document, index: int, data: Tree) -> Case:
         )
     when = _settings(document, (*place, "when"), conditions)
     for choice, setting in when.items():
-        check_choice(choice, setting, condition=True)
+        check_condition(choice, setting)
     settings = _settings(document, place, data, ("when", "because"))
     if "nodes" in settings:
         check_choice("nodes", settings["nodes"])
@@ -215,44 +207,45 @@ def _case(document: Document, index: int, data: Tree) -> Case:
                 "a case for a number of nodes cannot set nodes", where=settings["nodes"].origin
             )
     return Case(
-        when={choice: words(setting.value) for choice, setting in when.items()},
+        when={choice: words(setting) for choice, setting in when.items()},
         settings={key: replace(setting, because=because) for key, setting in settings.items()},
     )
 
 
-def words(value: Value) -> tuple[str, ...]:
+def words(setting: Setting) -> tuple[str, ...]:
     """Return a choice's value, or each of its values, as conditions of cases compare it."""
-    if isinstance(value, list):
-        items = value
-    else:
-        items = [value]
-    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+    return tuple(map(_word, items_of(setting)))
+
+
+def _word(item: Scalar) -> str:
+    if isinstance(item, bool):
+        return str(item).lower()
+    return str(item)
 
 
 def _settings(
-    document: Document, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()
+    document: Document, place: Key, data: Mapping[str, Tree], others: Sequence[str] = ()
 ) -> dict[str, Setting]:
-    """Return the settings in ``data`` by dotted names; ``a.b: 1`` and ``a: {b: 1}`` are the same
-    key.
+    """Return the settings in ``data`` by dotted names, without the keys ``others``.
+
+    ``a.b: 1`` and ``a: {b: 1}`` are the same key.
     """
     settings: dict[str, Setting] = {}
-    for at, value in _leaves(
-        place, {key: value for key, value in data.items() if key not in other}
-    ):
-        key = ".".join(map(str, at[len(place) :]))
+    mine = {key: value for key, value in data.items() if key not in others}
+    for leaf, value in _leaves(place, mine):
+        key = ".".join(map(str, leaf[len(place) :]))
         if key in settings:
-            origin = settings[key].origin
             raise InputError(
                 f"duplicate key {key!r}",
-                where=document.where(at),
-                hint=f"it is also set at {origin}",
+                where=document.where(leaf),
+                hint=f"it is also set at {settings[key].origin}",
             )
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, list | dict):
                 raise InputError(
-                    f"{key} must hold plain values only", where=document.origin((*at, index))
+                    f"{key} must hold plain values only", where=document.origin((*leaf, index))
                 )
-        settings[key] = Setting(value=cast(Value, value), origin=document.origin(at))
+        settings[key] = Setting(value=value, origin=document.origin(leaf))  # type: ignore[arg-type]
     return settings
 
 
@@ -286,7 +279,9 @@ class Entry:
     @property
     def gpus(self) -> tuple[str, ...]:
         """GPUs that support at least one of the precisions."""
-        able = {gpu for some in self.precisions.values() for gpu in some}
+        able: set[str] = set()
+        for names in self.precisions.values():
+            able.update(names)
         return tuple(gpu for gpu in gpus() if gpu in able)
 
 
@@ -296,17 +291,17 @@ def gpus() -> tuple[str, ...]:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield all entries, sorted by recipe. Raises InputError for a recipe file that cannot be read."""
+    """Yield all entries, sorted by recipe. Raises InputError for a file that cannot be read."""
     for name in names():
         path = find(name)
         settings = read(path).settings
         for key in ("model.family", "description"):
             if key not in settings:
                 raise InputError(f"{key} is missing", where=f"{path}:1:1")
-        model = architecture(
-            {key: setting.value for key, setting in section(settings, "model").items()}
-        )
+        sizes = section(settings, "model")
+        model = architecture({key: setting.value for key, setting in sizes.items()})
         for (backend, mode), precisions in supported(settings).items():
+            on_cpu = backends()[backend].cpu
             yield Entry(
                 recipe=name,
                 path=path,
@@ -315,12 +310,14 @@ def entries() -> Iterator[Entry]:
                 size=size(model),
                 backend=backend,
                 mode=mode,
-                precisions={
-                    p: tuple(gpu for gpu in gpus() if computes(gpu, p, backend)) for p in precisions
-                },
+                precisions={word: _able(word, backend) for word in precisions},
+                proxy=tuple(word for word in on_cpu if word == "fp32" or word in precisions),
                 only_proxy="default.proxy" in settings and settings["default.proxy"].value is True,
-                proxy=tuple(p for p in backends()[backend].cpu if p == "fp32" or p in precisions),
             )
+
+
+def _able(precision: str, backend: str) -> tuple[str, ...]:
+    return tuple(gpu for gpu in gpus() if computes(gpu, precision, backend))
 
 
 def check(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,19 +25,18 @@ Kind = TypeVar("Kind", str, int, float, bool)
 
 
 class _Property(Generic[Kind]):
-    """A property of recipes: the value of a choice, or of a setting that every backend has under
-    the name ``what``.
-    """
+    """The value of a choice, or of a setting that every backend has under the name ``short``."""
 
-    def __init__(self, what: str, default: Kind, doc: str) -> None:
-        self._what = what
+    def __init__(self, short: str, default: Kind, doc: str) -> None:
+        self._short = short
         self._default: Kind = default
         self.__doc__ = doc
 
     def __get__(self, recipe: "Recipe", _: type) -> Kind:
-        return recipe.find(
-            self._what if self._what in CHOICES else recipe.knows.key(self._what), self._default
-        )
+        key = self._short
+        if key not in CHOICES:
+            key = recipe.knows.key(key)
+        return recipe.find(key, self._default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +58,9 @@ class Recipe:
     files: tuple[Path, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
-        """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is
-        accepted as float.
+        """Return the value of ``key``. Raises InputError if its type is not ``kind``.
+
+        A whole number is accepted as float.
         """
         setting = self.settings[key]
         value = setting.value
@@ -95,8 +95,7 @@ class Recipe:
             return None
         here = Path.cwd() / name
         there = beside(self.path, name)
-        typed = self.settings[key].origin.startswith("command line")
-        if typed and (here.exists() or not there.exists()):
+        if self.settings[key].typed and (here.exists() or not there.exists()):
             return here
         return there
 
@@ -143,9 +142,7 @@ class Recipe:
         return self.get("ranks", int) * self.get("nodes", int)
 
     def degree(self, kind: str) -> int:
-        """Return a parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 if the backend
-        has none.
-        """
+        """Return a parallel degree: ``tp``, ``pp``, ``cp``, ``ep`` or ``replicas``."""
         key = self.knows.degrees.get(kind)
         if key:
             return self.find(f"{self.backend}.{key}", 1)
@@ -158,9 +155,7 @@ class Recipe:
 
     @property
     def unsharded(self) -> bool:
-        """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or
-        context parallelism.
-        """
+        """Whether ranks share layers (TP, PP), and none is left to shard weights over."""
         shards = self.data_parallel // self.degree("replicas") * self.degree("cp")
         return shards == 1 and self.degree("tp") * self.degree("pp") > 1
 
@@ -174,56 +169,55 @@ class Recipe:
 
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
-        """Asset → sha256 over the names and bytes of its files, without weights of a tokenizer;
-        empty if no file.
-        """
+        """Asset → sha256 over the names and bytes of its files; empty if it is no file."""
         digests = {}
         for key in sorted(self.section("assets")):
             root = self.asset(key)
-            hasher = hashlib.sha256()
+            digests[key] = ""
             if root is not None:
-                if root.is_dir():
-                    files = filter(Path.is_file, below(root))
-                else:
-                    files = [root]
-                for file in sorted(
-                    file for file in files if key != "tokenizer" or file.suffix not in _WEIGHTS
-                ):
-                    with file.open("rb") as stream:
-                        content = hashlib.file_digest(stream, "sha256").hexdigest()
-                    hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
-            digests[key] = hasher.hexdigest() if root is not None else ""
+                digests[key] = _digest(root, without=_WEIGHTS if key == "tokenizer" else ())
         return digests
 
     @property
     def digest(self) -> str:
-        """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal
-        training.
-        """
+        """sha256 over values and assets. Equal digests mean equal training."""
         values = {key: setting.value for key, setting in self.settings.items()}
         return digest_of_recipe(values, self.asset_digests)
 
 
+def _digest(root: Path, without: Sequence[str]) -> str:
+    """Return sha256 over the files below ``root``, without those with these suffixes."""
+    files = [root]
+    if root.is_dir():
+        files = sorted(path for path in below(root) if path.is_file())
+    hasher = hashlib.sha256()
+    for file in files:
+        if file.suffix not in without:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+    return hasher.hexdigest()
+
+
 def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
-    """Return the digest of a recipe with these resolved values and digests of assets, as a record
-    has them.
-    """
+    """Return the digest of a recipe by its resolved values and the digests of its assets."""
     return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()
 
 
 def misstated(about: Mapping[str, Any]) -> str:
-    """Return what a record says wrongly of its recipe, whose name and choices are among the
-    settings that it hashes.
+    """Return what a record says wrongly of its recipe; "" if nothing is wrong.
 
-    Empty if nothing is wrong. Raises what damaged JSON raises.
+    The recipe's name and choices are among the settings that it hashes. Raises what damaged JSON
+    raises.
     """
     settings = about["settings"]
-    number = about["sha256"]
-    if "assets" in about and number != digest_of_recipe(settings, about["assets"]):
-        return f"its settings are not those of recipe {number[:12]}"
-    # A recipe given by path is called by it.
+    digest = about["sha256"]
+    if "assets" in about and digest != digest_of_recipe(settings, about["assets"]):
+        return f"its settings are not those of recipe {digest[:12]}"
     for key in ("name", "backend", "mode", "precision", "gpu"):
-        if about[key] != settings[key] and not (key == "name" and "/" in about[key]):
+        # A recipe given by path is called by it.
+        by_path = key == "name" and "/" in about["name"]
+        if about[key] != settings[key] and not by_path:
             return (
                 f"it is of another recipe: its {key} is {settings[key]}, and it says {about[key]}"
             )

@@ -26,11 +26,12 @@ from primus_images.recipes.faults import (
     rank_faults,
 )
 from primus_images.recipes.overrides import Override, choices_among, read_override, set_twice
+from primus_images.recipes.published import kind_faults, published_faults
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus_images.recipes.schema import Backend, Rule, backend_rules, backends
 from primus_images.recipes.setting import Choices, Setting, Settings, Value
-from primus_images.recipes.weights import kind_faults, model_of, published_faults
+from primus_images.recipes.weights import model_of
 from primus_images.yamlfile import Scalar, spell
 
 # Keys of weights to start from.
@@ -78,7 +79,7 @@ class Draft:
     @property
     def facts(self) -> dict[str, str]:
         """The choices as conditions of cases compare them."""
-        return {choice: load.words(setting.value)[0] for choice, setting in self.chosen.items()}
+        return {choice: load.words(setting)[0] for choice, setting in self.chosen.items()}
 
     @property
     def backend(self) -> Backend:
@@ -148,7 +149,7 @@ def _resolve(draft: Draft, place: Place) -> Recipe:
     draft = _override(draft)
     draft = _settle_steps(draft)
     draft = _list_values(draft)
-    strict.check(draft.settings, draft.backend, draft.source.files[0])
+    strict.check(draft.settings, draft.source, draft.backend)
     recipe = _recipe(draft)
     _check(recipe, place)
     recipe = _fit(recipe, draft.tried, place)

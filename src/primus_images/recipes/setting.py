@@ -49,14 +49,14 @@ class Choices:
 
     def words(self) -> list[str]:
         """Return the command-line options for the same choices."""
-        named = [
-            f"--{name}={value}"
-            for name in CHOICES[:-1]
-            if (value := getattr(self, name)) is not None
-        ]
-        if self.proxy is None:
-            return named
-        return [*named, "--proxy" if self.proxy else "proxy=false"]
+        words = []
+        for name in CHOICES:
+            value = getattr(self, name)
+            if name != "proxy" and value is not None:
+                words.append(f"--{name}={value}")
+        if self.proxy is not None:
+            words.append("--proxy" if self.proxy else "proxy=false")
+        return words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,47 +90,41 @@ def bounded(default: Any, bounds: str) -> Any:
 def outside(
     bounds: str, value: float, look_up: Callable[[str], float | None] = lambda _key: None
 ) -> tuple[str, str | None] | None:
-    """Return why ``value`` is outside ``bounds`` (the end of a sentence) and the key that bounds
-    it; None if inside.
+    """Return why ``value`` is outside ``bounds``, and the key that bounds it; None if inside.
 
-    ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
+    The reason is the end of a sentence. ``look_up`` returns the value of a key, or None. An end
+    without a value does not bound anything.
     """
-    special, opening, *ends, closing = ends_of(bounds)
+    special, opening, low, high, closing = ends_of(bounds)
     if special and value == int(special):
         return None
-    for end, is_open, words, beyond in (
-        (ends[0], opening == "(", ("at least", "greater than"), operator.lt),
-        (ends[1], closing == ")", ("at most", "less than"), operator.gt),
-    ):
-        if _NUMBER.fullmatch(end):
-            key = None
-        else:
-            key = end
+    ends = (
+        (low, operator.lt, opening == "(", "at least", "greater than"),
+        (high, operator.gt, closing == ")", "at most", "less than"),
+    )
+    for end, is_beyond, is_open, closed_words, open_words in ends:
+        limit, key = _limit(end, look_up)
+        if limit is None or not (is_beyond(value, limit) or (is_open and value == limit)):
+            continue
+        relation = open_words if is_open else closed_words
+        if special:
+            relation = f"{special} or {relation}"
+        shown = str(int(limit) if float(limit).is_integer() else limit)
         if key:
-            limit = look_up(key)
-        else:
-            limit = float(end)
-        if limit is not None and (beyond(value, limit) or (is_open and value == limit)):
-            if float(limit).is_integer():
-                number = int(limit)
-            else:
-                number = limit
-            beside = ""
-            if special:
-                beside = f"{special} or "
-            return (
-                f"must be {beside}{words[is_open]} {f'{key} = ' if key else ''}{number}, not "
-                f"{value}",
-                key,
-            )
+            shown = f"{key} = {shown}"
+        return f"must be {relation} {shown}, not {value}", key
     return None
+
+
+def _limit(end: str, look_up: Callable[[str], float | None]) -> tuple[float | None, str | None]:
+    if _NUMBER.fullmatch(end):
+        return float(end), None
+    return look_up(end), end
 
 
 @cache
 def ends_of(bounds: str) -> tuple[str, ...]:
-    """Return the parts of an interval: special value, bracket, low end, high end, bracket.
-    ValueError if it is none.
-    """
+    """Return special value, bracket, low end, high end and bracket. Raises ValueError."""
     match = _INTERVAL.fullmatch(bounds)
     if match is None:
         raise ValueError(f"{bounds!r} is not an interval")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from primus_images.errors import InputError, nearest
 from primus_images.recipes.family import families
+from primus_images.recipes.load import Source
 from primus_images.recipes.overrides import backends_with
 from primus_images.recipes.schema import (
     Backend,
@@ -23,14 +24,19 @@ _NEEDED = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", 
 _OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 
-def check(settings: Settings, backend: Backend, file: Path) -> None:
-    """Raise InputError for a key that the recipe in ``file`` lacks, or that has a wrong value."""
-    _require_keys(settings, backend, file)
+def check(settings: Settings, source: Source, backend: Backend) -> None:
+    """Raise InputError for a key that the recipe lacks, or that has a wrong value.
+
+    ``settings`` are the resolved ones of the files ``source``.
+    """
+    _require_keys(settings, backend, source.files[0])
     _require_lora(settings, backend)
     rules = _rules(backend)
     for key, setting in settings.items():
         if key not in CHOICES:
             _check_key(key, setting, rules, backend)
+    for written in (source.settings, *(case.settings for case in source.cases)):
+        _check_written(written, rules, backend)
     if "epochs" in settings:
         # Nothing exceeds the steps before they are counted.
         steps = backend.key("steps")
@@ -87,9 +93,22 @@ def _check_key(key: str, setting: Setting, rules: Mapping[str, Rule], backend: B
         )
     if key not in rules:
         raise _unknown(key, setting, rules, backend)
-    objection = rules[key].objection(setting.value)
+    _check_type(key, setting, rules[key])
+
+
+def _check_type(key: str, setting: Setting, rule: Rule) -> None:
+    objection = rule.objection(setting.value)
     if objection is not None:
         raise InputError(f"{key} {objection}", where=setting.origin)
+
+
+def _check_written(written: Settings, rules: Mapping[str, Rule], backend: Backend) -> None:
+    """Check what an override replaces, or a case that does not hold sets."""
+    for key, setting in written.items():
+        native = key.removeprefix(f"{backend.name}.")
+        is_list = native in backend.tried and isinstance(setting.value, list)
+        if key in rules and not is_list:
+            _check_type(key, setting, rules[key])
 
 
 def _unknown(key: str, setting: Setting, rules: Mapping[str, Rule], backend: Backend) -> InputError:

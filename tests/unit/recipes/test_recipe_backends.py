@@ -27,7 +27,7 @@ APART = (
 def test_every_backend_has_its_rules_its_start_and_its_entry() -> None:
     assert list(RULES) == list(BACKENDS) == list(backends())
     for name in backends():
-        assert (SOURCE / "training" / name / "entry.py").is_file()
+        assert (SOURCE / "training/backends" / name / "entry.py").is_file()
 
 
 def test_help_names_every_backend_and_mode() -> None:

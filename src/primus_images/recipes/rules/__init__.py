@@ -1,5 +1,4 @@
-"""What a backend computes from a recipe, where ``backends.yaml`` is not enough: one module per
-backend that differs.
+"""What a backend computes from a recipe: one module per backend that differs.
 
 It also predicts whether a recipe fits the memory of its GPU, from the recipe alone.
 
@@ -40,9 +39,9 @@ def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
     With pipeline stages, this is the first stage, which keeps the activations of as many
     micro-batches as there are stages.
     """
-    return rules_of(recipe).memory(
-        recipe, recipe.local_batch if micro_batch is None else micro_batch
-    )
+    if micro_batch is None:
+        micro_batch = recipe.local_batch
+    return rules_of(recipe).memory(recipe, micro_batch)
 
 
 def fits(memory: Memory, available: float) -> bool:
@@ -55,14 +54,12 @@ def fits(memory: Memory, available: float) -> bool:
 
 
 def largest_batch(recipe: Recipe, available: float) -> int:
-    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one
-    fits.
-    """
+    """Return the largest micro batch whose peak is within ``available`` bytes, or 0."""
     return bisect_right(range(1, _MOST), available, key=lambda batch: predict(recipe, batch).peak)
 
 
 def gpu_bytes(name: str) -> float | None:
-    """Return the memory of one GPU of a generation, in bytes as PyTorch reports it; None for a CPU."""
+    """Return the bytes of one GPU's memory as PyTorch reports them; None for a CPU."""
     if name == CPU:
         return None
     return generation(name).memory.gib * 2**30

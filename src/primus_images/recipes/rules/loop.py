@@ -1,5 +1,4 @@
-"""The rules of our own loop on FSDP2, which are the defaults of every backend, and the terms of a
-rank's memory.
+"""The rules of our own loop on FSDP2, the defaults of every backend, and a rank's memory.
 
 Tensors that a layer keeps for its backward pass are counted one by one, as in arXiv:2205.05198.
 Factors that cannot be counted were fitted to runs on H200s (benchmarks/reports/h200-memory.md). An
@@ -26,9 +25,9 @@ FACTORS = cast(Mapping[str, float], read_values(Path(__file__).with_name("memory
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one rank in bytes: shards of weights, gradients and optimizer states, and what
-    a step adds.
+    """The memory of one rank in bytes.
 
+    ``weights``, ``gradients`` and ``optimizer`` are shards; the other terms are what a step adds.
     ``unsharded``: gathered weights and gradients before they are reduced. ``loss``: logits and
     their gradients. ``reused``: memory of gradients that activations and logits use before the
     gradients exist.
@@ -56,18 +55,16 @@ class Memory:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Return name → bytes of the terms of ``peak``. Reused memory is negative, and left out if
-        there is none.
-        """
+        """Name → bytes of the terms of ``peak``. Reused memory is negative; 0 is left out."""
         terms = asdict(self)
         reused = terms.pop("reused")
-        return terms | ({"reused": -reused} if reused else {})
+        if reused:
+            terms["reused"] = -reused
+        return terms
 
     @property
     def least(self) -> float:
-        """The memory required at the start or end of the backward pass. Below ``peak``, training is
-        slower.
-        """
+        """What the backward pass requires at its start or end. With so little, it is slower."""
         states = self.weights + self.optimizer
         return max(states + self.activations + self.loss, states + self.gradients) + self.unsharded
 
@@ -78,53 +75,63 @@ def fused_loss(model: Architecture, tokens: float) -> float:
 
 
 def layer_elements(model: Architecture, *, eight: bool, routed: bool = True) -> float:
-    """Return the elements per token that a compiled layer keeps, with ``eight`` in FP8, with
-    experts if ``routed``.
+    """Return the elements per token that a compiled layer keeps.
+
+    ``eight``: products are in FP8. ``routed``: experts keep theirs.
     """
     width = model.hidden_size
     mla = model.mla
     inner = ffn_width(model, routed=routed)
     # Queries, keys, values and the output. Grouped heads are repeated before attention.
-    attention = (
-        2 * model.heads * (model.query_size + model.value_size)
-        + 2 * mla.kv_lora_rank
-        + mla.q_lora_rank
-    )
+    attention = 2 * model.heads * (model.query_size + model.value_size)
+    attention += 2 * mla.kv_lora_rank + mla.q_lora_rank
     if eight:
         # Inputs of products in FP8 are computed again from the tensors before them.
         return 0.893 * (2 * width + attention + 2 * inner)
-    # The compiler keeps tanh, which it does not compute again.
-    return 0.987 * (3 * width + attention + (4 if model.activation == "gelu_tanh" else 3) * inner)
+    inners = 3
+    if model.activation == "gelu_tanh":
+        # The compiler keeps tanh, which it does not compute again.
+        inners = 4
+    return 0.987 * (3 * width + attention + inners * inner)
 
 
 def ffn_width(model: Architecture, *, routed: bool = True) -> float:
-    """Return the mean width of the feed-forward part for one token, with its copies in experts if
-    ``routed``.
+    """Return the mean width of the feed-forward part for one token.
+
+    Its copies in experts count if ``routed``.
     """
     moe = model.moe
     if not moe.experts:
         return float(model.ffn_size)
     sparse = (model.layers - moe.dense_layers) / model.layers
-    copies = 0
+    copies = 0.0
     if routed:
         copies = moe.top_k * (moe.ffn_size + 2 * model.hidden_size / 3)
     return sparse * (copies + moe.shared_experts * moe.ffn_size) + (1 - sparse) * model.ffn_size
 
 
+def embedding(model: Architecture) -> int:
+    """Return the parameters of the embedding, which are as many as those of the output layer."""
+    return model.vocab_size * model.hidden_size
+
+
+def _ends(model: Architecture) -> int:
+    """Return the number of matrices with the vocabulary."""
+    if model.tied_embeddings:
+        return 1
+    return 2
+
+
 def copies_in_eight(model: Architecture) -> float:
-    """Return the bytes of all layers' weights in FP8, transposed, which layers keep unless they are
-    recomputed.
+    """Return the bytes of all layers' weights in FP8, transposed.
+
+    Layers keep them unless they are recomputed.
     """
-    return float(
-        size(model).active
-        - model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    )
+    return float(size(model).active - embedding(model) * _ends(model))
 
 
 def gathered_experts(recipe: Recipe) -> float:
-    """Return the parameters of a layer's experts that a rank gathers in addition to those that one
-    token uses.
-    """
+    """Return the parameters of a layer's experts that a rank gathers and a token does not use."""
     model = recipe.architecture
     parts = recipe.degree("ep")
     moe = model.moe
@@ -134,31 +141,35 @@ def gathered_experts(recipe: Recipe) -> float:
     return max(0.0, here) * 3 * model.hidden_size * moe.ffn_size
 
 
+def _block(recipe: Recipe) -> float:
+    """Return the parameters of a block that are gathered at once."""
+    model = recipe.architecture
+    count = size(model)
+    if model.of_images:
+        return 1.5 * count.total / (model.dit.double_layers + model.dit.single_layers)
+    parameters = count.total
+    if model.moe.experts:
+        parameters = count.active
+    in_blocks = parameters - embedding(model) * _ends(model)
+    return in_blocks / max(1, model.layers) + gathered_experts(recipe)
+
+
 def unsharded(
     recipe: Recipe, compute: int, *, alone: bool = False, ends: int = 1, cast: bool = False
 ) -> float:
-    """Return the bytes that are gathered at once: the output layer and two blocks, and gradients of
-    one of each.
+    """Return the bytes that are gathered at once.
 
-    ``ends`` is 2 if the embedding is gathered together with the output layer. ``alone``: nothing is
-    reduced. ``cast``: each rank converts its shard before it is gathered.
+    They are the output layer and two blocks, and gradients of one of each. ``ends`` is 2 if the
+    embedding is gathered together with the output layer. ``alone``: nothing is reduced. ``cast``:
+    each rank converts its shard before it is gathered.
     """
     model = recipe.architecture
     tensor = recipe.degree("tp")
     world = recipe.world_size // recipe.degree("replicas")
-    count = size(model)
-    if model.of_images:
-        head = 0.0
-        block = 1.5 * count.total / (model.dit.double_layers + model.dit.single_layers)
-    else:
-        head = float(model.vocab_size * model.hidden_size)
-        if model.moe.experts:
-            every = count.active
-        else:
-            every = count.total
-        block = (every - head * (1 if model.tied_embeddings else 2)) / max(
-            1, model.layers
-        ) + gathered_experts(recipe)
+    head = 0.0
+    if not model.of_images:
+        head = float(embedding(model))
+    block = _block(recipe)
     converted = 0.0
     if cast and world > 1:
         converted = (ends * head + block) * compute / world
@@ -170,17 +181,14 @@ def unsharded(
     reduced = 1
     if world == 1:
         reduced = ends
-    # The optimization peer-copies reduces them as they are.
+    summed = FLOAT32
     if "peer-copies" in chosen(recipe):
+        # The optimization reduces gradients as they are.
         summed = 0
-    else:
-        summed = FLOAT32
-    whole = (
-        ends * head * compute
-        + reduced * head * (compute + FLOAT32)
-        + block * (3 * compute + summed)
-    )
-    return (whole + converted) / tensor
+    gathered = ends * head * compute
+    gathered += reduced * head * (compute + FLOAT32)
+    gathered += block * (3 * compute + summed)
+    return (gathered + converted) / tensor
 
 
 def width_of(dtype: str) -> int:
@@ -202,9 +210,7 @@ class Rules:
     unverified = ""
 
     def precision(self, recipe: Recipe) -> str:
-        """Return the precision of the linear layers' matrix products, derived from the backend's
-        own settings.
-        """
+        """Return the precision of linear layers' products, by the backend's own settings."""
         if recipe.find(f"{recipe.backend}.training.fp8", "none") != "none":
             return "fp8"
         dtype = recipe.find(f"{recipe.backend}.training.dtype", "bfloat16")
@@ -215,17 +221,15 @@ class Rules:
         return recipe.find(f"{recipe.backend}.training.compile", False)
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
-        """Yield what the recipe asks for and the backend does not compute: key, reason and remedy."""
+        """Yield what the recipe asks for and the backend does not compute."""
         for key, row in recipe.knows.refused.items():
-            if recipe.find(full := f"{recipe.backend}.{key}", row["but"]) != row["but"]:
+            full = f"{recipe.backend}.{key}"
+            if recipe.find(full, row["but"]) != row["but"]:
                 yield full, row["why"], row.get("remedy")
 
     def unjudged(self, recipe: Recipe) -> str | None:
-        """Return why the reference cannot repeat such a run of this backend, in a sentence, or
-        None.
-        """
-        balanced = recipe.architecture.moe.auxiliary_loss > 0
-        if balanced:
+        """Return why the reference cannot repeat such a run, in a sentence, or None."""
+        if recipe.architecture.moe.auxiliary_loss > 0:
             return "the reference does not balance experts as transformers does"
         return None
 
@@ -234,9 +238,7 @@ class Rules:
         return not self.compiled(recipe) and recipe.degree("cp") == 1
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Return the fields of the ranks' layout that a resumed run must share with the one that
-        saved.
-        """
+        """Return what a resumed run must share with the layout of the one that saved."""
         return {}
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
@@ -245,84 +247,106 @@ class Rules:
         model = recipe.architecture
         tokens = batch * recipe.seq_len
         total = float(size(model).total)
+        trained = recipe.mode != "lora"
         width = width_of(recipe.find(f"{head}.training.master_dtype", "float32"))
         compute = width_of(recipe.find(f"{head}.training.dtype", "bfloat16"))
-        compiled = recipe.find(f"{head}.training.compile", False)
-        recomputed = recipe.find(f"{head}.training.recompute", "none") == "full"
-        shard = total * recipe.degree("replicas") / recipe.world_size
-        trained = 1.0
-        if recipe.mode == "lora":
-            trained = 0.0
-        if model.of_images:
-            layers = model.dit.double_layers + model.dit.single_layers
-            layer = FACTORS["flux_layer"] * model.hidden_size
-        else:
-            layers = model.layers
-            # Adapters need the inputs of layers in the computing precision.
-            eight = recipe.precision == "fp8" and trained > 0
-            frozen = model.moe.experts > 0 and not trained
-            layer = layer_elements(model, eight=eight, routed=not frozen) * (
-                1 if compiled else FACTORS["eager"]
-            )
-            if frozen:  # a gradient passes their activation and the weighting of their outputs, which no adapter reads
-                rows = model.moe.top_k * (1 - model.moe.dense_layers / model.layers)
-                layer += rows * (3 * model.moe.ffn_size + model.hidden_size)
-            if (
-                model.sinks
-            ):  # only transformers' eager attention computes them, which keeps its scores
-                layer += FACTORS["scores"] * model.heads * recipe.seq_len
-        if recomputed:
-            saved = layers * model.hidden_size + layer * FACTORS["recomputed"]
-        else:
-            saved = layers * layer
-        # Every rank has all weights, in the computing precision.
-        whole = "frozen-weights" in chosen(recipe)
-        # Weights that never change stay in FP8 in both layouts, others in that of the backward
-        # pass.
-        if whole:
-            layouts = 2
-        else:
-            layouts = int(not recomputed)
-        copies = 0.0
-        if recipe.precision == "fp8":
-            copies = layouts * copies_in_eight(model)
-        if model.has_formula:
-            chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
-        else:
-            chunk = tokens
-        # One rank gathers nothing, and reads the rows of a frozen embedding in place.
-        ends = 1
-        if (trained or recipe.world_size > 1) and not model.tied_embeddings:
-            ends = 2
-        stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
-        gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute)
-        activations = saved * tokens * compute + copies
-        reused = 0.0
-        if whole:
-            width = compute
-            shard = total
+        weights = width * total * recipe.degree("replicas") / recipe.world_size
+        gathered = _gathered(recipe, compute, cast=width != compute)
+        if "frozen-weights" in chosen(recipe):
+            # Every rank has all weights, in the computing precision.
+            weights = compute * total
             gathered = 0.0
-        elif stay and recipe.world_size == 1 and not trained:
-            # All weights but the embedding, including the output layer and the blocks, stay in the
-            # computing precision.
-            gathered = compute * (total - model.vocab_size * model.hidden_size)
-        elif stay:
-            gathered += compute * total
+        gradients = 0.0
+        if trained:
+            gradients = weights
+        activations = _saved(recipe) * tokens * compute + _copies_in_eight(recipe)
+        reused = 0.0
         if recipe.world_size == 1 and trained and recipe.accumulation == 1:
             # The gradient of the embedding is computed last, in the memory of activations, in both
             # precisions.
-            reused = min(
-                activations, model.vocab_size * model.hidden_size * float(compute + FLOAT32)
-            )
-        loss: float = chunk * model.vocab_size * FACTORS["eager_loss"]
-        if "linear-cross-entropy" in chosen(recipe):
-            loss = fused_loss(model, tokens)
+            reused = min(activations, embedding(model) * float(compute + FLOAT32))
         return Memory(
-            weights=width * shard,
-            gradients=trained * width * shard,
-            optimizer=trained * 2 * width * shard,
+            weights=weights,
+            gradients=gradients,
+            optimizer=2 * gradients,
             unsharded=gathered,
             activations=activations,
             reused=reused,
-            loss=loss,
+            loss=_loss(recipe, tokens),
         )
+
+
+def _gathered(recipe: Recipe, compute: int, *, cast: bool) -> float:
+    """Return the bytes of gathered weights, which stay if they are not sharded again."""
+    model = recipe.architecture
+    total = float(size(model).total)
+    frozen = recipe.mode == "lora"
+    alone = recipe.world_size == 1
+    stay = not recipe.find(f"{recipe.backend}.sharding.reshard_after_forward", True)
+    if stay and alone and frozen:
+        # All weights but the embedding stay in the computing precision.
+        return compute * (total - embedding(model))
+    ends = _ends(model)
+    if alone and frozen:
+        # One rank gathers nothing, and reads the rows of a frozen embedding in place.
+        ends = 1
+    gathered = unsharded(recipe, compute, alone=frozen, ends=ends, cast=cast)
+    if stay:
+        gathered += compute * total
+    return gathered
+
+
+def _saved(recipe: Recipe) -> float:
+    """Return the elements per token that all layers keep for the backward pass."""
+    model = recipe.architecture
+    if model.of_images:
+        layers = model.dit.double_layers + model.dit.single_layers
+        layer = FACTORS["flux_layer"] * model.hidden_size
+    else:
+        layers = model.layers
+        layer = _layer(recipe)
+    if recipe.find(f"{recipe.backend}.training.recompute", "none") == "full":
+        return layers * model.hidden_size + layer * FACTORS["recomputed"]
+    return layers * layer
+
+
+def _layer(recipe: Recipe) -> float:
+    model = recipe.architecture
+    adapted = recipe.mode == "lora"
+    # Adapters need the inputs of layers in the computing precision.
+    eight = recipe.precision == "fp8" and not adapted
+    frozen_experts = model.moe.experts > 0 and adapted
+    elements = layer_elements(model, eight=eight, routed=not frozen_experts)
+    if not recipe.find(f"{recipe.backend}.training.compile", False):
+        elements *= FACTORS["eager"]
+    if frozen_experts:
+        # A gradient passes their activation and the weighting of their outputs, which no adapter
+        # reads.
+        rows = model.moe.top_k * (1 - model.moe.dense_layers / model.layers)
+        elements += rows * (3 * model.moe.ffn_size + model.hidden_size)
+    if model.sinks:
+        # Only transformers' eager attention computes them, which keeps its scores.
+        elements += FACTORS["scores"] * model.heads * recipe.seq_len
+    return elements
+
+
+def _copies_in_eight(recipe: Recipe) -> float:
+    if recipe.precision != "fp8":
+        return 0.0
+    copies = copies_in_eight(recipe.architecture)
+    if "frozen-weights" in chosen(recipe):
+        # Weights that never change stay in both layouts.
+        return 2 * copies
+    if recipe.find(f"{recipe.backend}.training.recompute", "none") == "full":
+        return 0.0
+    # Others stay in the layout of the backward pass.
+    return copies
+
+
+def _loss(recipe: Recipe, tokens: float) -> float:
+    model = recipe.architecture
+    if "linear-cross-entropy" in chosen(recipe):
+        return fused_loss(model, tokens)
+    if model.has_formula:
+        tokens = min(tokens, recipe.find(f"{recipe.backend}.loss_chunk", 2048))
+    return tokens * model.vocab_size * FACTORS["eager_loss"]

@@ -1,6 +1,6 @@
 """The rules of Megatron (megatron-core 0.16.1), and its memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from primus_images.recipes.architecture import size
@@ -19,82 +19,55 @@ class Megatron(Rules):
     )
 
     def precision(self, recipe: Recipe) -> str:
-        """Return the precision. ``model.fp8`` enables FP8 (Transformer Engine),
-        ``model.fp8_recipe`` its MX form.
+        """Return the precision: ``model.fp8`` enables Transformer Engine's FP8.
+
+        ``model.fp8_recipe`` is its MX form.
         """
-        if recipe.section("megatron").get("model.fp8"):
-            if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8":
-                return "mxfp8"
-            return "fp8"
-        return super().precision(recipe)
+        if not recipe.section("megatron").get("model.fp8"):
+            return super().precision(recipe)
+        if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8":
+            return "mxfp8"
+        return "fp8"
 
     def unjudged(self, recipe: Recipe) -> str | None:
-        """Return the reason. The reference has two of Megatron's balancing losses."""
+        """Return why the reference, which has two balancing losses, cannot repeat such a run."""
         kind = recipe.section("megatron").get("model.moe_router_load_balancing_type", "none")
         if kind not in ("aux_loss", "seq_aux_loss", "none"):
             return f"the reference does not balance experts by {kind}"
         return None
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Return the whole layout. A checkpoint has each rank's tensors as in memory, so it fits no
-        other one.
-        """
-        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-        return {
-            **{f"layout.{kind}": recipe.degree(kind) for kind in ("tp", "pp", "ep")},
-            "layout.virtual_pp": recipe.find(
-                "megatron.model.virtual_pipeline_model_parallel_size", 1
-            ),
-            **({"layout.ranks": recipe.world_size} if sharded else {}),
-            "layout.dtype": recipe.find("megatron.training.dtype", "bfloat16"),
-        }
+        """Return the whole layout: a checkpoint has each rank's tensors as in memory."""
+        layout: dict[str, Any] = {}
+        for kind in ("tp", "pp", "ep"):
+            layout[f"layout.{kind}"] = recipe.degree(kind)
+        stages_key = "megatron.model.virtual_pipeline_model_parallel_size"
+        layout["layout.virtual_pp"] = recipe.find(stages_key, 1)
+        if recipe.find("megatron.ddp.use_distributed_optimizer", True):
+            layout["layout.ranks"] = recipe.world_size
+        layout["layout.dtype"] = recipe.find("megatron.training.dtype", "bfloat16")
+        return layout
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
-        """Return what the recipe asks for and Megatron does not compute."""
+        """Yield what the recipe asks for and Megatron does not compute."""
         model = recipe.architecture
-        latent = recipe.architecture.mla.kv_lora_rank > 0
-        keys = {kind: f"megatron.{key}" for kind, key in recipe.knows.degrees.items()}
         if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
             why = "Megatron always normalizes the chosen sigmoid scores"
             yield "model.moe.score", why, "model.moe.normalize_top_k=true"
         if recipe.degree("cp") > 1:
-            yield keys["cp"], "Megatron splits sequences in Transformer Engine alone", "use TP"
+            why = "Megatron splits sequences in Transformer Engine alone"
+            yield _degree_key(recipe, "cp"), why, "use TP"
         yield from super().faults(recipe)
         # A file's number may be of the whole model, of which the command line takes fewer layers.
-        again = recipe.settings.get("megatron.model.recompute_num_layers")
-        if again and again.origin.startswith("command") and int(str(again.value)) > model.layers:
-            why = f"{again.value} is more than the model's {model.layers} layers"
-            yield (
-                "megatron.model.recompute_num_layers",
-                why,
-                f"model.recompute_num_layers={model.layers} at most",
-            )
+        key = "megatron.model.recompute_num_layers"
+        recomputed = recipe.settings.get(key)
+        if recomputed and recomputed.typed and int(str(recomputed.value)) > model.layers:
+            why = f"{recomputed.value} is more than the model's {model.layers} layers"
+            yield key, why, f"model.recompute_num_layers={model.layers} at most"
         if recipe.find("megatron.torch_fsdp2", False):
-            for kind in ("tp", "pp", "cp", "ep"):
-                if recipe.degree(kind) > 1:
-                    yield (
-                        keys[kind],
-                        "torch_fsdp2 shares out the whole model over all ranks",
-                        f"{kind}=1",
-                    )
-            for key, value in recipe.section("megatron.ddp").items():
-                if value and key != "grad_reduce_in_fp32":
-                    why = "is about Megatron's own buffers, and torch_fsdp2 has none"
-                    yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
-        if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
-            # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are
-            # off by 1 to 3 %.
-            why = (
-                "latent attention shared by Megatron's ranks gets wrong gradients of "
-                "kv_a_proj_with_mqa"
-            )
-            yield keys["tp"], why, "tp=1"
-        if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
-            why = (
-                "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP "
-                "with EP"
-            )
-            yield keys["ep"], why, "tp=1 or ep=1"
+            yield from _fsdp2_faults(recipe)
+        if recipe.degree("tp") > 1:
+            yield from _tensor_faults(recipe)
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""
@@ -102,34 +75,78 @@ class Megatron(Rules):
         tokens = batch * recipe.seq_len / recipe.degree("cp")
         total = float(size(model).total)
         width = terms.width_of(recipe.find("megatron.training.dtype", "bfloat16"))
+        reduced = width
         if recipe.find("megatron.ddp.grad_reduce_in_fp32", True):
             reduced = FLOAT32
-        else:
-            reduced = width
         tensor = recipe.degree("tp")
         stages = recipe.degree("pp")
         parts = tensor * stages * recipe.degree("ep")
-        states: float = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
-        if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
-            states *= 1 - recipe.find("megatron.optimizer.optimizer_offload_fraction", 0.0)
-        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-        fully = recipe.find("megatron.torch_fsdp2", False)
-        layers = model.layers / stages
-        again, group = _recomputed(recipe, layers)
-        layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
-        once = 0
-        if again:
-            once = group * layer * FACTORS["recomputed"]
-        saved = (layers - again) * layer + again / group * model.hidden_size + once
+        optimizer_parts = parts
+        gathered = 0.0
+        if recipe.find("megatron.ddp.use_distributed_optimizer", True):
+            optimizer_parts = recipe.world_size
+        if recipe.find("megatron.torch_fsdp2", False):
+            parts = optimizer_parts = recipe.world_size
+            gathered = terms.unsharded(recipe, width)
         in_flight = min(stages, max(1, recipe.accumulation))
         return Memory(
-            weights=width * total / (recipe.world_size if fully else parts),
-            gradients=reduced * total / (recipe.world_size if fully else parts),
-            optimizer=states * total / (recipe.world_size if sharded or fully else parts),
-            unsharded=terms.unsharded(recipe, width) if fully else 0,
-            activations=saved * in_flight * tokens * width / tensor,
+            weights=width * total / parts,
+            gradients=reduced * total / parts,
+            optimizer=_states(recipe, width) * total / optimizer_parts,
+            unsharded=gathered,
+            activations=_saved(recipe) * in_flight * tokens * width / tensor,
             loss=tokens * model.vocab_size * FACTORS["megatron_loss"] / tensor,
         )
+
+
+def _degree_key(recipe: Recipe, kind: str) -> str:
+    return f"megatron.{recipe.knows.degrees[kind]}"
+
+
+def _fsdp2_faults(recipe: Recipe) -> Iterator[Fault]:
+    for kind in ("tp", "pp", "cp", "ep"):
+        if recipe.degree(kind) > 1:
+            why = "torch_fsdp2 shares out the whole model over all ranks"
+            yield _degree_key(recipe, kind), why, f"{kind}=1"
+    for key, value in recipe.section("megatron.ddp").items():
+        if value and key != "grad_reduce_in_fp32":
+            why = "is about Megatron's own buffers, and torch_fsdp2 has none"
+            yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
+
+
+def _tensor_faults(recipe: Recipe) -> Iterator[Fault]:
+    if recipe.architecture.mla.kv_lora_rank and not recipe.knows.latent_tp:
+        # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are
+        # off by 1 to 3 %.
+        why = (
+            "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa"
+        )
+        yield _degree_key(recipe, "tp"), why, "tp=1"
+    if recipe.gpu == CPU and recipe.degree("ep") > 1:
+        why = "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP"
+        yield _degree_key(recipe, "ep"), why, "tp=1 or ep=1"
+
+
+def _states(recipe: Recipe, width: int) -> float:
+    """Return the bytes of the optimizer's states of one parameter that stay on the GPU."""
+    states: float = 2 * FLOAT32
+    if width == BFLOAT16:
+        states += FLOAT32
+    if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
+        states *= 1 - recipe.find("megatron.optimizer.optimizer_offload_fraction", 0.0)
+    return states
+
+
+def _saved(recipe: Recipe) -> float:
+    """Return the elements per token that the layers of a stage keep."""
+    model = recipe.architecture
+    layers = model.layers / recipe.degree("pp")
+    recomputed, group = _recomputed(recipe, layers)
+    layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
+    saved = (layers - recomputed) * layer + recomputed / group * model.hidden_size
+    if recomputed:
+        saved += group * layer * FACTORS["recomputed"]
+    return saved
 
 
 def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
@@ -138,10 +155,9 @@ def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
         return layers, 1
     if recipe.find("megatron.model.recompute_granularity", "none") != "full":
         return 0.0, 1
-    named = recipe.find("megatron.model.recompute_num_layers", 0)
+    number = recipe.find("megatron.model.recompute_num_layers", 0)
     # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of
     # that many.
-    block = recipe.find("megatron.model.recompute_method", "") == "block"
-    if block:
-        return (min(layers, named), 1)
-    return (layers, max(1, named))
+    if recipe.find("megatron.model.recompute_method", "") == "block":
+        return min(layers, number), 1
+    return layers, max(1, number)

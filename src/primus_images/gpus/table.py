@@ -157,16 +157,22 @@ class Table:
         # Otherwise the image of a new GPU would silently lack a variable that others have.
         vendors = {arch.arch: arch.vendor for arch in self.archs}
         of_amd = [gpu for gpu in self.generations if vendors[gpu.arch] == "amd"]
-        needed: dict[str, None] = {}
+        archs_with: dict[str, set[str]] = {}
         for generation in of_amd:
-            needed |= dict.fromkeys(row.name for row in self.of(generation))
+            for variable in self.of(generation):
+                archs_with.setdefault(variable.name, set()).add(generation.arch)
         for generation in of_amd:
-            stated = [row.name for row in self.of(generation)]
-            lacking = [name for name in needed if name not in stated]
+            lacking = set(archs_with) - {variable.name for variable in self.of(generation)}
+            # A variable of one other architecture alone may be about that architecture.
+            lacking = {
+                name
+                for name in lacking
+                if generation.arch in archs_with[name] or len(archs_with[name]) > 1
+            }
             if lacking and not generation.no_image:
                 raise WrongValue(
                     f"{generation.name} has no entry for the environment variables "
-                    f"{', '.join(lacking)} (`value: null` leaves one unset)",
+                    f"{', '.join(sorted(lacking))} (`value: null` leaves one unset)",
                     "generations",
                     self.generations.index(generation),
                 )

@@ -23,7 +23,7 @@ from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import read_sealed, write_sealed
 from primus_images.recipes.load import beside, is_path
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import resolve
+from primus_images.recipes.resolve import changed
 from primus_images.recipes.rules import predict
 from primus_images.recipes.setting import CHOICES
 from primus_images.training.run import failure, processes
@@ -59,13 +59,11 @@ class Point(NamedTuple):
 
 
 def candidates(
-    source: str,
     start: Recipe,
     available: float | None,
     missing: Callable[[tuple[str, ...]], Sequence[str]],
 ) -> list[Point]:
-    """Every combination of optimizations, checkpointing and micro batch; the first is ``start``, a
-    recipe ``source``.
+    """Every combination of optimizations, checkpointing and micro batch; the first is ``start``.
 
     ``available`` are the bytes of a rank that may be used, None on a CPU. ``missing`` returns the
     packages that optimizations need and this machine lacks.
@@ -93,7 +91,7 @@ def candidates(
         out = ""
         recipe = None
         try:
-            recipe = resolve(source, start.overrides, start.choices, words)
+            recipe = changed(start, words)
             # With `auto`, a missing package only turns its optimization off.
             if not isinstance(requested(recipe), str) and (lacking := missing(chosen(recipe))):
                 out = f"{' and '.join(lacking)} not installed"

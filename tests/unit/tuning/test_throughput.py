@@ -32,7 +32,7 @@ def _recipe(*words: str) -> Recipe:
 
 
 def _points(*words: str, available: float = FITS) -> list[Point]:
-    return candidates("llama3.1-8b", _recipe(*words), available, lambda _: ())
+    return candidates(_recipe(*words), available, lambda _: ())
 
 
 def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a_step() -> None:
@@ -55,7 +55,7 @@ def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
         ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"],
         Choices(gpu="cpu"),
     )
-    points = candidates("llama3-proxy", start, None, lambda _: ())
+    points = candidates(start, None, lambda _: ())
     assert {point.batch: point.out for point in points} == {1: "", 2: ""}
 
 
@@ -85,9 +85,9 @@ def test_a_missing_package_leaves_out_only_a_candidate_that_names_its_optimizati
     def missing(names: tuple[str, ...]) -> list[str]:
         return ["flash_attn"] if "flash-attention-4" in names else []
 
-    automatic = candidates("llama3.1-8b", _recipe(), FITS, missing)
+    automatic = candidates(_recipe(), FITS, missing)
     assert not any("flash_attn" in point.out for point in automatic)
-    by_name = candidates("llama3.1-8b", _recipe("turbo=flash-attention-4"), FITS, missing)
+    by_name = candidates(_recipe("turbo=flash-attention-4"), FITS, missing)
     assert {point.out for point in by_name if point.peak and point.peak < FITS} == {
         "flash_attn not installed"
     }
@@ -134,7 +134,7 @@ def test_the_written_file_gives_the_recipe_that_was_measured(
         (tmp_path / "mine" / "texts").mkdir()
     choices = Choices(gpu="cpu", precision="bf16")
     start = resolve(source, ["steps=7", "optimizer.lr=0.002"], choices)
-    winner = candidates(source, start, None, lambda _: ())[-1].recipe
+    winner = candidates(start, None, lambda _: ())[-1].recipe
     assert winner is not None
     file = tmp_path / "tuned" / "fast.yaml"
     file.parent.mkdir()

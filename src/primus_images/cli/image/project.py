@@ -19,7 +19,7 @@ from primus_images.cli.verb import Options, answer
 from primus_images.errors import InputError
 from primus_images.gpus.table import generation
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import resolve
+from primus_images.recipes.resolve import changed, resolve
 from primus_images.recipes.rules import USABLE, fits, gpu_bytes, predict
 from primus_images.recipes.setting import Choices
 from primus_images.terminal import Screen
@@ -169,7 +169,7 @@ def _layouts(recipe: Recipe, available: float) -> Iterator[Recipe]:
     for degrees in combinations:
         layout = [f"{kind}={degree}" for kind, degree in zip(kinds, degrees, strict=True)]
         try:
-            other = resolve(str(recipe.path), recipe.overrides, recipe.choices, replacing=layout)
+            other = changed(recipe, layout)
         except InputError:
             continue  # the ranks, the heads or the batch do not divide
         if fits(predict(other), available):

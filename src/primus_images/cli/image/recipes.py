@@ -11,12 +11,12 @@ from primus_images.gpus.table import generation
 from primus_images.recipes.architecture import readable, size
 from primus_images.recipes.choose import CPU, among, values_of
 from primus_images.recipes.load import Entry, entries, folder, names
+from primus_images.recipes.published import another_model, origin_of_sizes
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import runs_on
 from primus_images.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus_images.recipes.rules.loop import Memory
 from primus_images.recipes.setting import CHOICES
-from primus_images.recipes.weights import another_model, origin_of_sizes
 from primus_images.system.host import Host
 from primus_images.terminal import Screen, Styled, counted
 from primus_images.turbo.optimizations import optimizations, reasons as optimization_reasons

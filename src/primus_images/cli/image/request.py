@@ -10,8 +10,9 @@ from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.load import names
+from primus_images.recipes.overrides import choices_among
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import choices_among, resolve
+from primus_images.recipes.resolve import Place, resolve
 from primus_images.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
 from primus_images.recipes.setting import CHOICES, Choices
 from primus_images.recipes.weights import HUB, folder_of, nearest_recipe, other_family
@@ -46,8 +47,9 @@ class Request:
         return replace(self, choices=replace(self.choices, gpu=gpu))
 
     def resolved(self, *, here: bool = True, memory: float | None = None) -> Recipe:
-        """Resolve the recipe. Raises InputError. ``here`` and ``memory``: as for ``resolve``."""
-        recipe = resolve(self.recipe, self.words, self.choices, here=here, memory=memory)
+        """Resolve the recipe. Raises InputError. ``here`` and ``memory``: as in :class:`Place`."""
+        place = Place(here=here, memory=memory)
+        recipe = resolve(self.recipe, self.words, self.choices, place=place)
         chosen(recipe)  # refuses names of optimizations that are none
         return recipe
 

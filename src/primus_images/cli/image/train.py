@@ -16,9 +16,9 @@ from primus_images.cli.verb import answer, note, parser_of_shared
 from primus_images.errors import HostError, InputError, PrimusError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.choose import CPU
+from primus_images.recipes.published import another_model
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
-from primus_images.recipes.weights import another_model
 from primus_images.system.host import lost_warning
 from primus_images.terminal import Screen, counted
 from primus_images.training.backends.backend import backend_of

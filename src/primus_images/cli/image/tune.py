@@ -21,7 +21,7 @@ from primus_images.gpus.detect import detect, visible
 from primus_images.gpus.table import generation
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import resolve
+from primus_images.recipes.resolve import changed
 from primus_images.recipes.rules import USABLE, gpu_bytes
 from primus_images.terminal import Screen, counted
 from primus_images.training.run import machine, start
@@ -171,7 +171,7 @@ def _train(
 def _tune_throughput(requested: Recipe, options: TuneOptions) -> int:
     settings = _settings_to_measure(requested, options)
     words = [f"{key}={value}" for key, value in settings.items()]
-    recipe = resolve(options.recipe, requested.overrides, requested.choices, words)
+    recipe = changed(requested, words)
     available = None
     total = gpu_bytes(recipe.gpu)
     if total is not None:
@@ -179,7 +179,7 @@ def _tune_throughput(requested: Recipe, options: TuneOptions) -> int:
     missing: Callable[[tuple[str, ...]], Sequence[str]] = missing_packages
     if options.dry_run and not detect().names:
         missing = _none_missing
-    points = candidates(options.recipe, recipe, available, missing)
+    points = candidates(recipe, available, missing)
     if options.dry_run:
         plan = [_plan_of(point) for point in points]
         shown = {"available_bytes": available, "plan": plan}

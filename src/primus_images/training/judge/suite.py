@@ -15,7 +15,7 @@ from typing import Any
 from primus_images.errors import InputError
 from primus_images.recipes.choose import CPU, computes
 from primus_images.recipes.recipe import Recipe
-from primus_images.recipes.resolve import resolve
+from primus_images.recipes.resolve import changed, resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import checks, proof, reference
 from primus_images.training.judge.checks import EVERY_STEP, Steps, Verdict
@@ -134,12 +134,8 @@ class _Planner:
         return Job(name=name, recipe=recipe, output=self._root / name, wrap=self._request.wrap)
 
     def _changed(self, settings: Mapping[str, int], choices: Choices | None = None) -> Recipe:
-        request = self._request
         words = [f"{key}={value}" for key, value in settings.items()]
-        recipe = self._recipe
-        return resolve(
-            request.recipe, recipe.overrides, choices or recipe.choices, words, request.among
-        )
+        return changed(self._recipe, words, choices)
 
 
 def _resumed(job: Job, saver: Job, step: int) -> Job:

@@ -1,5 +1,6 @@
-"""Commands of older documents → the run that they ask for, by the tables ``commands.yaml`` and
-``paths.yaml``.
+"""Commands of older documents → the run that they ask for.
+
+The tables are ``commands.yaml`` and ``paths.yaml``.
 """
 
 import argparse
@@ -12,6 +13,8 @@ from typing import Any, Self
 
 from primus_images.cli.verb import TYPES, parser_of_shared
 from primus_images.compat.translate import (
+    Option,
+    Translation,
     is_experiment,
     listed,
     options,
@@ -29,6 +32,10 @@ from primus_images.recipes.setting import Choices
 
 _positive = partial(TYPES["whole"], least=1, most=999_999_999)
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
+# The documents' scripts that train the experiment EXP.
+_PRETRAINING = ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh")
+# A file of an experiment: its model and precision.
+_EXPERIMENT = re.compile(r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)")
 STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
 
 
@@ -53,27 +60,24 @@ class Request:
 
     def arguments(self) -> list[str]:
         """Return the equivalent arguments of ``primus``."""
+        verb = ["train"]
         if self.stage:
             verb = ["tune", "gemm", f"--stage={self.stage}"]
-        else:
-            verb = ["train"]
         return [*verb, self.recipe, *self.choices.words(), *self.words]
 
     def for_proxy(self) -> Self:
-        """Return the request for the proxy. It keeps its own sizes, so only the number of steps and
-        the seed remain.
+        """Return the request for the proxy, which keeps its own sizes.
+
+        Only the number of steps and the seed remain.
         """
-        knows = backends()[self.choices.backend or "torchtitan"]
-        words = tuple(
-            w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed"))
-        )
+        backend = backends()[self.choices.backend or "torchtitan"]
+        remaining = (backend.key("steps"), backend.key("seed"))
+        words = tuple(word for word in self.words if word.partition("=")[0] in remaining)
         dropped = [word for word in self.words if word not in words]
-        says = ()
+        says = self.says
         if dropped:
-            says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",)
-        return replace(
-            self, choices=replace(self.choices, proxy=True), words=words, says=(*self.says, *says)
-        )
+            says = (*says, f"the proxy keeps its own sizes: {' '.join(dropped)} left out")
+        return replace(self, choices=replace(self.choices, proxy=True), words=words, says=says)
 
 
 def requested(
@@ -84,50 +88,60 @@ def requested(
     allow_unmapped: bool = False,
     precision: str | None = None,
 ) -> Request:
-    """Translate the command ``name`` to a request. Raises InputError, or HostError if it trains
-    nothing.
+    """Translate the command ``name`` to a request.
+
+    Raises InputError, or HostError if it trains nothing.
     """
     name = name.rpartition("/")[2]
-    refused = table("commands")["refused"]
-    if name in ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"):
+    if name in _PRETRAINING:
         request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
-    elif row := refused.get(f"{name} {' '.join(words)}") or refused.get(name):
-        raise HostError(f"{name}: {row['message']}", hint=row["hint"])
-    elif name == "pytorch_benchmark_report.sh":
-        request = _report(words)
-    elif name == "train_fsdp.py":
-        request = _fsdp(words, environment)
-    elif row := table("commands")["programs"].get(name):
-        if words:
-            raise InputError(
-                f"{words[0]!r} is not supported here",
-                where=name,
-                hint="settings are written key=value",
-            )
-        request = _of_row(row)
-    elif name == "madengine":
-        # Its other options concern containers and are ignored.
-        if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
-            raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
-        tag = words[words.index("--tags") + 1]
-        tags = table("commands")["tags"]
-        match = re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag)
-        if match:
-            path = "examples/{}/configs/{}/{}.yaml".format(*match.groups())
-            request = _pretrain([], {"EXP": path}, allow_unmapped=False)
-        else:
-            request = _of_row(tags[_in_any_case(tag, tags, "--tags")])
-    elif name == "pytorch_benchmark_setup.sh" and words:
-        raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
-        scripts_text = ", ".join(scripts())
-        raise InputError(
-            f"there is no command {name!r}{nearest(name, scripts())}",
-            hint=f"commands: {scripts_text}",
-        )
+        request = _of_command(name, words, environment)
     if precision:
         return replace(request, choices=replace(request.choices, precision=precision))
     return request
+
+
+def _of_command(name: str, words: Sequence[str], environment: Mapping[str, str]) -> Request:
+    refused = table("commands")["refused"]
+    row = refused.get(f"{name} {' '.join(words)}") or refused.get(name)
+    if row:
+        raise HostError(f"{name}: {row['message']}", hint=row["hint"])
+    if name == "pytorch_benchmark_report.sh":
+        return _report(words)
+    if name == "train_fsdp.py":
+        return _fsdp(words, environment)
+    if name == "madengine":
+        return _of_tag(words)
+    program = table("commands")["programs"].get(name)
+    if program and words:
+        raise InputError(
+            f"{words[0]!r} is not supported here",
+            where=name,
+            hint="settings are written key=value",
+        )
+    if program:
+        return _of_row(program)
+    if name == "pytorch_benchmark_setup.sh" and words:
+        raise InputError(f"there is no option {words[0]!r}", where=name)
+    raise InputError(
+        f"there is no command {name!r}{nearest(name, scripts())}",
+        hint=f"commands: {', '.join(scripts())}",
+    )
+
+
+def _of_tag(words: Sequence[str]) -> Request:
+    """Translate ``madengine run --tags TAG``, whose other options concern containers."""
+    if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
+        raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
+    tag = words[words.index("--tags") + 1]
+    match = re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag)
+    if match:
+        framework, gpu, model = match.groups()
+        path = f"examples/{framework}/configs/{gpu}/{model}.yaml"
+        return _pretrain([], {"EXP": path}, allow_unmapped=False)
+    tags = table("commands")["tags"]
+    return _of_row(tags[_in_any_case(tag, tags, "--tags")])
 
 
 def scripts() -> list[str]:
@@ -141,11 +155,9 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
     Raises InputError, with a similar name, if no document has it.
     """
     paths = table("paths")
-    parts = PurePosixPath(name).parts
-    start = next((i for i, part in enumerate(parts) if part in paths["frameworks"]), None)
-    match = re.fullmatch(
-        r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else ""
-    )
+    *folders, file = PurePosixPath(name).parts or ("",)
+    match = _EXPERIMENT.fullmatch(file)
+    start = next((n for n, folder in enumerate(folders) if folder in paths["frameworks"]), None)
     if start is None or match is None:
         raise InputError(
             f"there is no file {name}, and no document names it",
@@ -153,23 +165,31 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
             hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml, or the name of "
             "a recipe",
         )
-    backend = paths["frameworks"][parts[start]]
-    folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
-    gpus = {gpu.upper(): gpu for gpu in load_table().imaged if "amd" in words_for(gpu)}
-    folder = ""
-    if folders:
-        folder = listed("/".join(folders), gpus, name, "no document has a folder")
-    stem = listed(match[1], paths["stems"][backend], name, "no document has a model")
+    model, precision = match.groups()
+    backend = paths["frameworks"][folders[start]]
+    stem = listed(model, paths["stems"][backend], name, "no document has a model")
     recipe, settings = recipe_of(backend, stem)
+    says = paths["says"].get("/".join([*folders, file][max(start - 1, 0) :]))
     request = Request(
         recipe=recipe,
         choices=Choices(
-            backend=backend, mode="pretrain", precision=paths["precisions"].get(match[2], "bf16")
+            backend=backend,
+            mode="pretrain",
+            precision=paths["precisions"].get(precision, "bf16"),
         ),
-        gpu_of_path=gpus.get(folder),
-        says=tuple(filter(None, [paths["says"].get("/".join(parts[max(start - 1, 0) :]))])),
+        gpu_of_path=_gpu_of(folders[start + 1 :], name),
+        says=(says,) if says else (),
     )
     return request, settings
+
+
+def _gpu_of(folders: Sequence[str], name: str) -> str | None:
+    """Return the GPU whose name is a folder of the path ``name``, below that of the framework."""
+    gpus = {gpu.upper(): gpu for gpu in load_table().imaged if "amd" in words_for(gpu)}
+    folder = "/".join(part for part in folders if part not in ("config", "configs"))
+    if not folder:
+        return None
+    return gpus[listed(folder, gpus, name, "no document has a folder")]
 
 
 def _pretrain(
@@ -182,70 +202,92 @@ def _pretrain(
     """Translate ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …``."""
     arguments = options(words)
     name = environment.get("EXP", "")
-    says = []
     if not name:
         raise InputError(
             "EXP is not set", hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml"
         )
-    frameworks = table("paths")["frameworks"]
-    backend = environment.get("BACKEND")
-    if backend and backend not in frameworks:
-        listed(
-            backend, dict.fromkeys(frameworks.values()), f"BACKEND={backend}", "there is no backend"
-        )
-    if (path := Path(name)).is_dir():
+    backend = _backend(environment)
+    path = Path(name)
+    if path.is_dir():
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     if path.is_file() and is_experiment(path):
-        source = read_experiment(path, environment)
-        done = source.translated(arguments)
-        request = Request(
-            recipe=source.recipe, choices=Choices(backend=source.backend, mode="pretrain")
-        )
-        says.append(
-            f"{name} is a Primus experiment; what it does not set is as in the recipe "
-            f"{source.recipe}"
-        )
+        request, done = _of_experiment(path, arguments, environment)
     elif path.is_file() or name in names():
         # The recipe's default backend determines the names of its keys.
-        recipe = resolve(name, (), Choices(backend=frameworks.get(backend), gpu="mi300x"))
-        done = translate(recipe.backend, arguments)
+        recipe = resolve(name, (), Choices(backend=backend, gpu="mi300x"))
         request = Request(recipe=name, choices=Choices(backend=recipe.backend))
+        done = translate(recipe.backend, arguments)
     else:
-        request, settings = documented(name)
-        done = translate(
-            str(request.choices.backend), arguments, settings, str(request.choices.precision)
-        )
-        if (precision or done.precision) == request.choices.precision:
-            says += request.says
-    if backend and frameworks[backend] != request.choices.backend:
+        request, done = _of_document(name, arguments, precision)
+    if backend and backend != request.choices.backend:
         raise InputError(
-            f"BACKEND is {backend}, but {name} is for {request.choices.backend}",
+            f"BACKEND is {environment['BACKEND']}, but {name} is for {request.choices.backend}",
             where=f"EXP={name}",
         )
     if not allow_unmapped:
         done.refuse_unmapped()
+    return _with_environment(request, done, environment)
+
+
+def _backend(environment: Mapping[str, str]) -> str | None:
+    word = environment.get("BACKEND")
+    if not word:
+        return None
+    frameworks = table("paths")["frameworks"]
+    if word not in frameworks:
+        known = list(dict.fromkeys(frameworks.values()))
+        listed(word, known, f"BACKEND={word}", "there is no backend")
+    return str(frameworks[word])
+
+
+def _of_experiment(
+    path: Path, arguments: Sequence[Option], environment: Mapping[str, str]
+) -> tuple[Request, Translation]:
+    source = read_experiment(path, environment)
+    sentence = (
+        f"{path} is a Primus experiment; what it does not set is as in the recipe {source.recipe}"
+    )
+    choices = Choices(backend=source.backend, mode="pretrain")
+    request = Request(recipe=source.recipe, choices=choices, says=(sentence,))
+    return request, source.translated(arguments)
+
+
+def _of_document(
+    name: str, arguments: Sequence[Option], precision: str | None
+) -> tuple[Request, Translation]:
+    request, settings = documented(name)
+    in_document = request.choices.precision
+    done = translate(str(request.choices.backend), arguments, settings, str(in_document))
+    if (precision or done.precision) != in_document:
+        request = replace(request, says=())
+    return request, done
+
+
+def _with_environment(
+    request: Request, done: Translation, environment: Mapping[str, str]
+) -> Request:
+    """Add the translated settings, and what the variables of Primus's scripts ask for."""
     stage = environment.get(TUNING) or "0"
     if stage not in STAGES:
         raise InputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{TUNING}={stage}")
-    says += [
-        f"{key} is left out: {why}"
-        for key, why in table("keys")["environment"].items()
-        if environment.get(key)
-    ]
-    says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
-    nodes = _count(environment, "NNODES")
+    says = list(request.says)
+    for name, why in table("keys")["environment"].items():
+        if environment.get(name):
+            says.append(f"{name} is left out: {why}")
+    says += done.left_out
+    for option, why in done.unmapped:
+        says.append(f"{option.key} is left out: {why}")
+    # The script's default is one node, whereas the recipe's default may be more.
+    nodes = _count(environment, "NNODES") or 1
+    words = []
     ranks = _count(environment, "GPUS_PER_NODE")
     if ranks:
-        words = [f"ranks={ranks}"]
-    else:
-        words = []
+        words.append(f"ranks={ranks}")
     if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
         words.append(f"{backends()[str(request.choices.backend)].key('deterministic')}=true")
-    # The script's default is one node, whereas the recipe's default may be more.
-    choices = replace(request.choices, precision=done.precision, nodes=nodes or 1)
     return replace(
         request,
-        choices=choices,
+        choices=replace(request.choices, precision=done.precision, nodes=nodes),
         words=(*words, *done.words()),
         says=tuple(says),
         stage=STAGES[stage],
@@ -265,11 +307,15 @@ def _report(words: Sequence[str]) -> Request:
             f"{model} has no {args.t}", where=f"-t {args.t}", hint=f"there are: {having}"
         )
     run = runs[mode]
+    settings: tuple[str, ...] = ()
+    if args.s and "length" in run:
+        settings = (f"{run['length']}={args.s}",)
+    says = run.get("says", {}).get(precision)
     return Request(
         recipe=rows["models"][model]["recipe"],
         choices=Choices(backend=run["backend"], mode=run.get("mode", mode), precision=precision),
-        words=(f"{run['length']}={args.s}",) if args.s and "length" in run else (),
-        says=tuple(filter(None, [run.get("says", {}).get(precision)])),
+        words=settings,
+        says=(says,) if says else (),
         benchmark=(model, args.t),
     )
 
@@ -279,46 +325,46 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     configs = table("commands")["configs"]
     row = configs[_in_any_case(args.config.removeprefix("./"), configs, "train_fsdp.py")]
     if args.family != row["family"]:
-        family = row["family"]
         raise InputError(
-            f"{args.config} is of the family {family}, not {args.family!r}", where="train_fsdp.py"
+            f"{args.config} is of the family {row['family']}, not {args.family!r}",
+            where="train_fsdp.py",
         )
     ranks = _count(environment, "WORLD_SIZE") or 8
+    settings = [f"ranks={ranks}", f"fsdp.training.seq_len={row['seq_len']}"]
     batch = args.batch_size
-    settings = {
-        "ranks": ranks,
-        "fsdp.training.seq_len": row["seq_len"],
-        "fsdp.training.micro_batch_size": batch,
+    if batch:
+        settings.append(f"fsdp.training.micro_batch_size={batch}")
         # Its step was eight of these.
-        "fsdp.training.global_batch_size": batch and batch * 8 * ranks,
-    }
+        settings.append(f"fsdp.training.global_batch_size={batch * 8 * ranks}")
     precision = "bf16"
     if str(args.enable_fp8).lower() == "true":
         precision = "fp8"
-    return Request(
-        recipe=row["recipe"],
-        choices=Choices(backend="fsdp", mode="pretrain", precision=precision),
-        words=tuple(f"{key}={setting}" for key, setting in settings.items() if setting),
-    )
+    choices = Choices(backend="fsdp", mode="pretrain", precision=precision)
+    return Request(recipe=row["recipe"], choices=choices, words=tuple(settings))
 
 
 def _of_row(row: Mapping[str, str]) -> Request:
     choices = Choices(
         backend=row["backend"], mode=row.get("mode", "pretrain"), precision=row.get("precision")
     )
-    return Request(
-        recipe=row["recipe"], choices=choices, says=(row["says"],) if "says" in row else ()
-    )
+    request = Request(recipe=row["recipe"], choices=choices)
+    if "says" in row:
+        return replace(request, says=(row["says"],))
+    return request
 
 
 def _in_any_case(word: str, rows: Mapping[str, Any], where: str) -> str:
-    return listed(next((name for name in rows if name.lower() == word.lower()), word), rows, where)
+    for name in rows:
+        if name.lower() == word.lower():
+            return name
+    return listed(word, rows, where)
 
 
 def _count(environment: Mapping[str, str], name: str) -> int | None:
-    try:
-        if text := environment.get(name):
-            return _positive(text)
+    text = environment.get(name)
+    if not text:
         return None
+    try:
+        return int(_positive(text))
     except argparse.ArgumentTypeError as error:
-        raise InputError(f"{name} {error}", where=f"{name}={environment[name]}") from None
+        raise InputError(f"{name} {error}", where=f"{name}={text}") from None

@@ -1,5 +1,6 @@
-"""Keys and options of Primus → settings of a recipe, by the table ``keys.yaml``. What it does not
-know is refused.
+"""Keys and options of Primus → settings of a recipe, by the table ``keys.yaml``.
+
+What it does not know is refused.
 
 A Primus experiment file becomes a recipe: that of its model, with what the file overrides.
 """
@@ -76,22 +77,27 @@ class Translation:
 
     def refuse_unmapped(self) -> None:
         """Raise InputError that names every unmapped option, one per line, if there are any."""
-        if self.unmapped:
-            (first, reason), *others = self.unmapped
-            more = "".join(f"\n{option.where}: {option.key}: {why}" for option, why in others)
-            raise InputError(f"{first.key}: {reason}{more}", where=first.where, hint=ALLOW_UNMAPPED)
+        if not self.unmapped:
+            return
+        (first, reason), *others = self.unmapped
+        message = f"{first.key}: {reason}"
+        for option, why in others:
+            message += f"\n{option.where}: {option.key}: {why}"
+        raise InputError(message, where=first.where, hint=ALLOW_UNMAPPED)
 
     def placed(self, error: InputError) -> InputError:
-        """Return ``error``, which is about a setting, with the key of Primus and its place instead."""
-        option = self.sources.get(str(error.where).removeprefix("command line: ").partition("=")[0])
-        if option:
-            return InputError(f"{option.key}: {error.message}", where=option.where, hint=error.hint)
-        return error
+        """Return ``error``, which is about a setting, with Primus's key and its place instead."""
+        key, _, _ = str(error.where).removeprefix("command line: ").partition("=")
+        if key not in self.sources:
+            return error
+        option = self.sources[key]
+        return InputError(f"{option.key}: {error.message}", where=option.where, hint=error.hint)
 
 
 def options(words: Sequence[str]) -> list[Option]:
-    """Parse ``--key value``, ``--key=value`` and ``--key`` (true). InputError for a word that
-    belongs to no option.
+    """Parse ``--key value``, ``--key=value`` and ``--key`` (true).
+
+    Raises InputError for a word that belongs to no option.
     """
     parsed: list[Option] = []
     rest = list(words)
@@ -116,13 +122,11 @@ def options(words: Sequence[str]) -> list[Option]:
 
 
 def typed(text: str) -> Value:
-    """Return the YAML value of ``text``. Text that is neither a scalar nor a list of scalars stays
-    text.
-    """
-    try:
-        if text:
-            return value(text, "")
+    """Return the YAML value of ``text``, or the text if it is no scalar or list of scalars."""
+    if not text:
         return text
+    try:
+        return value(text, "")
     except InputError:
         return text
 
@@ -133,13 +137,11 @@ def table(name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", read_values(Path(__file__).with_name(f"{name}.yaml")).data)
 
 
-def listed(word: str, rows: Collection[str], where: str, what: str = "there is no") -> str:
-    """Return ``word``. Raises InputError, whose message begins with ``what``, if ``rows`` do not
-    have it.
-    """
+def listed(word: str, rows: Collection[str], where: str, lacking: str = "there is no") -> str:
+    """Return ``word``. Raises InputError, which begins with ``lacking``, if no row has it."""
     if word not in rows:
         raise InputError(
-            f"{what} {word!r}" + nearest(word, rows),
+            f"{lacking} {word!r}{nearest(word, rows)}",
             where=where,
             hint=f"there are: {', '.join(rows)}",
         )
@@ -149,18 +151,32 @@ def listed(word: str, rows: Collection[str], where: str, what: str = "there is n
 @cache
 def keys(backend: str) -> Mapping[str, Entry]:
     """Return key of Primus → translation, for one backend."""
-    rows = {**table("keys")["every"], **table("keys").get(backend, {})}
-    return {
-        key: Entry(**({"to": row} if isinstance(row, str) else row)) for key, row in rows.items()
-    }
+    entries = {}
+    for key, row in {**table("keys")["every"], **table("keys").get(backend, {})}.items():
+        if isinstance(row, str):
+            entries[key] = Entry(to=row)
+        else:
+            entries[key] = Entry(**row)
+    return entries
+
+
+def _entry(backend: str, key: str) -> Entry | None:
+    """Return the translation of ``key``, whose name in the table may be a pattern."""
+    entries = keys(backend)
+    if key in entries:
+        return entries[key]
+    for pattern, entry in entries.items():
+        if pattern.endswith("*") and fnmatchcase(key, pattern):
+            return entry
+    return None
 
 
 def recipe_of(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
     """Return the recipe of Primus's model ``stem``, and the settings that the model adds to it."""
     row = table("paths")["stems"][backend][stem]
     if isinstance(row, str):
-        return (row, {})
-    return (row["recipe"], row["settings"])
+        return row, {}
+    return row["recipe"], row["settings"]
 
 
 def translate(
@@ -169,24 +185,19 @@ def translate(
     defaults: Mapping[str, Value] = MappingProxyType({}),
     precision: str = "",
 ) -> Translation:
-    """Translate options in order, over ``defaults`` and ``precision``. A null keeps the recipe's
-    own value.
+    """Translate options in order, over ``defaults`` and ``precision``.
+
+    A null keeps the recipe's own value.
     """
     done = Translation(precision=precision or None)
-    entries = keys(backend)
-    values = {option.key: option.value for option in arguments}
+    enabled = {option.key for option in arguments if option.value not in (None, False)}
     for option in arguments:
         if option.value is None:
             continue
-        patterns = (
-            row
-            for name, row in entries.items()
-            if name.endswith("*") and fnmatchcase(option.key, name)
-        )
-        entry = entries.get(option.key) or next(patterns, None)
+        entry = _entry(backend, option.key)
         if entry is None:
             _translate_native(backend, option, done)
-        elif not entry.needs or any(values.get(key) not in (None, False) for key in entry.needs):
+        elif not entry.needs or not enabled.isdisjoint(entry.needs):
             _translate_listed(option, entry, done)
     done.settings = {**defaults, **done.settings}
     return done
@@ -195,54 +206,55 @@ def translate(
 def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
     values: list[Value] = [option.value]
     if entry.values is not None:
-        # Lists, such as torchtitan's converters, are translated item by item.
-        if isinstance(option.value, list) and option.value:
-            items = option.value
-        else:
-            items = [option.value]
-        words = [spell(item) for item in items]
-        unknown = [word for word in words if word not in entry.values]
-        if unknown:
-            because = ""
-            if entry.because:
-                because = f"; {entry.because}"
-            reason = f"{unknown[0]} has no counterpart (known: {', '.join(entry.values)}){because}"
-            done.unmapped.append((option, reason))
-        values = [entry.values[word] for word in words if entry.values.get(word) is not None]
-    if entry.choice:
-        if values:
-            done.precision = str(values[-1])
-        else:
-            done.precision = done.precision
-    elif entry.to:
-        for setting in values:
-            done.set(entry.to, f"{entry.prefix}{setting}" if entry.prefix else setting, option)
-            for key in entry.off if setting else ():
-                if key not in done.settings:
-                    done.set(key, False, option)
-    elif entry.because and entry.values is None:
+        values = _translated_values(option, entry, done)
+    elif entry.because and not entry.to and not entry.choice:
         done.left_out.append(f"{option.key} is left out: {entry.because}")
+    if entry.choice and values:
+        done.precision = str(values[-1])
+    if not entry.to:
+        return
+    for setting in values:
+        done.set(entry.to, f"{entry.prefix}{setting}" if entry.prefix else setting, option)
+        for key in entry.off if setting else ():
+            if key not in done.settings:
+                done.set(key, False, option)
+
+
+def _translated_values(option: Option, entry: Entry, done: Translation) -> list[Value]:
+    """Translate lists, such as torchtitan's converters, item by item."""
+    items = [option.value]
+    if isinstance(option.value, list) and option.value:
+        items = list(option.value)
+    known = entry.values or {}
+    words = [spell(item) for item in items]
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        reason = f"{unknown[0]} has no counterpart (known: {', '.join(known)})"
+        if entry.because:
+            reason += f"; {entry.because}"
+        done.unmapped.append((option, reason))
+    return [known[word] for word in words if known.get(word) is not None]
 
 
 def _translate_native(backend: str, option: Option, done: Translation) -> None:
     rules = backend_rules(backend)
     owned = backends()[backend].owned
-    flat = backend == "megatron" and "." not in option.key
-    if flat:
+    names = [option.key]
+    if backend == "megatron" and "." not in option.key:
         names = [f"{section}.{option.key}" for section in _SECTIONS]
-    else:
-        names = [option.key]
-    owner = next((name for name in names if name in owned), None)
-    if owner:
-        done.unmapped.append((option, f"is set by primus: use {owned[owner]}"))
-    elif name := next((name for name in names if name in rules), None):
-        done.set(f"{backend}.{name}", option.value, option)
-    else:
-        similar = [
-            *keys(backend),
-            *(rule.rpartition(".")[2] if backend == "megatron" else rule for rule in rules),
-        ]
-        done.unmapped.append((option, "no recipe has such a key" + nearest(option.key, similar)))
+    for name in names:
+        if name in owned:
+            done.unmapped.append((option, f"is set by primus: use {owned[name]}"))
+            return
+    for name in names:
+        if name in rules:
+            done.set(f"{backend}.{name}", option.value, option)
+            return
+    similar = list(rules)
+    if backend == "megatron":
+        similar = [rule.rpartition(".")[2] for rule in rules]
+    near = nearest(option.key, [*keys(backend), *similar])
+    done.unmapped.append((option, f"no recipe has such a key{near}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +281,7 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment file: the recipe of its model, what that model adds to it, and the file's
-    overrides.
-    """
+    """An experiment file: its recipe, what its model adds to that, and the file's overrides."""
 
     path: Path
     name: str
@@ -287,8 +297,9 @@ class Experiment:
 
 
 def is_experiment(path: Path) -> bool:
-    """Whether the file has the key ``modules``, which only Primus experiments have. InputError for
-    invalid YAML.
+    """Whether the file has the key ``modules``, which only Primus experiments have.
+
+    Raises InputError for invalid YAML.
     """
     data = read_values(path).data
     return isinstance(data, dict) and "modules" in data
@@ -301,76 +312,91 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     trainer = file.modules.pre_trainer
 
     def text(name: str) -> str:
-        return str(_filled(getattr(trainer, name), document.where((*_PLACE, name)), environment))
+        return str(_filled(getattr(trainer, name), place(name), environment))
+
+    def place(name: str) -> str:
+        return document.where((*_PLACE, name))
 
     stems = table("paths")["stems"]
-    model = re.sub(r"\.ya?ml$", "", text("model"))
-    backend = listed(
-        text("framework"), stems, document.where((*_PLACE, "framework")), "there is no framework"
-    )
-    place = document.where((*_PLACE, "model"))
+    backend = listed(text("framework"), stems, place("framework"), "there is no framework")
+    model = _without_suffix(text("model"))
     stem = listed(
-        model.removesuffix("-fp8"), stems[backend], place, "there is no recipe for the model"
+        model.removesuffix("-fp8"),
+        stems[backend],
+        place("model"),
+        "there is no recipe for the model",
     )
-    if re.sub(r"\.ya?ml$", "", config := text("config")) != "pre_trainer":
-        where = document.where((*_PLACE, "config"))
+    config = text("config")
+    if _without_suffix(config) != "pre_trainer":
         raise InputError(
             f"{config} is not Primus's own pre_trainer.yaml",
-            where=where,
+            where=place("config"),
             hint="write what it sets under overrides",
         )
     recipe, settings = recipe_of(backend, stem)
-    if trainer.overrides is None:
-        overrides = ()
-    else:
+    overrides: Iterator[Option] = iter(())
+    if trainer.overrides is not None:
         overrides = _flat(document, (), trainer.overrides, environment)
+    name = _filled(file.exp_name or path.stem, document.where(("exp_name",)), environment)
     return Experiment(
         path=path,
+        name=str(name),
         backend=backend,
         recipe=recipe,
         settings=settings,
         overrides=tuple(overrides),
         precision="fp8" if model.endswith("-fp8") else "bf16",
-        name=str(_filled(file.exp_name or path.stem, document.where(("exp_name",)), environment)),
     )
 
 
-def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
-    """Return the text of the recipe file. Its settings are a case, so that the proxy keeps its own
-    sizes.
+def _without_suffix(name: str) -> str:
+    return re.sub(r"\.ya?ml$", "", name)
 
-    ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that
-    of all of them.
+
+def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
+    """Return the text of the recipe file.
+
+    Its settings are a case, so that the proxy keeps its own sizes. ``nodes`` is the number of nodes
+    that the experiment was written for. Its global batch is that of all of them.
     """
     usual = dict(done.settings)
-    exact = {}
+    exact: dict[str, Value] = {}
     several = ""
     if nodes > 1:
         several = f", nodes: {nodes}"
-    key = f"{source.backend}.{backends()[source.backend].keys['global_batch']}"
-    if several and isinstance(batch := usual.get(key), int) and batch > 0:
-        exact = {key: usual.pop(key)}
+    key = backends()[source.backend].key("global_batch")
+    batch = usual.get(key)
+    if several and isinstance(batch, int) and batch > 0:
+        exact[key] = usual.pop(key)
         if batch % nodes == 0:
             # A recipe's global batch is that of one node, and grows with their number.
             usual[key] = batch // nodes
+    name = source.path.name
+    description = spell(f"{source.recipe} as {name} has it")
+    default = f"backend: {source.backend}, mode: pretrain, precision: {done.precision}{several}"
     lines = [
-        f"# Imported from {source.path.name} by `primus import-exp`. What the file does not set "
-        "is the recipe's.",
+        f"# Imported from {name} by `primus import-exp`. What the file does not set is the "
+        "recipe's.",
         f"uses: [{source.recipe}.yaml]",
         f"name: {spell(source.name)}",
-        f"description: {spell(f'{source.recipe} as {source.path.name} has it')}",
-        f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.precision}{several}}}",
+        f"description: {description}",
+        f"default: {{{default}}}",
     ]
-    lines += ["cases:"] if usual or exact else []
-    for nodes_of_case, settings in (("", usual), (several, exact)):
-        if settings:
-            lines.append(f"  - when: {{backend: {source.backend}, proxy: false{nodes_of_case}}}")
-            lines += [f"    {name}: {spell(setting)}" for name, setting in settings.items()]
+    if usual or exact:
+        lines.append("cases:")
+    lines += _case(source, usual, "")
+    lines += _case(source, exact, several)
     lines += [f"# {sentence}" for sentence in done.left_out]
-    lines += [
-        f"# not expressible: {option.key}: {spell(option.value)}" for option, _ in done.unmapped
-    ]
+    for option, _ in done.unmapped:
+        lines.append(f"# not expressible: {option.key}: {spell(option.value)}")
     return "\n".join(lines) + "\n"
+
+
+def _case(source: Experiment, settings: Mapping[str, Value], several: str) -> list[str]:
+    if not settings:
+        return []
+    when = f"  - when: {{backend: {source.backend}, proxy: false{several}}}"
+    return [when, *(f"    {key}: {spell(value)}" for key, value in settings.items())]
 
 
 def _flat(
@@ -383,34 +409,32 @@ def _flat(
     where = document.where((*_PLACE, "overrides", *key))
     if not key:
         raise InputError("overrides must be a mapping of keys to values", where=where)
-    if isinstance(tree, list) and any(isinstance(item, list | dict) for item in tree):
-        raise InputError("a list may contain plain values only", where=where)
-    items = [
-        _filled(item, where, environment) for item in (tree if isinstance(tree, list) else [tree])
-    ]
-    setting: Value = (
-        [item for item in items if not isinstance(item, list)]
-        if isinstance(tree, list)
-        else items[0]
-    )
-    # Primus reads the text "null" as null in overrides.
-    yield Option(key=".".join(key), value=None if setting == "null" else setting, where=where)
+    yield Option(key=".".join(key), value=_leaf(tree, where, environment), where=where)
+
+
+def _leaf(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
+    if isinstance(tree, list):
+        if any(isinstance(item, list | dict) for item in tree):
+            raise InputError("a list may contain plain values only", where=where)
+        return [cast(Scalar, _filled(item, where, environment)) for item in tree]
+    value = _filled(tree, where, environment)
+    if value == "null":
+        # Primus reads the text "null" as null in overrides.
+        return None
+    return value
 
 
 def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
-    """Replace ``${VAR}`` and ``${VAR:default}`` in text, and convert the result to a number or
-    boolean.
-    """
+    """Replace ``${VAR}`` and ``${VAR:default}`` in text, and type the result."""
     if not isinstance(tree, str) or "${" not in tree:
-        return tree  # type: ignore[return-value]
+        return cast(Value, tree)
 
     def variable(match: re.Match[str]) -> str:
-        text = environment.get(match[1], match[2])
+        name, default = match.groups()
+        text = environment.get(name, default)
         if text is None:
             raise InputError(
-                f"{match[1]} is not set in the environment",
-                where=where,
-                hint=f"export {match[1]}=…",
+                f"{name} is not set in the environment", where=where, hint=f"export {name}=…"
             )
         return text
 

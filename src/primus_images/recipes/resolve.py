@@ -220,41 +220,41 @@ def _scale_batch(draft: Draft) -> Draft:
 def _take_sizes(draft: Draft, weights: Path) -> Draft:
     """Take the model of the weights, if they are fine-tuned."""
     backend = draft.backend
-    name = ""
-    if "model.family" in draft.settings:
-        name = str(draft.settings["model.family"].value)
+    written = draft.settings.get("model.family")
+    name = str(written.value) if written else ""
     if name not in families() or family(name).images:
         return draft
     if "weights" not in backend_rules(backend.name):
         return draft
-    typed_family = draft.typed.get("model.family")
-    if typed_family and typed_family.value == OTHER:
+    kept = ["model.hf_repo", "model.moe.auxiliary_loss"]
+    typed = draft.typed.get("model.family")
+    if typed and typed.value == OTHER:
         name = OTHER
+        kept = []
     model = model_of(weights, name)
-    for key, override in draft.typed.items():
-        if key in model and override.value != model[key].value:
-            raise InputError(
-                f"{key} is {override.value}, and the weights have {model[key].value}",
-                where=model[key].origin,
-                hint="leave it out: the sizes are those of the weights",
-            )
+    _refuse_other_sizes(draft.typed, model)
     settings = {key: draft.settings[key] for key in draft.settings if not key.startswith("model.")}
+    settings |= {key: draft.settings[key] for key in kept if key in draft.settings}
+    settings |= model
     if name == OTHER:
-        origin = "a model of no family"
-        compile_key = f"{backend.name}.training.compile"
-        settings[compile_key] = Setting(value=False, origin=origin)
-        recompute_key = f"{backend.name}.training.recompute"
-        settings[recompute_key] = Setting(value="full", origin=origin)
-    else:
-        for key in ("model.hf_repo", "model.moe.auxiliary_loss"):
-            if key in draft.settings:
-                settings[key] = draft.settings[key]
-    settings.update(model)
+        for key, value in (("compile", False), ("recompute", "full")):
+            setting = Setting(value=value, origin="a model of no family")
+            settings[f"{backend.name}.training.{key}"] = setting
     length_key = backend.key("seq_len")
     longest = model["model.max_seq_len"]
     if int(str(longest.value)) < int(str(settings[length_key].value)):
         settings[length_key] = longest
     return replace(draft, settings=settings)
+
+
+def _refuse_other_sizes(typed: Settings, model: Settings) -> None:
+    for key, setting in typed.items():
+        if key in model and setting.value != model[key].value:
+            raise InputError(
+                f"{key} is {setting.value}, and the weights have {model[key].value}",
+                where=model[key].origin,
+                hint="leave it out: the sizes are those of the weights",
+            )
 
 
 def _override(draft: Draft) -> Draft:

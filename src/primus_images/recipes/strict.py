@@ -123,40 +123,32 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, Rule], backend: Bac
             where=setting.origin,
             hint=f"--backend {section} has it",
         )
-    if key.startswith("model."):
-        near, hint = _nearest_of_model(key)
-    else:
-        near, hint = _nearest_of_backend(native, rules, backend)
-    message = f"there is no key {key!r}{near}"
-    if near:
-        return InputError(message, where=setting.origin)
-    return InputError(message, where=setting.origin, hint=hint)
-
-
-def _nearest_of_model(key: str) -> tuple[str, str]:
-    fields = list(model_rules())
-    near = ""
-    # Compared without the prefix, which makes any two keys of a model similar.
-    if nearest(key.removeprefix("model."), fields):
-        near = nearest(key, [f"model.{field}" for field in fields])
-    groups: dict[str, None] = {}
-    for field in fields:
-        part, _, rest = field.partition(".")
-        groups[f"{part}.*" if rest else part] = None
-    return near, f"a model is described by {', '.join(groups)}"
-
-
-def _nearest_of_backend(
-    native: str, rules: Mapping[str, Rule], backend: Backend
-) -> tuple[str, str]:
     having = backends_with(native)
     if having:
-        return "", f"{native} is a setting of --backend {' or '.join(having)}"
+        return InputError(
+            f"there is no key {key!r}",
+            where=setting.origin,
+            hint=f"{native} is a setting of --backend {' or '.join(having)}",
+        )
+    # Compared without the prefix, which makes any two keys of a section similar.
+    prefix = f"{backend.name}."
     hint = f"the keys of {backend.name} are those of its own configuration at the pinned version"
-    # Compared without the backend's name, which makes any two of its keys similar.
-    full_names = {rule.removeprefix(f"{backend.name}."): rule for rule in rules}
-    near = nearest(native, [*full_names, *backend.keys, *backend.degrees])
-    for short, full in full_names.items():
-        if repr(short) in near:
-            return near.replace(repr(short), repr(full)), hint
-    return near, hint
+    names = [rule.removeprefix(prefix) for rule in rules] + [*backend.keys, *backend.degrees]
+    if key.startswith("model."):
+        prefix = "model."
+        hint = f"a model is described by {', '.join(_parts_of_model())}"
+        names = list(model_rules())
+    near = nearest(key.removeprefix(prefix), names)
+    for name in names:
+        if f"{prefix}{name}" in rules:
+            near = near.replace(repr(name), repr(f"{prefix}{name}"))
+    message = f"there is no key {key!r}{near}"
+    return InputError(message, where=setting.origin, hint=None if near else hint)
+
+
+def _parts_of_model() -> list[str]:
+    parts: dict[str, None] = {}
+    for field in model_rules():
+        part, _, rest = field.partition(".")
+        parts[f"{part}.*" if rest else part] = None
+    return list(parts)

@@ -12,7 +12,6 @@ from primus_images.gpus import detect, table
 from primus_images.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
 from primus_images.schema import build
 from primus_images.yamlfile import parse
-from tables import table_of
 
 TEXT = table.TABLE_FILE.read_text(encoding="utf-8")
 
@@ -34,7 +33,58 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"), table_of("gpus.a_slip_is_refused_with_its_place")
+    ("old", "new", "message"),
+    [
+        ("compute_units: 132", "compute_unit: 132", "unknown key 'compute_unit'"),
+        ("    compute_units: 132\n", "", "'compute_units' is missing"),
+        ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' is a duplicate"),
+        ("  - name: mi325x\n", "  - name: MI325X\n", "name must be like mi300x"),
+        ('["0x74a5"', '["0x74a1"', "device id '0x74a1' is a duplicate"),
+        ('["0x74a5"', '["74a5"', "device_ids must be like 0x74a1"),
+        (
+            "NVIDIA H200 SXM5, H200]",
+            "NVIDIA H200 SXM5, mi300x]",
+            "product name 'mi300x' is a duplicate",
+        ),
+        (
+            "    arch: sm_90\n    names",
+            "    arch: sm_91\n    names",
+            "h200: there is no architecture 'sm_91'",
+        ),
+        (
+            "    arch: sm_90\n    names",
+            "    arch: gfx950\n    names",
+            "h200 needs one peak for each of bf16, fp8, mx",
+        ),
+        ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
+        (
+            "    mx: []\n    mx_source: Prim",
+            "    mx: [mxfp8]\n    mx_source: Prim",
+            "mi300x needs one peak for each",
+        ),
+        ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
+        ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),
+        (
+            "dtype: fp8, tflops: 1979",
+            "dtype: bf16, tflops: 1979",
+            "h200 needs one peak for each of bf16, fp8, not",
+        ),
+        (
+            "    for: [gfx942, mi350x",
+            "    for: [gfx942, gfx950",
+            "GPU_MAX_HW_QUEUES' is a duplicate",
+        ),
+        (
+            "    for: [gfx942, mi350x",
+            "    for: [gfx942, mi305x",
+            "is for 'mi305x', which is neither",
+        ),
+        (
+            "mi350x, mi350p]",
+            "mi350p]",
+            "mi350x has no entry for the environment variables GPU_MAX_HW_QUEUES (",
+        ),
+    ],
 )
 def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:
     assert TEXT.count(old) == 1
@@ -45,7 +95,16 @@ def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> N
     assert caught.value.where.startswith("g.yaml:")
 
 
-@pytest.mark.parametrize(("text", "name"), table_of("gpus.names_as_tools_print_them"))
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct™ MI300X", "mi300x"),
+        ("AMD Instinct(TM)  MI325X\n", "mi325x"),
+        ("AMD Instinct MI325X VF", "mi325x"),
+        ("mi350x", "mi350x"),
+    ],
+)
 def test_names_as_tools_print_them(text: str, name: str) -> None:
     found = table.by_product_name(text)
     assert found is not None
@@ -84,7 +143,12 @@ def test_a_peak_is_that_of_the_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "sentence"), table_of("gpus.mfu_without_a_peak_is_refused")
+    ("name", "dtype", "sentence"),
+    [
+        ("mi300x", "mxfp8", "no MFU: AMD Instinct MI300X does not compute mxfp8"),
+        ("h200", "mxfp4", "no MFU: NVIDIA H200 does not compute mxfp4"),
+        ("mi455x", "mxfp4", "no MFU: no source states the mxfp4 peak of AMD Instinct MI455X"),
+    ],
 )
 def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> None:
     gpu = table.generation(name)
@@ -156,7 +220,14 @@ def node(root: Path, number: int, *, version: int, device: int, simds: int) -> N
 @pytest.mark.parametrize(
     ("version", "device", "simds", "name", "generation"),
     [
-        *table_of("gpus.amd_products"),
+        (90402, 29857, 1216, "AMD Instinct MI300X (gfx942)", "mi300x"),
+        (90402, 29861, 1216, "AMD Instinct MI325X (gfx942)", "mi325x"),
+        (90500, 30112, 1024, "AMD Instinct MI350X (gfx950)", "mi350x"),
+        (90500, 30115, 1024, "AMD Instinct MI355X (gfx950)", "mi355x"),
+        (120501, 0, 1216, "unknown AMD GPU (gfx1251)", ""),
+        (90402, 65535, 1216, "unknown AMD GPU (gfx942, device 0xffff)", ""),
+        (90500, 29857, 1216, "unknown AMD GPU (gfx950, device 0x74a1)", ""),
+        (90402, 29857, 152, "part of AMD Instinct MI300X (gfx942, 38 of 304 compute units)", ""),
         (90402, 0, 1216, f"AMD Instinct {GFX942} (gfx942)", ""),
     ],
 )

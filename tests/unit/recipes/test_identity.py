@@ -19,7 +19,6 @@ from primus_images.recipes.tensors import header
 from primus_images.training.run import identity
 from primus_images.training.run.job import step_of, steps
 from proof_kit import kept
-from tables import table_of
 
 CELLS = [
     ("llama3.1-8b", "torchtitan", "pretrain"),
@@ -71,7 +70,18 @@ def test_a_checkpoint_from_before_a_field_of_models_resumes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "told"), table_of("identity.a_difference_is_refused_unless_it_is_named")
+    ("words", "field", "told"),
+    [
+        (["model.layers=3"], "model.layers", "model.layers was 4, and is 3 now"),
+        (["model.rope_theta=10000.0"], "model.rope_theta", "model.rope_theta was"),
+        (["model.rope_scaling.factor=2.0"], "model.rope_scaling.factor", "is 2.0 now"),
+        (["assets.corpus={tmp}/corpus.jsonl"], "assets.corpus", "assets.corpus was sha256:"),
+        (["assets.tokenizer={tmp}/tokenizer"], "assets.tokenizer", "assets.tokenizer was sha256:"),
+        (["assets.corpus=mock"], "assets.corpus", 'is "mock" now'),
+        (["data.column=body"], "data.column", 'was "", and is "body" now'),
+        (["training.seq_len=64"], "seq_len", "seq_len was 128, and is 64 now"),
+        (["training.global_batch_size=32"], "global_batch", "global_batch was 16, and is 32 now"),
+    ],
 )
 def test_a_difference_is_refused_unless_it_is_named(
     tmp_path: Path, words: list[str], field: str, told: str
@@ -209,7 +219,11 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "words", "told"),
-    table_of("identity.a_layout_that_the_backend_cannot_load_is_refused"),
+    [
+        ("torchtitan", ["ranks=1"], "data_parallel was 2, and is 1 now"),
+        ("megatron", ["ranks=1"], "layout.ranks was 2, and is 1 now"),
+        ("megatron", ["tp=2"], "layout.tp was 1, and is 2 now"),
+    ],
 )
 def test_a_layout_that_the_backend_cannot_load_is_refused(
     tmp_path: Path, backend: str, words: list[str], told: str

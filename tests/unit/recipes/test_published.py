@@ -19,7 +19,6 @@ from primus_images.recipes.published import facts_of, published_faults
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import model_rules
 from primus_images.recipes.setting import Choices
-from tables import table_of
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/wrong_models.yaml"
 WRONG = [
@@ -135,7 +134,33 @@ def test_weights_that_the_formula_does_not_count_are_noticed(
 @pytest.mark.parametrize(
     ("name", "key", "value", "why"),
     [
-        *table_of("published.what_a_family_does_not_compute"),
+        ("llama3.1-8b", "hidden_act", "gelu", "gelu, and the family llama3 is computed with silu"),
+        ("llama3.1-8b", "mlp_bias", True, "true, and"),
+        ("llama3.1-8b", "partial_rotary_factor", 0.5, "0.5, and"),
+        (
+            "qwen3-8b",
+            "layer_types",
+            ["full_attention", "sliding_attention"],
+            "computed with .full_attention. or",
+        ),
+        ("qwen3-30b-a3b", "decoder_sparse_step", 2, "2, and"),
+        ("qwen3-30b-a3b", "mlp_only_layers", [0, 1], "and"),
+        (
+            "deepseek-v3",
+            "topk_method",
+            "greedy",
+            "greedy, and the family deepseek_v3 is computed with noaux_tc",
+        ),
+        (
+            "llama3.1-8b",
+            "query_pre_attn_scalar",
+            256,
+            "unknown; what changes no result .* to `computes`, in families/",
+        ),
+        ("gpt-oss-20b", "swiglu_alpha", 1.5, "1.5, and the family gpt_oss is computed with 1.702"),
+        ("gpt-oss-20b", "swiglu_alpha", 1.702, ""),
+        ("llama3.1-8b", "transformers_version", "4.43.0.dev0", ""),
+        ("llama3.1-8b", "vocab_size", None, "missing, and transformers has no value for it"),
         (
             "llama3.1-8b",
             "layer_types",

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a reader is one line of a table
 """Every reader of bytes that others wrote: whatever they are, it reads them or refuses them with
 one kind of error.
 
@@ -32,8 +31,8 @@ from primus_images.oci.store import MANIFEST_TYPE, Blob, Store
 from primus_images.oci.tar import Entry
 from primus_images.plan.skeleton import Prefix
 from primus_images.plan.stats import StatIndex
-from primus_images.recipes.load import parse
 from primus_images.recipes.assets import vocabulary
+from primus_images.recipes.load import parse
 from primus_images.recipes.tensors import header
 from primus_images.recipes.weights import config_of
 from primus_images.release.artifact import Document, artifact

@@ -28,7 +28,7 @@ runs: list[tuple[int, int]] = []
 def test_start_and_winner_run_alternately(tmp_path: Path) -> None:
     words = ("validation.accumulation=1", "torchtitan.training.local_batch_size={}")
     recipes = [
-        resolve("llama3-proxy", (), Choices(gpu="cpu"), [word.format(size) for word in words])
+        resolve("llama3-proxy", [word.format(size) for word in words], Choices(gpu="cpu"))
         for size in (1, 2)
     ]
     points = [

@@ -36,50 +36,48 @@ def refuse_special(path: Path, shown: str) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise InputError for what Git leaves in place of a large file without Git LFS. OSError as any
-    read.
+    """Raise InputError for what Git leaves in place of a large file without Git LFS.
+
+    Raises OSError as any read.
     """
     with open_regular(path) as stream:
         if stream.read(30).startswith(b"version https://git-lfs"):
-            raise InputError(
-                "this is a pointer of Git LFS, not the file", where=str(path), hint="git lfs pull"
-            )
+            message = "this is a pointer of Git LFS, not the file"
+            raise InputError(message, where=path, hint="git lfs pull")
 
 
 def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as
-    any open.
+    """Open a regular file for reading. ``shown`` is its name in messages.
 
-    Without ``follow``, a symbolic link is an OSError as well. ``shown`` is the file's name in
-    messages.
+    Raises InputError for a pipe, device, socket or folder and, without ``follow``, for a symbolic
+    link. Raises OSError as any open.
     """
-    shown = shown or str(path)
+    where = shown or str(path)
     # Opening some devices has side effects, so check first. If a pipe replaces the file meanwhile,
     # the open does not block.
-    _regular(os.stat(path) if follow else os.lstat(path), shown)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    stream = os.fdopen(os.open(path, flags), "rb", buffering=0)
-    try:
-        _regular(os.fstat(stream.fileno()), shown)
-    except InputError:
-        stream.close()
-        raise
-    return stream
+    status = Path(path).stat(follow_symlinks=follow)
+    if stat.S_ISDIR(status.st_mode):
+        raise InputError("this is a directory, not a file", where=where)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError("this is not a regular file", where=where)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return os.fdopen(handle, "rb", buffering=0)
 
 
 def sha256_of(path: Path | str) -> str:
-    """Return the SHA-256 of a regular file, as hex. InputError for anything else, OSError as any
-    read.
+    """Return the SHA-256 of a regular file, as hex.
+
+    Raises InputError for anything else, and OSError as any read.
     """
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
-    """Yield all files below ``folder``, also those in linked folders. Each folder is entered once,
-    if possible by name.
+    """Yield all files below ``folder``, also those in linked folders.
 
-    What is not a folder is yielded: also pipes, devices, and links that lead nowhere.
+    Each folder is entered once, if possible by name. What is not a folder is yielded: also pipes,
+    devices, and links that lead nowhere.
     """
     entered: set[Path] = set()
 
@@ -89,31 +87,30 @@ def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
             return
         entered.add(real)
         for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name)):
-            if hidden or not entry.name.startswith("."):
-                yield from walk(entry) if entry.is_dir() else (entry,)
+            if entry.name.startswith(".") and not hidden:
+                continue
+            if entry.is_dir():
+                yield from walk(entry)
+            else:
+                yield entry
 
     yield from walk(folder)
 
 
-def _regular(status: os.stat_result, shown: str) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise InputError("this is a directory, not a file", where=shown)
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError("this is not a regular file", where=shown)
-
-
 def text_if_readable(path: Path, last: int | None = None) -> str:
-    """Return the text of the file, or of its ``last`` bytes; "" if it cannot be read. Bytes that
-    are not UTF-8 are replaced.
+    """Return the text of the file, or of its ``last`` bytes; "" if it cannot be read.
+
+    Bytes that are not UTF-8 are replaced.
     """
     try:
-        # A pipe that nobody writes to is not waited for.
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:
-            file.seek(0 if last is None else max(0, path.stat().st_size - last))
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = 0
+            if last is not None:
+                begin = max(0, size - last)
+            file.seek(begin)
             return file.read().decode(errors="replace")
-    except OSError:
+    except (OSError, InputError):
         return ""
 
 
@@ -126,21 +123,21 @@ def user_name(uid: int) -> str:
 
 
 def ownership(path: Path) -> str:
-    """Return a sentence with the owner of ``path``, or of the folder that hides it, and the user of
-    this process.
+    """Return a sentence with the owner of ``path`` and the user of this process.
+
+    If a folder hides the path, the owner is the folder's.
     """
     seen = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    return (
-        f"{seen} belongs to {user_name(seen.lstat().st_uid)}, and you are {user_name(os.geteuid())}"
-    )
+    owner = user_name(seen.lstat().st_uid)
+    return f"{seen} belongs to {owner}, and you are {user_name(os.geteuid())}"
 
 
 def reason_of(error: OSError) -> str:
     """Return why the system refused a file; for a lack of rights, with its owner."""
-    denied = error.filename and error.errno in (errno.EACCES, errno.EPERM)
-    return f"{error.strerror or error}" + (
-        f": {ownership(Path(os.fsdecode(error.filename)))}" if denied else ""
-    )
+    reason = error.strerror or str(error)
+    if error.filename and error.errno in (errno.EACCES, errno.EPERM):
+        return f"{reason}: {ownership(Path(os.fsdecode(error.filename)))}"
+    return reason
 
 
 def require_readable(path: Path) -> None:
@@ -150,19 +147,17 @@ def require_readable(path: Path) -> None:
 
 
 def stems(folder: Path) -> list[str]:
-    """Return the sorted names of the folder's YAML files, without hidden ones, which editors
-    create.
+    """Return the sorted names of the folder's YAML files, without hidden ones of editors.
 
     Empty if there is no such folder. Raises OSError for one that cannot be read.
     """
-    paths = ()
-    if folder.is_dir():
-        paths = folder.iterdir()
-    return sorted(path.stem for path in paths if path.suffix == ".yaml" and path.name[0] != ".")
+    if not folder.is_dir():
+        return []
+    return sorted(path.stem for path in folder.glob("[!.]*.yaml"))
 
 
 def json_if_readable(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if it is missing, damaged, or holds something else."""
+    """Return the object in a JSON file; empty if it is missing, damaged, or something else."""
     try:
         value = json.loads(text_if_readable(path) or "{}")
     except (ValueError, RecursionError):
@@ -173,27 +168,22 @@ def json_if_readable(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
-    """Return the whole file. InputError if it is not a regular file or too large, OSError as any
-    read.
+    """Return the whole file.
+
+    Raises InputError if it is not a regular file or too large, and OSError as any read.
     """
     with open_regular(path, shown) as stream:
-        # Its size instead of the limit, because Python allocates as many bytes as requested.
-        size = os.fstat(stream.fileno()).st_size
-        data = stream.read(min(size, _MOST_BYTES) + 1) or b""
-        while len(data) <= _MOST_BYTES and (more := stream.read(1 << 16)):
-            data += more
-    if len(data) > _MOST_BYTES:
-        raise InputError(
-            f"the file is larger than {_MOST_BYTES >> 20} MiB", where=shown or str(path)
-        )
-    return data
+        if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
+            where = shown or str(path)
+            raise InputError(f"the file is larger than {_MOST_BYTES >> 20} MiB", where=where)
+        return stream.read()
 
 
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write,
-    which names ``path``.
+    """Write ``data`` to ``path`` atomically, and create its folder.
 
-    InputError for a pipe, a device and all else in ``/dev``, which a file would replace.
+    Raises OSError as any write, which names ``path``, and InputError for a pipe, a device and all
+    else in ``/dev``, which a file would replace.
     """
     refuse_special(path, str(path))
     if path.parent == Path("/dev"):
@@ -202,8 +192,10 @@ def write_file(path: Path, data: str | bytes) -> None:
     # Not the process id, because containers on several nodes that share the folder may have the
     # same one.
     waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    if isinstance(data, str):
+        data = data.encode()
     try:
-        waiting.write_bytes(data.encode() if isinstance(data, str) else data)
+        waiting.write_bytes(data)
         waiting.replace(path)
     except BaseException as error:
         if isinstance(error, OSError):
@@ -213,7 +205,10 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove the path, even if it is a folder where a file belongs. Raises OSError if that fails."""
+    """Remove the path, even if it is a folder where a file belongs.
+
+    Raises OSError if that fails.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -234,9 +229,9 @@ def read_sealed(path: Path | str) -> Any:
     """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
     try:
         mark, _, text = read_bytes(path).partition(b"\n")
-        if mark == b"%08x" % crc32(text):
-            return json.loads(text)
-        return None
+        if mark != b"%08x" % crc32(text):
+            return None
+        return json.loads(text)
     except (OSError, ValueError, RecursionError, InputError):
         return None
 
@@ -248,11 +243,12 @@ def path_fault(path: str) -> str | None:
     Linux's limits, and contains no name that begins with ``.wh.``, which would remove files of
     other layers.
     """
-    fault = link_fault(path)
-    if fault:
-        return fault
     if path.startswith("/"):
         return "it is absolute"
+    return link_fault(path) or _parts_fault(path)
+
+
+def _parts_fault(path: str) -> str | None:
     parts = path.split("/")
     if ".." in parts:
         return "it leaves its folder"
@@ -260,14 +256,15 @@ def path_fault(path: str) -> str | None:
         return "it has an empty part or a dot as a part"
     if "/.wh." in f"/{path}":
         return "a name that begins with .wh. removes files of other layers"
-    if max(map(len, map(str.encode, parts))) > _MOST_NAME:
+    if any(len(part.encode()) > _MOST_NAME for part in parts):
         return f"a name in it is longer than {_MOST_NAME} bytes"
     return None
 
 
 def link_fault(target: str) -> str | None:
-    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It
-    may be absolute.
+    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is.
+
+    It may be absolute.
     """
     if not target:
         return "it is empty"

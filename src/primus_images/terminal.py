@@ -1,5 +1,4 @@
-"""Text for a terminal: tables and sentences that fit its width, and color if the terminal supports
-it.
+"""Text for a terminal: tables and sentences that fit its width, and color where it is shown.
 
 The verbs in the image use this module, too, and rich is a dependency of the host's verbs only.
 Tables are therefore laid out with the standard library, and rich only draws progress.
@@ -16,7 +15,7 @@ from typing import NamedTuple, Self, TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
-_SIGNED = r"(?s)(\s*)((?:[✓✗–→] )?)(.*)"
+_SIGNS = {"✓ ": "green", "✗ ": "red", "– ": ""}
 
 
 class Styled(str):
@@ -35,9 +34,7 @@ class Styled(str):
 
 
 class Screen(NamedTuple):
-    """The target of a layout: a width in columns (None: unlimited, as in a pipe), and whether color
-    is shown.
-    """
+    """The target of a layout: a width in columns (None: unlimited), and whether color is shown."""
 
     width: int | None = None
     colour: bool = False
@@ -50,13 +47,13 @@ class Screen(NamedTuple):
         for pipes as well. Color needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
         """
         terminal = (stream or sys.stdout).isatty()
-        width = 0
+        width = None
         if terminal or "COLUMNS" in os.environ:
-            width = shutil.get_terminal_size((0, 0)).columns
-        colour = (
-            terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-        )
-        return cls(width=max(width, 20) if width else None, colour=colour)
+            columns = shutil.get_terminal_size((0, 0)).columns
+            if columns:
+                width = max(columns, 20)
+        shows_colour = os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+        return cls(width=width, colour=terminal and shows_colour)
 
     def paint(self, text: str, style: str = "") -> str:
         """Return ``text`` in ``style``, or in its own style if it is :class:`Styled`."""
@@ -66,36 +63,37 @@ class Screen(NamedTuple):
         return str(text)
 
     def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
-        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging``
-        (default: the same).
+        """Wrap one paragraph; without a width, it is one line.
 
-        ``indent`` may be painted. Without a width, the paragraph is one line.
+        The first line begins with ``indent``, which may be painted, the others with ``hanging``
+        (default: the same).
         """
         if hanging is None:
             hanging = indent
-        if self.width is None:
-            return [indent + self.paint(text)]
-        lines = _broken(text, self.width - max(len(_bare(indent)), len(_bare(hanging))))
+        lines = [text]
+        if self.width is not None:
+            lines = _broken(text, self.width - max(len(_bare(indent)), len(_bare(hanging))))
         style = getattr(text, "style", "")
-        return [
-            (hanging if number else indent) + self.paint(line, style)
-            for number, line in enumerate(lines)
-        ]
+        first, *others = [self.paint(line, style) for line in lines]
+        return [indent + first, *(hanging + line for line in others)]
 
     def fit(self, text: str) -> str:
-        """Wrap the lines of a finished text below their own beginnings, and color a leading ``✓``
-        or ``✗``.
+        """Wrap the lines of a finished text below their own beginnings, and color ``✓`` and ``✗``.
 
         A line that begins with ``→`` is not wrapped, so that its path can be copied.
         """
         lines = []
         for line in text.split("\n"):
-            indent, sign, rest = re.match(_SIGNED, line).groups()  # type: ignore[union-attr]  # it matches any line
-            shown = self.paint(sign, {"✓": "green", "✗": "red"}.get(sign.strip(), ""))
-            if sign.startswith("→"):
+            stripped = line.lstrip()
+            indent = line[: len(line) - len(stripped)]
+            if stripped.startswith("→"):
                 lines.append(line)
                 continue
-            lines += self.wrap(rest, indent + shown, " " * (len(indent) + max(2, len(sign))))
+            sign = ""
+            if stripped[:2] in _SIGNS:
+                sign = self.paint(stripped[:2], _SIGNS[stripped[:2]])
+                stripped = stripped[2:]
+            lines += self.wrap(stripped, indent + sign, indent + "  ")
         return "\n".join(lines)
 
     def table(
@@ -106,36 +104,35 @@ class Screen(NamedTuple):
         right: Collection[int] = (),
         indent: str = "",
     ) -> list[str]:
-        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of
-        right-aligned columns.
+        """Return aligned columns as lines that fit the screen.
 
-        If a table is too wide, its cells are wrapped, the widest column first, and words that need
-        more than half of the screen broken. Where the longest words do not fit beside each other,
-        each row is a paragraph.
+        ``right`` are the numbers of right-aligned columns. If a table is too wide, its cells are
+        wrapped, the widest column first, and words that need more than half of the screen broken.
+        Where the longest words do not fit beside each other, each row is a paragraph.
         """
-        lines = [*([[Styled(cell, "bold") for cell in head]] if head else []), *rows]
-        if not lines:
+        cells = [[_one_line(cell) for cell in row] for row in rows]
+        if head:
+            cells.insert(0, [Styled(cell, "bold") for cell in head])
+        if not cells:
             return []
-        cells = [[_one_line(cell) for cell in line] for line in lines]
-        columns = range(len(cells[0]))
-        widths = [max(len(line[column]) for line in cells) for column in columns]
+        columns = list(zip(*cells, strict=True))
+        widths = [max(map(len, column)) for column in columns]
         if self.width is not None:
             room = self.width - len(indent) - len(_GAP) * (len(columns) - 1)
-            longest = (
-                max(map(len, " ".join(column).split()), default=0)
-                for column in zip(*cells, strict=True)
-            )
-            words = [min(length, room // 2) for length in longest]
-            while sum(widths) > room and (wide := [c for c in columns if widths[c] > words[c]]):
-                widths[max(wide, key=widths.__getitem__)] -= 1
+            widths = _shrunk(widths, columns, room)
             if sum(widths) > room:
-                paragraphs = (_GAP.join(filter(None, row)) for row in cells)
-                return [
-                    line
-                    for text in paragraphs
-                    for line in self.wrap(text, indent, indent + 2 * _GAP)
-                ]
-        return [line for row in cells for line in self._row(row, widths, right, indent)]
+                return self._paragraphs(cells, indent)
+        lines = []
+        for row in cells:
+            lines += self._row(row, widths, right, indent)
+        return lines
+
+    def _paragraphs(self, cells: Sequence[Sequence[str]], indent: str) -> list[str]:
+        lines = []
+        for row in cells:
+            text = _GAP.join(filter(None, row))
+            lines += self.wrap(text, indent, indent + 2 * _GAP)
+        return lines
 
     def _row(
         self, cells: Sequence[str], widths: Sequence[int], right: Collection[int], indent: str
@@ -144,15 +141,32 @@ class Screen(NamedTuple):
         lines = []
         for parts in zip_longest(*wrapped, fillvalue=""):
             words = []
-            for column, (text, width) in enumerate(zip(parts, widths, strict=True)):
-                space = " " * (width - len(text))
-                painted = self.paint(text, getattr(cells[column], "style", ""))
+            for column, part in enumerate(parts):
+                space = " " * (widths[column] - len(part))
+                painted = self.paint(part, getattr(cells[column], "style", ""))
                 words.append(space + painted if column in right else painted + space)
             lines.append((indent + _GAP.join(words)).rstrip())
         return lines
 
 
 PLAIN = Screen()
+
+
+def _shrunk(widths: list[int], columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Return narrower widths that fit the room, as far as the longest words permit."""
+    least = []
+    for column in columns:
+        words = " ".join(column).split()
+        longest = max(map(len, words), default=0)
+        least.append(min(longest, room // 2))
+    widths = list(widths)
+    while sum(widths) > room:
+        wrappable = [number for number, width in enumerate(widths) if width > least[number]]
+        if not wrappable:
+            break
+        widest = max(wrappable, key=lambda number: widths[number])
+        widths[widest] -= 1
+    return widths
 
 
 def _one_line(text: str) -> str:
@@ -179,12 +193,17 @@ def say(text: str) -> None:
 
 def counted(amount: int, noun: str) -> str:
     """``1 layer``, ``2 layers``."""
-    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+    if amount == 1:
+        return f"1 {noun}"
+    return f"{amount:,} {noun}s"
 
 
 def some(names: Sequence[str], most: int) -> str:
     """``a, b and 3 more``: the first ``most`` of the names, and how many there are besides."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def bytes_text(amount: int) -> str:

@@ -7,7 +7,6 @@ represent it (long path or link, 8 GiB or more, extended attributes, non-ASCII t
 formatted here, because Python's tarfile reaches only about 100 MB/s on many small files.
 """
 
-import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,10 +106,6 @@ class Entry:
                 stream = open_regular(self.source, follow=False)
             except (FileNotFoundError, NotADirectoryError, InputError):
                 raise self._changed() from None
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise self._changed() from None
-                raise
             with stream:
                 yield from chunks_of(stream)
         else:

@@ -104,11 +104,9 @@ def text_if_readable(path: Path, last: int | None = None) -> str:
     """
     try:
         with open_regular(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = 0
             if last is not None:
-                begin = max(0, size - last)
-            file.seek(begin)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - last))
             return file.read().decode(errors="replace")
     except (OSError, InputError):
         return ""
@@ -153,7 +151,10 @@ def stems(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         return []
-    return sorted(path.stem for path in folder.glob("[!.]*.yaml"))
+    # Not by glob, which finds nothing where the folder cannot be read.
+    names = [path.name for path in folder.iterdir()]
+    visible = [name for name in names if name.endswith(".yaml") and not name.startswith(".")]
+    return sorted(name.removesuffix(".yaml") for name in visible)
 
 
 def json_if_readable(path: Path) -> dict[str, Any]:

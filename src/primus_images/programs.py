@@ -35,10 +35,10 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def need(tool: str, package: str) -> Path:
-    """Return the path of the executable ``tool``. If it is missing, install the Debian package
-    ``package`` first.
+    """Return the path of the executable ``tool``.
 
-    Raises HostError, with the command to type, if that fails.
+    If it is missing, the Debian package ``package`` is installed first. Raises HostError, with the
+    command to type, if that fails.
     """
     with _installing:
         if find(tool) is None:
@@ -50,30 +50,41 @@ def need(tool: str, package: str) -> Path:
 
 
 def install(packages: Mapping[str, str]) -> None:
-    """Install the Debian package of each tool (``packages``: tool → package), and print a line
-    first.
+    """Install the Debian package of each tool (``packages``: tool → package).
+
+    A line is printed first.
 
     Raises HostError, with the command to type, if that fails.
     """
-    tools = " and ".join(filter(None, (", ".join(list(packages)[:-1]), list(packages)[-1])))
-    missing = f"{tools} {'is' if len(packages) == 1 else 'are'} missing"
+    *others, last = packages
+    missing = f"{last} is missing"
+    if others:
+        missing = f"{', '.join(others)} and {last} are missing"
     command = ["apt-get", "install", "-y", "--no-install-recommends", *packages.values()]
     typed = shlex.join(command)
     if not _has_apt():
         names = ", ".join(packages.values())
-        raise HostError(
-            missing, hint=f"install {names} (the names of the packages on Debian and Ubuntu)"
-        )
+        hint = f"install {names} (the names of the packages on Debian and Ubuntu)"
+        raise HostError(missing, hint=hint)
     if os.geteuid() != 0:
         raise HostError(missing, hint=f"sudo {typed}")
     say(f"{missing}: installing with `{typed}`")
-    stale = not any(_LISTS.glob("*_*Release")) or time.time() - _LISTS.stat().st_mtime > _STALE_S
+    reason = ""
     with _installing:
-        reason = (_apt(["apt-get", "-q", "update"]) if stale else "") or _apt(command)
+        if _lists_are_stale():
+            reason = _apt(["apt-get", "-q", "update"])
+        if not reason:
+            reason = _apt(command)
     if reason:
         raise HostError(
             f"{missing} and could not be installed: {reason}", hint=f"try: apt-get update; {typed}"
         )
+
+
+def _lists_are_stale() -> bool:
+    if not any(_LISTS.glob("*_*Release")):
+        return True
+    return time.time() - _LISTS.stat().st_mtime > _STALE_S
 
 
 def installable() -> bool:
@@ -82,8 +93,9 @@ def installable() -> bool:
 
 
 def lacks_ids() -> tuple[str, str] | None:
-    """Return what keeps a regular user from having the ids of other users in a container, as
-    (problem, remedy).
+    """Return what keeps a regular user from having other users' ids in a container.
+
+    It is (problem, remedy), or None.
     """
     if os.geteuid() == 0:
         return None
@@ -92,8 +104,10 @@ def lacks_ids() -> tuple[str, str] | None:
         return f"not installed: {' and '.join(absent)}", "as root: apt-get install uidmap"
     user = user_name(os.geteuid())
     entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{os.geteuid()}):")
-    files = ("/etc/subuid", "/etc/subgid")
-    lacking = [path for path in files if not entry.search(text_if_readable(Path(path)))]
+    lacking = []
+    for path in ("/etc/subuid", "/etc/subgid"):
+        if not entry.search(text_if_readable(Path(path))):
+            lacking.append(path)
     if lacking:
         remedy = f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
         return f"user {user} has no subordinate ids in {' and '.join(lacking)}", remedy
@@ -110,14 +124,13 @@ def _has_apt() -> bool:
 
 
 def find(tool: str) -> Path | None:
-    """Return the path of the executable, or None. Also looks in sbin, which may not be on a user's
-    PATH.
+    """Return the path of the executable, or None.
+
+    It may also be in sbin, which may not be on a user's PATH.
     """
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    program = shutil.which(tool, path=path)
-    if program:
-        return Path(program)
-    return None
+    path = os.environ.get("PATH", os.defpath)
+    program = shutil.which(tool, path=f"{path}:/usr/sbin:/sbin")
+    return Path(program) if program else None
 
 
 def _apt(command: list[str]) -> str:
@@ -127,18 +140,19 @@ def _apt(command: list[str]) -> str:
     )
     if done.returncode == 0:
         return ""
-    lines = (line[3:] for line in done.stderr.splitlines() if line.startswith("E:"))
-    return next(lines, f"exit code {done.returncode}")
+    for line in done.stderr.splitlines():
+        if line.startswith("E:"):
+            return line[3:]
+    return f"exit code {done.returncode}"
 
 
 def captured(
     words: Sequence[str], source: str, text: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program with the input ``text``, and capture its output. After 2 s, say that this waits
-    for ``source``.
+    """Run a program with the input ``text``, and capture its output.
 
-    ``options`` are those of :func:`subprocess.run`, such as ``env``, and ``timeout``, which raises
-    TimeoutExpired.
+    After 2 s, a line says that this waits for ``source``. ``options`` are those of
+    :func:`subprocess.run`, such as ``env``, and ``timeout``, which raises TimeoutExpired.
     """
     with answer_of(source):
         return subprocess.run(
@@ -148,8 +162,9 @@ def captured(
 
 @contextlib.contextmanager
 def tracked(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield ``process``, which leads its own session. If the block ends first, kill it with its
-    session.
+    """Yield ``process``, which leads its own session.
+
+    If the block ends first, it is killed with its session.
     """
     _running.add(process)
     try:
@@ -177,15 +192,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def received_signals() -> Iterator[SimpleQueue[int]]:
-    """Yield a queue of the signals that this process gets in the block, which then do nothing else.
-    0 ends it.
+    """Yield a queue of the signals that this process gets in the block; 0 ends it.
+
+    They then do nothing else.
     """
     signals: SimpleQueue[int] = SimpleQueue()
-    main = threading.current_thread() is threading.main_thread()
-    if main:
-        before = {n: signal.signal(n, lambda number, _: signals.put(number)) for n in _FORWARDED}
-    else:
-        before = {}
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _FORWARDED:
+            before[number] = signal.signal(number, lambda number, _: signals.put(number))
     try:
         yield signals
     finally:
@@ -196,9 +211,7 @@ def received_signals() -> Iterator[SimpleQueue[int]]:
 
 @contextlib.contextmanager
 def finally_run(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
-    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in the
-    block.
-    """
+    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in it."""
     # The shell reads until the other end of its pipe is closed, by us or by the kernel.
     words = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv]
     nothing = subprocess.DEVNULL

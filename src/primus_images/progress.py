@@ -1,4 +1,4 @@
-"""Progress of long work: bars with speed and remaining time on a terminal, lines in a log or pipe."""
+"""Progress of long work: bars with amounts on a terminal, lines in a log or pipe."""
 
 import re
 import sys
@@ -17,28 +17,26 @@ from primus_images.terminal import Screen
 
 
 class Progress:
-    """Shows running tasks, and one line per finished task. A context manager; any thread can call
-    its methods.
+    """Shows running tasks, and one line per finished task.
 
-    On a terminal, each running task has a bar. In a log or pipe, a heartbeat prints a line per
-    running task every ``heartbeat_s``, with its elapsed time, its amount, and the last line of its
-    tool. Without a ``console``, nothing is shown. ``key`` identifies one task; amounts are in
-    ``unit`` ("bytes", "files", "steps").
+    It is a context manager; any thread can call its methods. On a terminal, each running task has a
+    bar. In a log or pipe, a heartbeat prints a line per running task every ``heartbeat_s``, with
+    its elapsed time, its amount, and the last line of its tool. Without a ``console``, nothing is
+    shown. ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files", "steps").
     """
 
     def __init__(self, console: Console | None = None, *, heartbeat_s: float = 30.0) -> None:
         self._console = console or Console(quiet=True)
         self._live = self._console.is_terminal and not self._console.quiet
-        description = bars.TextColumn("{task.description}", markup=False)
-        columns = (
+        self._bars = bars.Progress(
             bars.SpinnerColumn(),
-            description,
+            bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(bar_width=24),
             bars.TimeElapsedColumn(),
             _State(),
-        )
-        self._bars = bars.Progress(
-            *columns, console=self._console, transient=True, disable=not self._live
+            console=self._console,
+            transient=True,
+            disable=not self._live,
         )
         self._tasks: dict[str, bars.TaskID] = {}
         self._guard = threading.Lock()
@@ -56,7 +54,7 @@ class Progress:
         self._bars.stop()
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Start a task, or start it again; its bar pulses if ``total`` is None, which is unknown."""
+        """Start a task, or start it again; its bar pulses if ``total`` is unknown."""
         with self._guard:
             if key in self._tasks:
                 self._bars.update(
@@ -66,30 +64,32 @@ class Progress:
                 self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=None)
 
     def advance(self, key: str, amount: int) -> None:
-        """Report that ``amount`` more is done. A negative amount takes back work that has to be
-        repeated.
+        """Report that ``amount`` more is done.
+
+        A negative amount takes back work that has to be repeated.
         """
         with self._guard:
             if key in self._tasks:
                 self._bars.advance(self._tasks[key], amount)
 
     def follow(self, key: str, log: Path) -> None:
-        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is
-        doing.
-        """
+        """Name the ``log`` to which the task's tool writes; its last line is shown."""
         with self._guard:
             if key in self._tasks:
                 self._bars.update(self._tasks[key], log=log)
 
     def finish(self, key: str, note: str = "") -> None:
         """Replace the task by one line; ``note`` describes the result in a few words."""
-        label = key
+        line = f"✓ {key}"
         with self._guard:
-            task = self._tasks.pop(key, None)
-            if task is not None:
-                label = next(row.description for row in self._bars.tasks if row.id == task)
-                self._bars.remove_task(task)
-        self.say(f"✓ {label}" + (f"  {note}" if note else ""))
+            task_id = self._tasks.pop(key, None)
+            for task in self._bars.tasks:
+                if task.id == task_id:
+                    line = f"✓ {task.description}"
+                    self._bars.remove_task(task.id)
+        if note:
+            line += f"  {note}"
+        self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -99,62 +99,58 @@ class Progress:
         while not self._closed.wait(self._heartbeat_s):
             for task in self._bars.tasks:
                 seconds = task.elapsed or 0
-                if seconds >= self._heartbeat_s / 2:
-                    share = ""
-                    if task.total:
-                        share = f"{int(task.percentage)} %"
-                    line = last_line(task.fields["log"])
-                    words = (
-                        f"… {task.description}",
-                        str(timedelta(seconds=int(seconds))),
-                        share,
-                        line,
-                    )
-                    self.say("  ".join(filter(None, words)))
+                if seconds < self._heartbeat_s / 2:
+                    continue
+                words = [f"… {task.description}", str(timedelta(seconds=int(seconds)))]
+                if task.total:
+                    words.append(f"{int(task.percentage)} %")
+                words.append(last_line(task.fields["log"]))
+                self.say("  ".join(words).rstrip())
 
 
 def choose_progress(json: bool = False) -> Progress:
-    """Return the display of this command: bars on a terminal with color, otherwise lines; nothing
-    with ``--json``.
+    """Return the display of this command.
+
+    It has bars on a terminal with color, otherwise lines; nothing with ``--json``.
     """
-    return Progress(
-        None if json else Console(stderr=True, force_terminal=Screen.of(sys.stderr).colour)
-    )
+    if json:
+        return Progress()
+    return Progress(Console(stderr=True, force_terminal=Screen.of(sys.stderr).colour))
 
 
 class _State(bars.ProgressColumn):
-    """The amount, its speed, the remaining time, and the last line of the task's tool."""
+    """The amount, the remaining time, and the last line of the task's tool."""
 
     def render(self, task: bars.Task) -> Text:
-        done = int(task.completed)
-        total = task.total
-        if task.fields["unit"] == "bytes":
-            text = decimal
-        else:
-            text = str
-        if done or total:
-            words = [text(done) + (f"/{text(int(total))}" if total is not None else "")]
-        else:
-            words = []
-        if task.speed and text is decimal:
-            words.append(f"{decimal(int(task.speed))}/s")
+        words = []
+        if task.total is not None:
+            words.append(f"{_amount(task.completed, task)}/{_amount(task.total, task)}")
+        elif task.completed:
+            words.append(_amount(task.completed, task))
         if task.time_remaining is not None:
             words.append(f"{timedelta(seconds=int(task.time_remaining))} left")
-        line = (last_line(task.fields["log"]), "dim")
-        return Text.assemble(
-            "  ".join(words), " " * bool(words), line, no_wrap=True, overflow="ellipsis"
-        )
+        words.append(last_line(task.fields["log"]))
+        return Text("  ".join(words), no_wrap=True, overflow="ellipsis")
+
+
+def _amount(number: float, task: bars.Task) -> str:
+    if task.fields["unit"] == "bytes":
+        return decimal(int(number))
+    return str(int(number))
 
 
 def last_line(log: Path | None) -> str:
-    """Return the last non-empty line of a tool's log, without escape sequences, cut to 100
-    characters.
+    """Return the last non-empty line of a tool's log, without escape sequences.
+
+    It is cut to 100 characters.
     """
-    text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text_if_readable(log, 4096) if log else "")
-    lines = (
-        "".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text)
-    )
-    line = next(filter(None, reversed([*lines])), "")
-    if len(line) <= 100:
-        return line
-    return line[:99] + "…"
+    if log is None:
+        return ""
+    text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text_if_readable(log, 4096))
+    for line in reversed(re.split(r"[\r\n]+", text)):
+        printable = "".join(c for c in line if c.isprintable()).strip()
+        if len(printable) > 100:
+            return printable[:99] + "…"
+        if printable:
+            return printable
+    return ""

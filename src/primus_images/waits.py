@@ -1,5 +1,4 @@
-"""Waits that explain themselves: after 2 seconds, a line says for what, who causes the wait, and
-how to go on.
+"""Waits that explain themselves: after 2 seconds, a line says for what, and how to go on.
 
 Locks are those of flock(2), which the kernel releases when their holder dies.
 """
@@ -11,12 +10,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from primus_images.errors import HostError
 from primus_images.files import ownership, text_if_readable
-from primus_images.yamlfile import read_values
 
 _PATIENCE_S = 2.0
 # Threads that wait for the same thing print one line, and another one after a minute.
@@ -27,28 +25,19 @@ _PRINTING = threading.Lock()
 
 @contextlib.contextmanager
 def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> Iterator[None]:
-    """Print ``reason()`` to standard error if ``progress()`` stays the same for 2 s, and each new
-    reason after it.
+    """Print ``reason()`` to standard error if ``progress()`` stays the same for 2 s.
 
-    An empty reason means that nothing is awaited.
+    Each new reason after it is printed, too. An empty reason means that nothing is awaited.
     """
     ended = threading.Event()
 
     def watch() -> None:
-        last = ""
         before = progress()
         while not ended.wait(_PATIENCE_S):
             amount = progress()
             text = reason()
-            with _PRINTING:
-                new = (
-                    text not in ("", last)
-                    and time.monotonic() - _PRINTED.get(text, -_AGAIN_S) >= _AGAIN_S
-                )
-                if amount == before and new and not ended.is_set():
-                    print(f"… {text}", file=sys.stderr, flush=True)
-                    last = text
-                    _PRINTED[text] = time.monotonic()
+            if text and amount == before and not ended.is_set():
+                _say_once(text)
             before = amount
 
     threading.Thread(target=watch, daemon=True, name="wait").start()
@@ -58,25 +47,31 @@ def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> I
         ended.set()
 
 
+def _say_once(text: str) -> None:
+    with _PRINTING:
+        now = time.monotonic()
+        if now - _PRINTED.get(text, -_AGAIN_S) >= _AGAIN_S:
+            print(f"… {text}", file=sys.stderr, flush=True)
+            _PRINTED[text] = now
+
+
 def answer_of(
     source: str, progress: Callable[[], int] = int
 ) -> contextlib.AbstractContextManager[None]:
-    """Say after 2 s that the context waits for ``source``: a program or an address (without
-    credentials).
+    """Say after 2 s that the context waits for ``source``.
+
+    It is a program or an address (without credentials).
     """
-    return explained(
-        lambda: f"waiting for {source} (Ctrl-C ends this command; finished work is kept)", progress
-    )
+    sentence = f"waiting for {source} (Ctrl-C ends this command; finished work is kept)"
+    return explained(lambda: sentence, progress)
 
 
 def lock(handle: int, what: str, path: Path, *, shared: bool = False) -> None:
-    """Take the lock of the open file ``path``. After 2 s, say who holds it: ``what`` completes
-    "waiting for …".
+    """Take the lock of the open file ``path``.
+
+    After 2 s, say who holds it: ``what`` completes "waiting for …".
     """
-    if shared:
-        kind = fcntl.LOCK_SH
-    else:
-        kind = fcntl.LOCK_EX
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,55 +80,25 @@ def lock(handle: int, what: str, path: Path, *, shared: bool = False) -> None:
 
 
 def holders(handle: int, path: Path) -> str:
-    """Return a sentence about the processes that hold the lock of the open file ``path``, and how
-    to go on.
-    """
-    table = re.findall(r": FLOCK +\S+ +\S+ (\d+) (\S+) ", text_if_readable(Path("/proc/locks")))
+    """Return a sentence about the processes that hold the lock of the open file ``path``."""
     status = os.fstat(handle)
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    described = [_process(int(pid)) for pid, place in table if place == file]
-    if not (described and all(described)):
-        # A process that took the lock has died, but a child that it started without exec holds the
-        # same open file.
-        described = [_process(pid) for pid in _openers(status)]
-    if not any(described):
-        return (
-            f"it is held on another machine or in another container; `fuser -v {path}` names "
-            "it there"
-        )
-    return " and ".join(filter(None, described))
-
-
-def _openers(status: os.stat_result) -> Iterator[int]:
-    for info in Path("/proc").glob("[0-9]*/fdinfo/*"):
-        with contextlib.suppress(OSError):
-            opened = os.stat(f"{info.parent.parent}/fd/{info.name}")
-            if os.path.samestat(opened, status) and "FLOCK" in info.read_text():
-                yield int(info.parent.parent.name)
-
-
-def _process(pid: int) -> str:
-    if pid == os.getpid():
-        return "another part of this command holds it"
-    folder = Path(f"/proc/{pid}")
-    state, *fields = text_if_readable(folder / "stat").rpartition(")")[2].split() or ["X"]
-    if state in ("X", "Z"):
-        return ""
-    command = (
-        " ".join(filter(None, text_if_readable(folder / "cmdline").split("\0")))
-        or "unknown command"
-    )
-    command = "".join(c if c.isprintable() else " " for c in command)
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[18]) / os.sysconf("SC_CLK_TCK")
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age))
-    states: Mapping[str, str] = read_values(Path(__file__).with_name("waits.yaml")).data
-    condition = states.get(state, states["R"]).format(pid=pid)
-    return f"process {pid} (`{command[:100]}`, since {since}) holds it and is {condition}"
+    table = text_if_readable(Path("/proc/locks"))
+    sentences = []
+    for pid in re.findall(rf": FLOCK +\S+ +\S+ (\d+) {file} ", table):
+        if int(pid) == os.getpid():
+            sentences.append("another part of this command holds it")
+        elif Path(f"/proc/{pid}").exists():
+            command = text_if_readable(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+            printable = "".join(c if c.isprintable() else " " for c in command[:100])
+            sentences.append(f"process {pid} (`{printable}`) holds it (to end it: kill {pid})")
+    return " and ".join(sentences) or f"`fuser -v {path}` names who holds it"
 
 
 class InUse:
-    """The lock file ``path`` that keeps ``primus clean`` from removing what another command uses:
-    the folder ``where``, which messages call ``what``.
+    """The lock file ``path`` that keeps ``primus clean`` from removing what another command uses.
+
+    It guards the folder ``where``, which messages call ``what``.
     """
 
     def __init__(self, path: Path, what: str, where: Path) -> None:
@@ -149,11 +114,6 @@ class InUse:
         Raises HostError if this user may not read the folder, which would otherwise look empty.
         """
         if self._where.exists() and not os.access(self._where / ".", os.R_OK | os.X_OK):
-            if not self._where.is_dir():
-                raise HostError(
-                    f"{self._where} is not a folder",
-                    hint="choose another one with --store or --project",
-                )
             raise HostError(
                 f"you may not read {self._what}: {ownership(self._where)}",
                 hint="run this as its owner, or choose another one with --store or --project",

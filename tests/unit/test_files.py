@@ -40,3 +40,80 @@ def test_the_umask_decides_who_may_read_it(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_end_of_a_text_and_files_of_the_kernel_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\nl\xffst\n")
+    assert files.text_if_readable(path, 5) == "l\ufffdst\n"
+    assert files.text_if_readable(path, 500) == "first\nl\ufffdst\n"
+    assert files.text_if_readable(Path("/proc/self/status")).startswith("Name:")
+    os.mkfifo(tmp_path / "pipe")
+    assert files.text_if_readable(tmp_path / "pipe") == ""
+
+
+def test_stems_are_those_of_visible_yaml_files(tmp_path: Path) -> None:
+    for name in ("b.yaml", "a.b.yaml", ".hidden.yaml", "c.yml", "d.yaml.bak"):
+        (tmp_path / name).touch()
+    assert files.stems(tmp_path) == ["a.b", "b"]
+    assert files.stems(tmp_path / "absent") == []
+
+
+def test_a_file_of_the_greatest_size_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MOST_BYTES", 4)
+    path = tmp_path / "file"
+    path.write_bytes(b"1234")
+    assert files.read_bytes(path) == b"1234"
+    path.write_bytes(b"12345")
+    with pytest.raises(InputError, match="the file is larger than 0 MiB"):
+        files.read_bytes(path)
+
+
+def test_a_link_is_followed_unless_it_must_not(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").write_bytes(b"x")
+    with files.open_regular(tmp_path / "link") as stream:
+        assert stream.read() == b"x"
+    with pytest.raises(InputError, match="not a regular file"):
+        files.open_regular(tmp_path / "link", follow=False)
+    with pytest.raises(InputError, match="a directory, not a file"):
+        files.open_regular(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"1", b"00000000\n1", b"6b86b273\n"])
+def test_a_damaged_sealed_file_counts_as_absent(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write_sealed(path, {"a": [1]})
+    assert files.read_sealed(path) == {"a": [1]}
+    path.write_bytes(damage)
+    assert files.read_sealed(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("a/b.c", None),
+        ("a" * 255, None),
+        ("", "it is empty"),
+        ("/a", "it is absolute"),
+        ("a/../b", "it leaves its folder"),
+        ("a//b", "an empty part"),
+        ("a/.", "a dot as a part"),
+        ("a/.wh.b", "removes files"),
+        (".wh.b", "removes files"),
+        ("a\nb", "a control character"),
+        ("a\ud800", "it is not UTF-8"),
+        ("é" * 128, "longer than 255 bytes"),
+        ("ab/" * 1365, "an empty part"),
+        ("ab/" * 1366, "longer than 4095 bytes"),
+    ],
+)
+def test_a_path_of_an_image_is_clean(path: str, fault: str | None) -> None:
+    found = files.path_fault(path)
+    if fault is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert fault in found

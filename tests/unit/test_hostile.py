@@ -27,12 +27,11 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
 
 @pytest.mark.parametrize("verb", ["--version", "--help", "list"])
 def test_output_that_cannot_be_written_is_a_sentence(verb: str) -> None:
-    for target, why in (("/dev/full", b"the disk is full"), ("&-", b"standard output is closed")):
-        done = shell(f"{PRIMUS} {verb} >{target}")
-        assert done.returncode == 3
-        assert why in done.stderr
-        assert b"Traceback" not in done.stderr
-        assert b"Exception" not in done.stderr
+    done = shell(f"{PRIMUS} {verb} >/dev/full")
+    assert done.returncode == 3
+    assert b"the disk is full" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
     assert shell(f"set -o pipefail; {PRIMUS} {verb} | true").stderr == b""
 
 
@@ -43,8 +42,7 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
     assert without.returncode in (2, 3)
 
 
-# An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a
-# second one.
+# An interrupt while a module is imported, and a second one.
 @pytest.mark.parametrize(
     "module", ["primus_images.recipes.load", "primus_images.cli.image.recipes"]
 )

@@ -1,6 +1,7 @@
-"""Layers: written in one pass (tar, SHA-256 of the tar, compression, SHA-256 of the blob), read as
-a stream, from which nothing is unpacked, or adopted from an image of a registry, with unchanged
-bytes.
+"""Layers: written in one pass, read as a stream, or adopted from an image of a registry.
+
+One pass makes the tar, its SHA-256, its compression and the SHA-256 of the blob. A stream unpacks
+nothing, and an adopted layer keeps its bytes.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import zstandard
 
@@ -56,7 +57,10 @@ class _Packer(io.RawIOBase):
             level=_ZSTD_LEVEL, threads=threads, write_checksum=True
         )
         self._compressor = compressor.compressobj()
-        self.tar, self.blob, self.unpacked, self.size = hashlib.sha256(), hashlib.sha256(), 0, 0
+        self.tar = hashlib.sha256()
+        self.blob = hashlib.sha256()
+        self.unpacked = 0
+        self.size = 0
 
     def writable(self) -> bool:
         return True
@@ -85,11 +89,11 @@ def write_layer(
     advance: Callable[[int], None] = lambda _: None,
     look: Callable[[Iterator[Member]], object] = list,
 ) -> Layer:
-    """Write the entries as a layer blob into the store. ``look`` gets each as it is written, and
-    must take them all.
+    """Write the entries as a layer blob into the store.
 
-    Raises InputError for paths that an image may not contain, CheckFailed if a source changes while
-    it is read, HostError if the disk is full or an archive is damaged. The store is then unchanged.
+    ``look`` gets each as it is written, and must take them all. Raises InputError for paths that an
+    image may not contain, CheckFailed if a source changes while it is read, HostError if the disk
+    is full or an archive is damaged. The store is then unchanged.
     """
     ordered = in_order(entries)
     try:
@@ -100,34 +104,36 @@ def write_layer(
             look(write_tar(ordered, pipe.write))
             pipe.flush()
             packer.finish()
-            blob = Blob(
-                digest=f"sha256:{packer.blob.hexdigest()}",
-                media_type=LAYER_TYPES["zstd"],
-                size=packer.size,
-            )
+            digest = f"sha256:{packer.blob.hexdigest()}"
+            blob = Blob(digest=digest, media_type=LAYER_TYPES["zstd"], size=packer.size)
             store.adopt(Path(out.name), blob)
     except OSError as error:
         if error.errno is None:
-            raise HostError(
-                str(error), hint="run it again: a damaged file is fetched again"
-            ) from None
+            hint = "run it again: a damaged file is fetched again"
+            raise HostError(str(error), hint=hint) from None
         raise storage_error(error, Path(error.filename or store.root)) from None
-    lines = (f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in ordered)
+    paths = save_paths(store, map(_listed, ordered))
     diff_id = f"sha256:{packer.tar.hexdigest()}"
-    paths = save_paths(store, lines)
     return Layer(blob=blob, diff_id=diff_id, unpacked=packer.unpacked, paths=paths)
 
 
+def _listed(entry: Entry) -> str:
+    return f"{entry.kind} {entry.mode:o} {entry.uid}:{entry.gid} {entry.path}"
+
+
 def save_paths(store: Store, lines: Iterable[str]) -> str:
-    """Store the list of a layer's paths, lines of ``kind mode uid:gid path``, and return its
-    digest.
+    """Store the list of a layer's paths, and return its digest.
+
+    Its lines are ``kind mode uid:gid path``.
     """
-    return store.put("\n".join(sorted(lines)).encode(), "text/plain").digest
+    text = "\n".join(sorted(lines))
+    return store.put(text.encode(), "text/plain").digest
 
 
 def read_paths(store: Store, layer: Layer) -> dict[str, str]:
-    """Return path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError if the
-    list is damaged.
+    """Return path → ``kind mode uid:gid`` for every entry of the layer.
+
+    Raises HostError if the list is damaged.
     """
     result: dict[str, str] = {}
     for line in store.read(layer.paths).decode().split("\n"):
@@ -152,38 +158,46 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
             base |= paths
         else:
             components.append((name, paths))
-    conflicts = list(_overlaps([("the base image", base), *components]))
+    components.insert(0, ("the base image", base))
+    conflicts = [*_paths_of_two(components), *_paths_below_links(components)]
     if conflicts:
-        more = ""
+        listed = "; ".join(conflicts[:5])
         if len(conflicts) > 5:
-            more = f" (and {len(conflicts) - 5} more)"
-        conflicts_text = "; ".join(conflicts[:5]) + more
+            listed += f" (and {len(conflicts) - 5} more)"
         raise CheckFailed(
-            f"two layers own one path: {conflicts_text}",
+            f"two layers own one path: {listed}",
             hint="let one component own it, or leave the file out of the other",
         )
 
 
-def _overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
+def _paths_of_two(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
     owners: dict[str, tuple[str, str]] = {}
     for name, paths in layers:
         for path in sorted(owners.keys() & paths.keys()):
             owner, meta = owners[path]
-            if not (meta == paths[path] and meta.startswith("dir ")):
+            if meta != paths[path] or not meta.startswith("dir "):
                 yield f"/{path} is in both {owner} ({meta}) and {name} ({paths[path]})"
         for path, meta in paths.items():
             owners.setdefault(path, (name, meta))
-    links = {path for path, (_, meta) in owners.items() if meta.startswith("symlink ")}
+
+
+def _paths_below_links(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
+    links: dict[str, str] = {}
     # There are few folders compared with files, so each folder's parents are visited once.
-    folders = {path.rpartition("/")[0] for path in owners}
-    below = {folder: link for folder in folders if (link := _link_at(folder, links))}
-    for path, (owner, _) in owners.items() if below else ():
-        above = below.get(path.rpartition("/")[0])
-        if above:
-            yield f"/{path} of {owner} lies below the symbolic link /{above} of {owners[above][0]}"
+    folders: dict[str, list[str]] = {}
+    for name, paths in layers:
+        for path, meta in paths.items():
+            if meta.startswith("symlink "):
+                links.setdefault(path, name)
+            folders.setdefault(path.rpartition("/")[0], []).append(f"/{path} of {name}")
+    for folder, paths_inside in folders.items():
+        link = _link_at(folder, links)
+        if link:
+            for path in paths_inside:
+                yield f"{path} lies below the symbolic link /{link} of {links[link]}"
 
 
-def _link_at(folder: str, links: set[str]) -> str:
+def _link_at(folder: str, links: Mapping[str, str]) -> str:
     while folder and folder not in links:
         folder = folder.rpartition("/")[0]
     return folder
@@ -196,24 +210,26 @@ def members(archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
     tarfile itself would keep every member, and a layer may have a million. Raises tarfile.ReadError
     for a member of an impossible size.
     """
-    while (member := archive.next()) is not None:
+    for member in iter(archive.next, None):
         # tarfile would look for the next member for years.
         if archive.offset - member.offset > _MOST_BYTES:
             raise tarfile.ReadError(f"{member.name!r} is larger than {_MOST_BYTES >> 40} TiB")
         path = member.name.removeprefix("./").strip("/")
-        yield path if path != "." else "", member
+        if path == ".":
+            path = ""
+        yield path, member
         archive.members.clear()  # type: ignore[attr-defined]
 
 
 def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
-    """Return the entry of an archive's member, one of :data:`MEMBER_KINDS`. ``more`` are fields
-    such as its bytes.
+    """Return the entry of an archive's member, one of :data:`MEMBER_KINDS`.
+
+    ``more`` are fields such as its bytes.
     """
     kind = MEMBER_KINDS[member.type]
+    link = member.linkname
     if kind == "hardlink":
-        link = member.linkname.removeprefix("./")
-    else:
-        link = member.linkname
+        link = link.removeprefix("./")
     return Entry(
         path=path, kind=kind, mode=member.mode, uid=member.uid, gid=member.gid, link=link, **more
     )
@@ -230,15 +246,12 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
             # Use small buffers: the stream reader copies the rest of a buffer at every header.
             with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
                 for path, info in members(archive):
-                    yield Member(
-                        path=path,
-                        kind=MEMBER_KINDS.get(info.type, "other"),
-                        size=info.size if info.isreg() else 0,
-                        link=info.linkname,
-                        chunks=chunks_of(cast("IO[bytes]", archive.extractfile(info)))
-                        if info.isreg()
-                        else (),
-                    )
+                    kind: Kind | Literal["other"] = MEMBER_KINDS.get(info.type, "other")
+                    file = archive.extractfile(info) if info.isreg() else None
+                    if file is None:
+                        yield Member(path, kind, link=info.linkname)
+                    else:
+                        yield Member(path, kind, info.size, chunks=chunks_of(file))
         # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended
         # headers in a row.
         except (tarfile.TarError, ValueError, RecursionError) as error:
@@ -304,8 +317,10 @@ class _BlobReader:
 
 
 def require_sane(unpacked: int, packed: int) -> None:
-    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more
-    than a disk holds. ``unpacked`` is the size so far or the total.
+    """Raise ValueError if the compression ratio is implausible.
+
+    A few kilobytes can unpack to more than a disk holds. ``unpacked`` is the size so far or the
+    total.
     """
     if unpacked > _FREE + _MOST_RATIO * packed:
         raise ValueError(
@@ -399,7 +414,7 @@ def _lines(plain: _Tee) -> Iterator[str]:
                     f"/{path} is a link to /{entry.link}, which this layer does not contain"
                 )
             seen.add(path)
-            yield f"{entry.kind} {entry.mode:o} {entry.uid}:{entry.gid} {path}"
+            yield _listed(entry)
 
 
 def reference(layer: Layer) -> LayerRef:

@@ -38,8 +38,9 @@ _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 
 
 def canonical_json(data: object) -> bytes:
-    """Return canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on
-    every machine.
+    """Return canonical JSON: sorted keys, no spaces, UTF-8.
+
+    The same data gives the same bytes on every machine.
     """
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -134,8 +135,9 @@ class Store:
         return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
 
     def check(self, digest: str) -> str | None:
-        """Read the blob and hash it. Returns None if it is intact, else one sentence that says what
-        is wrong.
+        """Read the blob and hash it.
+
+        Returns None if it is intact, else one sentence that says what is wrong.
         """
         try:
             seen = f"sha256:{files.sha256_of(self.blob_path(digest))}"
@@ -178,8 +180,9 @@ class Store:
 
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
-        """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process
-        is killed.
+        """Yield a scratch folder in ``tmp/``, removed afterwards.
+
+        A later run removes it if this process is killed.
         """
         # Take the sweepers' lock: between its creation and its locking, a folder looks like one of
         # a killed builder.
@@ -196,8 +199,9 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, name: str, what: str = "") -> Iterator[None]:
-        """Hold ``locks/<name>``. A second builder of the same thing waits here. The kernel releases
-        the lock if the process dies. ``what`` names it in messages.
+        """Hold ``locks/<name>``. A second builder of the same thing waits here.
+
+        The kernel releases the lock if the process dies. ``what`` names it in messages.
         """
         path = self.root / "locks" / name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -208,21 +212,23 @@ class Store:
             os.close(handle)
 
     def layer(self, key: str) -> Layer | None:
-        """Return the layer that an action created. None if it did not run, its blob is missing or
-        truncated, or its list of paths is missing.
+        """Return the layer that an action created.
+
+        None if it did not run, its blob is missing or truncated, or its list of paths is missing.
         """
-        record = self.record("actions", key)
+        record = self.record("actions", key) or {}
         try:
-            layer = build_typed(Layer, (record or {})["layer"], key)
-        except (KeyError, TypeError, ValueError, InputError):
+            layer = build_typed(Layer, record.get("layer"), key)
+        except InputError:
             return None
-        if self.has(layer.blob) and self.blob_path(layer.paths).is_file():
-            return layer
-        return None
+        if not self.has(layer.blob) or not self.blob_path(layer.paths).is_file():
+            return None
+        return layer
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
-        """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is
-        then created again).
+        """Return a record of ``actions`` or ``targets``; None if it is absent or damaged.
+
+        It is then created again.
         """
         path = self._record(room, name)
         data = files.read_sealed(path)
@@ -240,37 +246,45 @@ class Store:
         return self.root / room / f"{name}.json"
 
     def images(self) -> dict[str, dict[str, Any]]:
-        """Return name → manifest descriptor, as in index.json. Raises HostError if it is damaged."""
-        path = self._index
+        """Return name → manifest descriptor, as in index.json.
+
+        Raises HostError if it is damaged.
+        """
         try:
-            data: Any = read_json(path).data
-            # Without its name, an image would count as removed.
-            images = {str(m["annotations"][_REF]): dict(m) for m in data["manifests"]}
-            for entry in images.values():
-                fields = {
-                    "digest": entry["digest"],
-                    "media_type": entry["mediaType"],
-                    "size": entry["size"],
-                }
-                build_typed(Blob, fields, str(path))
+            document = read_json(self._index)
         except FileNotFoundError:
             return {}
         except PermissionError:
-            raise
-        except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-            reason = "it is not an index of images"
-            if isinstance(error, InputError | OSError):
-                reason = _reason(error)
-            raise HostError(
-                f"the store's index is damaged: {reason}",
-                where=path,
-                hint="primus build --rehash creates it again",
-            ) from None
+            raise  # another user's store is not damaged
+        except (InputError, OSError) as error:
+            raise self._damaged_index(_reason(error)) from None
+        images = {}
+        try:
+            for manifest in document.data["manifests"]:
+                # Without its name, an image would count as removed.
+                name = str(manifest["annotations"][_REF])
+                fields = {
+                    "digest": manifest["digest"],
+                    "media_type": manifest["mediaType"],
+                    "size": manifest["size"],
+                }
+                build_typed(Blob, fields, name)
+                images[name] = dict(manifest)
+        except InputError as error:
+            raise self._damaged_index(error.message) from None
+        except (KeyError, TypeError, ValueError):
+            raise self._damaged_index("it is not an index of images") from None
         return images
 
+    def _damaged_index(self, reason: str) -> PrimusError:
+        return HostError(
+            f"the store's index is damaged: {reason}",
+            where=self._index,
+            hint="primus build --rehash creates it again",
+        )
+
     def names(self, ref: str, manifest: Blob) -> bool:
-        """Whether ``ref`` points to the manifest, and ``index.json`` and ``oci-layout`` are exactly
-        as written here.
+        """Whether ``ref`` points to the manifest, and the layout is exactly as written here.
 
         Raises HostError if the index is damaged.
         """
@@ -289,9 +303,8 @@ class Store:
         """Let the name ``ref`` point to the manifest."""
         with self.lock("index"):
             if not self.names(ref, manifest):
-                self._replace(
-                    self._index, _index_bytes({**self.images(), ref: _entry(ref, manifest)})
-                )
+                images = {**self.images(), ref: _entry(ref, manifest)}
+                self._replace(self._index, _index_bytes(images))
 
     def untag(self, ref: str) -> None:
         """Remove the name ``ref`` from the index."""
@@ -301,8 +314,9 @@ class Store:
             self._replace(self._index, _index_bytes(images))
 
     def reset_index(self) -> None:
-        """Replace a damaged index. Every image gets its name back when it is built again, from the
-        same layers.
+        """Replace a damaged index.
+
+        Every image gets its name back when it is built again, from the same layers.
         """
         with self.lock("index"):
             files.remove_path(self._index)
@@ -379,11 +393,10 @@ def storage_error(error: OSError, path: Path) -> PrimusError:
         return HostError(
             f"{error.filename} is not a folder", hint="remove it, or choose another with --store"
         )
-    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    if refused:
-        return HostError(
-            f"cannot write {path}: {files.reason_of(error)}",
-            hint="run this as a user who may write there, or choose a folder on another file "
-            "system with --store",
+    hint = None
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = (
+            "run this as a user who may write there, or choose a folder on another file system "
+            "with --store"
         )
-    return HostError(f"cannot write {path}: {files.reason_of(error)}")
+    return HostError(f"cannot write {path}: {files.reason_of(error)}", hint=hint)

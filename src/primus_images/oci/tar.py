@@ -1,5 +1,4 @@
-"""A deterministic tar writer: the same entries give the same bytes on any machine, at any time, in
-any directory order.
+"""A deterministic tar writer: the same entries give the same bytes, anywhere and at any time.
 
 Entries are ordered by path. Owner and mode are the entry's, every time stamp is :data:`MTIME`, and
 parents are written once. Headers are ustar; a PAX header precedes an entry only if ustar cannot
@@ -22,6 +21,10 @@ from primus_images.files import link_fault, open_regular, path_fault
 MTIME = 315532800
 BLOCK = 512
 _CHUNK = 1 << 20
+# What a ustar header can hold: longer names, larger numbers and sizes need a PAX header.
+_LONG_NAME = 100
+_MOST_ID = 0o7777777
+_LARGE = 8 << 30
 _TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "dir": b"5"}
 
 Kind = Literal["file", "hardlink", "symlink", "dir"]
@@ -29,8 +32,10 @@ Source = bytes | Path | Callable[[], Iterable[bytes]]
 
 
 class Member(NamedTuple):
-    """One path of a layer, without a leading slash. ``chunks`` are a file's bytes, which can be
-    read once, while it is the current member. ``link`` is where a symlink leads.
+    """One path of a layer, without a leading slash.
+
+    ``chunks`` are a file's bytes, which can be read once, while it is the current member. ``link``
+    is where a symlink leads.
     """
 
     path: str
@@ -46,9 +51,11 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One clean path (:func:`primus_images.files.path_fault`) of a layer. ``link`` is the target of
-    a hard or symbolic link (a hard link's target is a path of the same layer). ``source`` yields
-    exactly ``size`` bytes, with the hash ``sha256`` if the layer's key states one.
+    """One clean path (:func:`primus_images.files.path_fault`) of a layer.
+
+    ``link`` is the target of a hard or symbolic link (a hard link's target is a path of the same
+    layer). ``source`` yields exactly ``size`` bytes, with the hash ``sha256`` if the layer's key
+    states one.
 
     Raises InputError for a path or a link that an image may not contain.
     """
@@ -68,34 +75,31 @@ class Entry:
         fault = path_fault(self.path)
         if fault:
             raise InputError(f"the path {self.path[:200]!r} cannot be in an image: {fault}")
-        if self.kind in ("symlink", "hardlink"):
-            if self.kind == "symlink":
-                fault = link_fault(self.link)
-            else:
-                fault = path_fault(self.link)
-            if fault:
-                raise InputError(
-                    f"the target {self.link[:200]!r} of the link {self.path} cannot be used: "
-                    f"{fault}"
-                )
+        if self.kind == "symlink":
+            fault = link_fault(self.link)
+        elif self.kind == "hardlink":
+            fault = path_fault(self.link)
+        if fault:
+            target = f"{self.link[:200]!r}"
+            raise InputError(f"the target {target} of the link {self.path} cannot be used: {fault}")
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes. Raises CheckFailed if they are not ``size`` bytes with the hash
-        ``sha256``, or if the source is no longer a regular file.
+        """Yield the file's bytes.
+
+        Raises CheckFailed if they are not ``size`` bytes with the hash ``sha256``, or if the source
+        is no longer a regular file.
         """
-        digest = None
-        if self.sha256:
-            digest = hashlib.sha256()
+        digest = hashlib.sha256()
         done = 0
         for chunk in self._pieces():
             done += len(chunk)
             # A source that keeps growing must not fill the disk.
             if done > self.size:
                 break
-            if digest:
+            if self.sha256:
                 digest.update(chunk)
             yield chunk
-        if done != self.size or (digest and digest.hexdigest() != self.sha256):
+        if done != self.size or self.sha256 not in (None, digest.hexdigest()):
             raise self._changed()
 
     def _pieces(self) -> Iterator[bytes]:
@@ -112,12 +116,11 @@ class Entry:
             yield from self.source()
 
     def _changed(self) -> PrimusError:
+        name = self.path
         if isinstance(self.source, Path):
-            what = self.source
-        else:
-            what = self.path
+            name = str(self.source)
         return CheckFailed(
-            f"{what} changed while the build read it",
+            f"{name} changed while the build read it",
             hint="build again, and do not change the files meanwhile",
         )
 
@@ -137,8 +140,9 @@ def part(path: Path, offset: int, size: int) -> Iterator[bytes]:
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises
-    InputError for a duplicate path or a path below something that is not a folder.
+    """Return the entries sorted by path parts, with missing parents (0755, root) added.
+
+    Raises InputError for a duplicate path or a path below something that is not a folder.
     """
     by_path: dict[str, Entry] = {}
     for entry in entries:
@@ -151,26 +155,24 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
             by_path[parent] = Entry(path=parent, kind="dir", mode=0o755)
             parent = parent.rpartition("/")[0]
         if parent and by_path[parent].kind != "dir":
-            raise InputError(
-                f"the path {path} lies below {parent}, which is a {by_path[parent].kind}"
-            )
+            kind = by_path[parent].kind
+            raise InputError(f"the path {path} lies below {parent}, which is a {kind}")
     # A hard link must follow its target. Links are written last, which every tar reader supports.
     return sorted(by_path.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
 def write_tar(entries: Iterable[Entry], write: Callable[[bytes], object]) -> Iterator[Member]:
-    """Write the entries in the given order and the end mark. Yields each entry while it is written,
-    so that its bytes, which exist only now, can be examined.
+    """Write the entries in the given order and the end mark.
+
+    Each entry is yielded while it is written, so that its bytes, which exist only now, can be
+    examined.
     """
     for entry in entries:
         write(_header(entry))
+        chunks: Iterator[bytes] = iter(())
         if entry.kind == "file":
             chunks = _written(entry, write)
-        else:
-            chunks = iter(())
-        yield Member(
-            path=entry.path, kind=entry.kind, size=entry.size, link=entry.link, chunks=chunks
-        )
+        yield Member(entry.path, entry.kind, entry.size, entry.link, chunks)
         # What the caller has not read.
         for _ in chunks:
             pass
@@ -184,68 +186,78 @@ def _written(entry: Entry, write: Callable[[bytes], object]) -> Iterator[bytes]:
     write(bytes(-entry.size % BLOCK))
 
 
+class _Ustar(NamedTuple):
+    """The fields of a ustar header that differ between members."""
+
+    name: bytes
+    kind: bytes
+    size: int
+    mode: int = 0o644
+    uid: int = 0
+    gid: int = 0
+    link: bytes = b""
+    prefix: bytes = b""
+
+    def block(self) -> bytes:
+        numbers = (self.mode & 0o7777, self.uid & _MOST_ID, self.gid & _MOST_ID, self.size, MTIME)
+        head = _padded(self.name) + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % numbers
+        owner_names = bytes(64)
+        device = b"0000000\0" * 2
+        prefix = self.prefix.ljust(167, b"\0")
+        tail = self.kind + _padded(self.link) + b"ustar\x0000" + owner_names + device + prefix
+        # The checksum counts as eight spaces while it is computed.
+        checksum = sum(head) + sum(tail) + 8 * ord(" ")
+        return head + b"%06o\0 " % checksum + tail
+
+
+def _padded(name: bytes) -> bytes:
+    return name[:_LONG_NAME].ljust(_LONG_NAME, b"\0")
+
+
 def _header(entry: Entry) -> bytes:
+    pax = {f"SCHILY.xattr.{name}": value for name, value in entry.xattrs.items()}
+    path = entry.path
     if entry.kind == "dir":
-        path = entry.path + "/"
-    else:
-        path = entry.path
-    pax: dict[str, bytes] = {f"SCHILY.xattr.{k}": v for k, v in entry.xattrs.items()}
-    prefix, name = _split(path)
-    if len(name) > 100 or not path.isascii():
+        path += "/"
+    prefix, name = _split(path.encode())
+    if len(name) > _LONG_NAME or not path.isascii():
         pax["path"] = path.encode()
         prefix = b""
         name = path.encode("ascii", "replace")
     link = entry.link.encode("ascii", "replace")
-    if len(link) > 100 or not entry.link.isascii():
+    if len(link) > _LONG_NAME or not entry.link.isascii():
         pax["linkpath"] = entry.link.encode()
-    size = 0
-    if entry.kind == "file":
-        size = entry.size
-    if size >= 8 << 30:
-        pax["size"] = str(size).encode()
+    size = entry.size if entry.kind == "file" else 0
+    if size >= _LARGE:
+        pax["size"] = b"%d" % size
         size = 0
-    for field_name, number in (("uid", entry.uid), ("gid", entry.gid)):
-        if number > 0o7777777:
-            pax[field_name] = str(number).encode()
-    block = _block(name, entry, size, _TYPES[entry.kind], link, prefix)
+    if entry.uid > _MOST_ID:
+        pax["uid"] = b"%d" % entry.uid
+    if entry.gid > _MOST_ID:
+        pax["gid"] = b"%d" % entry.gid
+    kind = _TYPES[entry.kind]
+    block = _Ustar(name, kind, size, entry.mode, entry.uid, entry.gid, link, prefix).block()
     if not pax:
         return block
-    body = b"".join(_record(k, pax[k]) for k in sorted(pax))
-    head = _block(b"././@PaxHeader", Entry(path="pax"), len(body), b"x")
+    body = b"".join(_record(key, pax[key]) for key in sorted(pax))
+    head = _Ustar(b"././@PaxHeader", b"x", len(body)).block()
     return head + body + bytes(-len(body) % BLOCK) + block
 
 
-def _split(path: str) -> tuple[bytes, bytes]:
-    raw = path.encode()
-    if len(raw) <= 100:
-        return b"", raw
+def _split(path: bytes) -> tuple[bytes, bytes]:
+    if len(path) <= _LONG_NAME:
+        return b"", path
     # The name after the slash must not be empty.
-    cut = raw.rfind(b"/", 0, min(156, len(raw) - 1))
+    cut = path.rfind(b"/", 0, min(156, len(path) - 1))
     if cut > 0:
-        return (raw[:cut], raw[cut + 1 :])
-    return (b"", raw)
-
-
-def _block(
-    name: bytes, entry: Entry, size: int, kind: bytes, link: bytes = b"", prefix: bytes = b""
-) -> bytes:
-    numbers = (entry.mode & 0o7777, entry.uid & 0o7777777, entry.gid & 0o7777777, size, MTIME)
-    head = name[:100].ljust(100, b"\0") + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % numbers
-    device = b"0000000\0" * 2
-    tail = (
-        kind
-        + link[:100].ljust(100, b"\0")
-        + b"ustar\x0000"
-        + bytes(64)
-        + device
-        + prefix.ljust(167, b"\0")
-    )
-    return head + b"%06o\0 " % (sum(head) + 8 * ord(" ") + sum(tail)) + tail
+        return path[:cut], path[cut + 1 :]
+    return b"", path
 
 
 def _record(key: str, value: bytes) -> bytes:
-    body = b" " + key.encode() + b"=" + value + b"\n"
+    body = b" %b=%b\n" % (key.encode(), value)
+    # A record begins with its own length, whose digits count.
     length = len(body) + 1
     while length != len(body) + len(str(length)):
         length = len(body) + len(str(length))
-    return str(length).encode() + body
+    return b"%d" % length + body

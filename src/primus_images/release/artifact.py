@@ -1,9 +1,7 @@
-"""Documents about an image as artifacts of OCI 1.1, whose subject is the image, and the list of
-them.
-"""
+"""Documents about an image as artifacts of OCI 1.1, whose subject is the image."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,43 +20,36 @@ class Document:
 
 
 def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
-    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's
-    descriptor.
+    """Return the manifest of an artifact that contains ``document``.
+
+    ``subject`` is the image's descriptor. The config is :data:`EMPTY`.
     """
-    layer = Blob.of(document.data, document.media_type).descriptor
+    layer: dict[str, Any] = dict(Blob.of(document.data, document.media_type).descriptor)
     layer["annotations"] = {"org.opencontainers.image.title": document.name}
-    about = {key: subject[key] for key in ("mediaType", "digest", "size")}
-    return artifact_of(document.media_type, layer, subject=about)
+    return canonical_json(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": document.media_type,
+            "config": Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
+            "layers": [layer],
+            "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
+        }
+    )
 
 
-def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes:
-    """Return the manifest of an artifact with one layer, which a descriptor names. Its config is
-    :data:`EMPTY`.
-    """
-    config = Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor
-    content = {
-        "schemaVersion": 2,
-        "mediaType": MANIFEST_TYPE,
-        "artifactType": kind,
-        "config": config,
-    }
-    return canonical_json({**content, "layers": [layer], **more})
-
-
-def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
-    """Return the index of referrers with the artifact added, without duplicates."""
-    entry = {
-        **Blob.of(manifest, MANIFEST_TYPE).descriptor,
-        "artifactType": json.loads(manifest)["artifactType"],
-    }
-    others = [
-        other for other in (index or {}).get("manifests", ()) if other["digest"] != entry["digest"]
-    ]
-    return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*others, entry]}
+def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> bytes:
+    """Return the index of referrers with ``entries`` and then the artifacts, each once."""
+    by_digest = {entry["digest"]: entry for entry in entries}
+    for manifest in manifests:
+        descriptor = Blob.of(manifest, MANIFEST_TYPE).descriptor
+        kind = json.loads(manifest)["artifactType"]
+        by_digest.pop(descriptor["digest"], None)
+        by_digest[descriptor["digest"]] = {**descriptor, "artifactType": kind}
+    content = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*by_digest.values()]}
+    return canonical_json(content)
 
 
 def digest_tag(digest: str) -> str:
-    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers
-    API.
-    """
+    """Return the tag of the list of referrers in a registry without the referrers API."""
     return digest.replace(":", "-")

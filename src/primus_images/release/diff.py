@@ -90,23 +90,24 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
     """Compare ``old`` with ``new``, of which ``issues`` are known."""
     before = old.release
     after = new.release
-    sides = (old.release, new.release)
-    names = component_order([*before.components, *after.components])
     sections = [
-        _compare("facts", release_facts(before), release_facts(after), release_facts(before)),
+        _compare("facts", release_facts(before), release_facts(after)),
         # The locked version counts for a component that only the other side names.
         _compare(
             "components",
             {**before.locked, **before.components},
             {**after.locked, **after.components},
-            names,
-        ),
-        *(
-            _compare(name, old.parts[name], part, sorted({*old.parts[name], *part}, key=_natural))
-            for name, part in new.parts.items()
-            if name in old.parts
+            component_order([*before.components, *after.components]),
         ),
     ]
+    for name, part in new.parts.items():
+        if name in old.parts:
+            names = sorted({*old.parts[name], *part}, key=_natural)
+            sections.append(_compare(name, old.parts[name], part, names))
+    notes = {}
+    for release in (before, after):
+        if release.notes and not release.origin:
+            notes[release.reference] = release.notes
     return Diff(
         old=before.reference,
         new=after.reference,
@@ -114,62 +115,73 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
         new_origin=after.origin,
         sections=tuple(sections),
         not_compared=tuple(sorted(old.parts.keys() ^ new.parts.keys())),
-        notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
+        notes=notes,
         curves=golden.changes(old.curves, new.curves, before.reference, after.reference),
         issues=tuple(map(str, issues)),
     )
 
 
-def component_order(names: Sequence[str]) -> list[str]:
-    """Return each name once: first the rows of the published tables, then the rest in natural
-    order.
-    """
-    return sorted(
-        set(names),
-        key=lambda name: (ROWS.index(name) if name in ROWS else len(ROWS), _natural(name), name),
-    )
+def component_order(names: Iterable[str]) -> list[str]:
+    """Return each name once: first the rows of the published tables, then in natural order."""
+    others = sorted(set(names) - set(ROWS), key=lambda name: (_natural(name), name))
+    return [name for name in ROWS if name in names] + others
 
 
 def _natural(text: str) -> tuple[tuple[int, str], ...]:
+    """Return a key by which v10 is after v9."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
 def release_facts(release: Release) -> dict[str, str | None]:
     """Return what is known of a release apart from its components. None is not published."""
-    size = release.content_size_bytes
+    size = None
+    if release.size_gb is not None:
+        size = f"{release.size_gb:g} GB"
+    compressed = None
+    if release.content_size_bytes is not None:
+        compressed = f"{release.content_size_bytes:,} bytes"
     return {
         "date": release.date,
         "supported until": release.supported_until,
         "drivers": release.drivers,
-        "size": None if release.size_gb is None else f"{release.size_gb:g} GB",
-        "compressed size": None if size is None else f"{size:,} bytes",
-        "GPUs": _listed(release.gpus),
-        "architectures": _listed(release.gfx),
+        "size": size,
+        "compressed size": compressed,
+        "GPUs": _joined(release.gpus),
+        "architectures": _joined(release.gfx),
         "digest": release.digest,
         "image id": release.image_id,
         "confidence": release.confidence,
     }
 
 
-def _listed(names: tuple[str, ...] | None) -> str | None:
+def _joined(names: tuple[str, ...] | None) -> str | None:
     if names is None:
         return None
     return ", ".join(sorted(names, key=_natural)) or "none"
 
 
-def _compare(name: str, old: Values, new: Values, entries: Iterable[str]) -> Section:
+def _compare(name: str, old: Values, new: Values, entries: Iterable[str] | None = None) -> Section:
+    """Compare ``entries``, by default those of ``old``."""
     changes = []
     same = {}
-    for entry in entries:
+    for entry in old if entries is None else entries:
         before = old.get(entry)
         after = new.get(entry)
-        kind: Kind = "added" if before is None else "removed" if after is None else "changed"
         if before != after:
-            changes.append(Change(what=entry, kind=kind, old=before, new=after))
+            changes.append(_change(entry, before, after))
         elif before is not None:
             same[entry] = before
     return Section(name=name, changes=tuple(changes), same=same)
+
+
+def _change(entry: str, old: str | None, new: str | None) -> Change:
+    kind: Kind = "changed"
+    if old is None:
+        kind = "added"
+    elif new is None:
+        kind = "removed"
+    return Change(what=entry, kind=kind, old=old, new=new)
 
 
 def _heading(text: str, screen: Screen) -> list[str]:
@@ -177,30 +189,35 @@ def _heading(text: str, screen: Screen) -> list[str]:
 
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
-    """Return a table with one row per release, newest first; with what only ours state if there are
-    any.
+    """Return a table with one row per release, newest first.
+
+    It has what only ours state if there are any.
     """
-    more = ()
+    more: tuple[str, ...] = ()
     if any(release.origin for release in releases):
         more = ("supported until", "drivers")
-    every = ((release, release_facts(release)) for release in newest_first(releases))
-    rows = [(*row(release), *(facts[name] or NONE for name in more)) for release, facts in every]
-    return "\n".join(filter(None, [*screen.table(rows, head=(*HEAD, *more)), legend(rows)]))
+    rows = []
+    for release in newest_first(releases):
+        facts = release_facts(release)
+        rows.append((*row(release), *(facts[name] or NONE for name in more)))
+    lines = screen.table(rows, head=(*HEAD, *more))
+    return "\n".join(filter(None, [*lines, legend(rows)]))
 
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
     """Return everything that is known about one release."""
     absent = _ABSENT[bool(release.origin)]
-    facts = {
-        **release_facts(release),
-        **({"same table as": release.same_as} if release.same_as else {}),
-    }
-    names = component_order([*release.components])
+    facts = release_facts(release)
+    if release.same_as:
+        facts["same table as"] = release.same_as
+    fact_rows = [(name, value or absent) for name, value in facts.items()]
+    names = component_order(release.components)
+    component_rows = [(name, release.components[name] or absent) for name in names]
     lines = [
-        *_heading(release.reference, screen)[1:],
-        *screen.table([(name, value or absent) for name, value in facts.items()], indent="  "),
+        *screen.wrap(Styled(release.reference, "bold")),
+        *screen.table(fact_rows, indent="  "),
         *_heading("components", screen),
-        *screen.table([(name, release.components[name] or absent) for name in names], indent="  "),
+        *screen.table(component_rows, indent="  "),
         *_items({"notes": release.notes}, screen),
     ]
     return "\n".join(lines)
@@ -208,78 +225,95 @@ def release_page(release: Release, screen: Screen = PLAIN) -> str:
 
 def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
-    lines = _heading(_title(difference), screen)[1:]
-    absent = [_ABSENT[bool(origin)] for origin in (difference.old_origin, difference.new_origin)]
+    lines = screen.wrap(Styled(_title(difference), "bold"))
     for part in difference.sections:
         lines += _heading(f"{part.name}: {_counts(part.changes, len(part.same))}", screen)
-        rows: list[tuple[str, str, str]] = [
-            (
-                _MARK[change.kind],
-                change.what,
-                f"{change.old or absent[0]} → {change.new or absent[1]}",
-            )
-            for change in part.changes[:_MOST]
-        ]
-        if part.name == "facts" or (part.name == "components" and len(difference.sections) == 2):
-            rows += [("=", what, value) for what, value in part.same.items()]
-        lines += screen.table(rows, indent="  ")
+        lines += screen.table(_rows(part, difference), indent="  ")
         if len(part.changes) > _MOST:
             lines.append(f"  and {len(part.changes) - _MOST} more, which --json lists")
     return "\n".join([*lines, *_items(_remarks(difference), screen)])
+
+
+def _rows(part: Section, difference: Diff) -> list[tuple[str, str, str]]:
+    """Return the first changes of a section, and what is the same where that is of interest."""
+    old_absent = _ABSENT[bool(difference.old_origin)]
+    new_absent = _ABSENT[bool(difference.new_origin)]
+    rows: list[tuple[str, str, str]] = []
+    for change in part.changes[:_MOST]:
+        values = f"{change.old or old_absent} → {change.new or new_absent}"
+        rows.append((_MARK[change.kind], change.what, values))
+    only_published = len(difference.sections) == 2
+    if part.name == "facts" or (part.name == "components" and only_published):
+        rows += [("=", what, value) for what, value in part.same.items()]
+    return rows
 
 
 def notes(difference: Diff) -> str:
     """Return the differences as release notes in Markdown."""
     lines = [f"# {_escaped(_title(difference))}", ""]
     for part in difference.sections:
-        rows = [
-            (c.what, *((side or NONE).replace("\n", " ") for side in (c.old, c.new)))
-            for c in part.changes
-        ]
-        lines += (
-            section(part.name.capitalize(), ("name", "old", "new"), escaped_rows(rows))
-            if rows
-            else []
-        )
+        rows = [(change.what, _cell(change.old), _cell(change.new)) for change in part.changes]
+        if rows:
+            title = part.name.capitalize()
+            lines += section(title, ("name", "old", "new"), escaped_rows(rows))
     for title, items in _remarks(difference).items():
-        bullets = [f"- {_escaped(item)}" for item in items]
-        lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""] if items else []
+        if items:
+            bullets = [f"- {_escaped(item)}" for item in items]
+            lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""]
     return "\n".join(lines).rstrip("\n")
 
 
+def _cell(value: str | None) -> str:
+    return (value or NONE).replace("\n", " ")
+
+
 def _title(difference: Diff) -> str:
-    sides = ((difference.old, difference.old_origin), (difference.new, difference.new_origin))
-    return " → ".join(name + (f" ({origin})" if origin else "") for name, origin in sides)
+    old = _with_origin(difference.old, difference.old_origin)
+    new = _with_origin(difference.new, difference.new_origin)
+    return f"{old} → {new}"
+
+
+def _with_origin(name: str, origin: str) -> str:
+    return f"{name} ({origin})" if origin else name
 
 
 def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
-    return {
+    remarks: dict[str, Sequence[str]] = {
         "training": difference.curves,
         f"known issues of {difference.new}": difference.issues,
-        "stated by one side only": [", ".join(difference.not_compared)]
-        if difference.not_compared
-        else [],
-        **{f"notes on {reference}": notes for reference, notes in difference.notes.items()},
     }
+    if difference.not_compared:
+        remarks["stated by one side only"] = [", ".join(difference.not_compared)]
+    for reference, notes in difference.notes.items():
+        remarks[f"notes on {reference}"] = notes
+    return remarks
 
 
 def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
     narrow = screen._replace(width=min(screen.width or _PROSE, _PROSE))
     lines = []
     for title, items in sections.items():
-        lines += _heading(title, screen) if items else []
-        lines += [line for item in items for line in narrow.wrap(item, "  - ", "    ")]
+        if items:
+            lines += _heading(title, screen)
+        for item in items:
+            lines += narrow.wrap(item, "  - ", "    ")
     return lines
 
 
 def row(release: Release) -> tuple[str, ...]:
     """Return the row of a release below :data:`HEAD`."""
-    pins = ""
+    name = release.reference
     if release.origin:
-        pins = f" ({release.origin.removeprefix('pins of ')})"
-    versions = (release.components.get(name) or NONE for name in ("rocm", "pytorch"))
-    gpus, size = (release_facts(release)[name] or NONE for name in ("GPUs", "size"))
-    return (release.reference + pins, release.date or NONE, *versions, gpus, size)
+        name += f" ({release.origin.removeprefix('pins of ')})"
+    facts = release_facts(release)
+    return (
+        name,
+        release.date or NONE,
+        release.components.get("rocm") or NONE,
+        release.components.get("pytorch") or NONE,
+        facts["GPUs"] or NONE,
+        facts["size"] or NONE,
+    )
 
 
 def legend(rows: Sequence[tuple[str, ...]]) -> str:
@@ -290,14 +324,15 @@ def legend(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:
-    kinds = Counter[str](change.kind for change in changes)
-    words = {
-        "changed": "changed",
-        "added": "only on the new side",
-        "removed": "only on the old side",
+    kinds = Counter(change.kind for change in changes)
+    counts = {
+        "changed": kinds["changed"],
+        "only on the new side": kinds["added"],
+        "only on the old side": kinds["removed"],
+        "the same": same,
     }
-    parts = [*((kinds[kind], text) for kind, text in words.items()), (same, "the same")]
-    return ", ".join(f"{count} {text}" for count, text in parts if count) or "none is named"
+    parts = [f"{count} {words}" for words, count in counts.items() if count]
+    return ", ".join(parts) or "none is named"
 
 
 def escaped_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
@@ -311,14 +346,21 @@ def _escaped(text: str) -> str:
 
 def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
     """Return the lines of a table. Pipes in cells are escaped."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + [
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in body
-    ]
+    lines = [_line(head), "|" + "---|" * len(head)]
+    for cells in body:
+        lines.append(_line(str(cell).replace("|", "\\|") for cell in cells))
+    return lines
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def section(
     title: str, head: Sequence[str], body: Iterable[Iterable[object]], intro: str = ""
 ) -> list[str]:
     """Return the lines of a section with a table, and a sentence before it."""
-    return [f"## {title}", "", *([intro, ""] if intro else []), *table(head, body), ""]
+    lines = [f"## {title}", ""]
+    if intro:
+        lines += [intro, ""]
+    return [*lines, *table(head, body), ""]

@@ -102,11 +102,10 @@ def select(history: History, word: str) -> tuple[Release, ...]:
         releases = releases or tuple(r for r in history.releases if r.tag == word)
     if releases:
         return releases
-    names = dict.fromkeys(
-        name
-        for r in history.releases
-        for name in (r.name, r.tag, *(f"{image}:{r.tag}" for image in _names(r.image)))
-    )
+    names: dict[str, None] = {}
+    for release in history.releases:
+        tags = [f"{image}:{release.tag}" for image in _names(release.image)]
+        names |= dict.fromkeys([release.name, release.tag, *tags])
     hint = did_you_mean(word, names, most=3) or "primus releases lists the releases"
     raise InputError(f"no release is called {word!r}", hint=hint)
 
@@ -130,47 +129,42 @@ def pins(
     origin: str = f"pins of {PINS}",
 ) -> Release:
     """Return the pins of the targets ``shown`` as a release called ``tag``."""
-    python = [
-        ("python", versions.bases[t.choice.base].python, t.name)
-        for t in shown
-        if t.choice.base is not None
-    ]
-    pinned = [
-        (key_of(component), pin.version or f"{pin.path} of this repository", t.name)
-        for t in shown
-        for component, pin in {**t.pins, **t.inside}.items()
-    ]
-    components = spread([*python, *pinned])
-    rocm = [
-        (t.name, pin.version)
-        for t in shown
-        if (pin := {**t.inside, **t.pins}.get("rocm")) and pin.version
-    ]
-    drivers = spread(
-        ("drivers", f"amdgpu {' '.join(amdgpu_drivers(version))}", target)
-        for target, version in rocm
-    )
-    gpus = {t.gpu.name: t.gpu.arch for t in shown if t.gpu}
+    pinned = []
+    locked = []
+    drivers = []
+    gpus = {}
+    for target in shown:
+        if target.choice.base is not None:
+            pinned.append(("python", versions.bases[target.choice.base].python, target.name))
+        for component, pin in {**target.pins, **target.inside}.items():
+            version = pin.version or f"{pin.path} of this repository"
+            pinned.append((key_of(component), version, target.name))
+        rocm = {**target.inside, **target.pins}.get("rocm")
+        if rocm and rocm.version:
+            listed = f"amdgpu {' '.join(amdgpu_drivers(rocm.version))}"
+            drivers.append(("drivers", listed, target.name))
+        if target.gpu:
+            gpus[target.gpu.name] = target.gpu.arch
+        if target.lock:
+            for file in target.lock.of("wheel"):
+                locked.append((key_of(file.name), file.version, target.name))
+    components = spread(pinned)
+    locked_versions = spread(locked)
+    # The published tables call ROCm's wheels ``rocm_sdk``.
+    if "rocm_sdk_core" in components:
+        locked_versions["rocm_sdk"] = components["rocm_sdk_core"]
+    names = ", ".join(target.name for target in shown) or "no target"
     return Release(
         image=IMAGE,
         tag=tag,
         date=versions.created,
         supported_until=versions.supported_until,
-        drivers=drivers.get("drivers"),
+        drivers=spread(drivers).get("drivers"),
         gpus=tuple(gpus),
         gfx=tuple(dict.fromkeys(gpus.values())),
         components=components,
-        locked={
-            **spread(
-                (key_of(f.name), f.version, t.name)
-                for t in shown
-                if t.lock
-                for f in t.lock.of("wheel")
-            ),
-            # The published tables call ROCm's wheels ``rocm_sdk``.
-            **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {}),
-        },
-        notes=(f"The {origin} for {', '.join(t.name for t in shown) or 'no target'}.",),
+        locked=locked_versions,
+        notes=(f"The {origin} for {names}.",),
         origin=origin,
     )
 
@@ -181,16 +175,17 @@ def key_of(component: str) -> str:
 
 
 def spread(rows: Iterable[tuple[str, str, str]]) -> dict[str, str]:
-    """Return name → value for rows of (name, value, target); targets are named where their values
-    differ.
+    """Return name → value for rows of (name, value, target), sorted by name.
+
+    Targets are named where their values differ.
     """
     uses: dict[str, dict[str, list[str]]] = {}
     for name, value, target in rows:
         uses.setdefault(name, {}).setdefault(value, []).append(target)
-    return {
-        name: ", ".join(
-            f"{value} ({', '.join(users)})" if len(values) > 1 else value
-            for value, users in values.items()
-        )
-        for name, values in sorted(uses.items())
-    }
+    result = {}
+    for name, values in sorted(uses.items()):
+        words = list(values)
+        if len(values) > 1:
+            words = [f"{value} ({', '.join(targets)})" for value, targets in values.items()]
+        result[name] = ", ".join(words)
+    return result

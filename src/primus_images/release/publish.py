@@ -22,7 +22,8 @@ from primus_images.release.artifact import Document
 from primus_images.release.documents import VALIDATION, documents
 from primus_images.release.git import checkout
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus_images.release.registry import Repository, plain_http, require_tag
+from primus_images.release.reference import plain_http, require_tag
+from primus_images.release.registry import Repository
 from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
 from primus_images.schema import read_json
 from primus_images.training.judge.record import Record

@@ -37,7 +37,8 @@ from primus_images.release.history import (
     select,
     spread,
 )
-from primus_images.release.registry import Repository, plain_http, reference
+from primus_images.release.reference import plain_http, reference
+from primus_images.release.registry import Repository
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import bytes_text
 from primus_images.training.judge.record import Record

@@ -21,7 +21,8 @@ from primus_images.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus_images.programs import captured
 from primus_images.release.artifact import Document
 from primus_images.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, statement
-from primus_images.release.registry import Repository, reference
+from primus_images.release.reference import reference
+from primus_images.release.registry import Repository
 from primus_images.schema import read_json
 from primus_images.training.judge.record import Record
 

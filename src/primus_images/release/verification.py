@@ -25,7 +25,8 @@ from primus_images.recipes.recipe import misstated
 from primus_images.release.artifact import Document
 from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus_images.release.registry import Repository, reference
+from primus_images.release.reference import reference
+from primus_images.release.registry import Repository
 from primus_images.release.statement import (
     BUNDLE,
     RELEASE_TAG,

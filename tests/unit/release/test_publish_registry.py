@@ -2,13 +2,11 @@
 
 import json
 import os
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -314,17 +312,6 @@ def test_an_answer_byte_by_byte_has_a_time_limit(monkeypatch: pytest.MonkeyPatch
             Repository(f"127.0.0.1:{server.server_port}/a/b").referrers("sha256:0")
         ended.set()
         server.shutdown()
-
-
-def test_the_config_of_all_documents_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[str] = []
-    monkeypatch.setattr(
-        Repository, "upload", lambda _, digest, __: (time.sleep(0.05), sent.append(digest))
-    )
-    there = Repository("localhost:1/a/b")
-    with ThreadPool(8) as pool:
-        pool.map(lambda _: there.upload_config(), range(8), 1)
-    assert len(sent) == 1
 
 
 def test_what_a_registry_sends_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:

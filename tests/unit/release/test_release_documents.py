@@ -23,7 +23,7 @@ from primus_images.release.bills import contents, cyclonedx, listing, purl, spdx
 from primus_images.release.documents import provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licences
-from primus_images.release.registry import plain_http
+from primus_images.release.reference import plain_http
 from primus_images.versions.lock import Lock, LockedFile, load
 from tables import text_of
 
@@ -217,7 +217,8 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
     assert json.loads(one)["subject"] == {
         key: subject[key] for key in ("mediaType", "digest", "size")
     }
-    index = listed(listed(listed(None, one), two), one)
+    entries = json.loads(listed([], [one]))["manifests"]
+    index = json.loads(listed(entries, [two, one]))
     assert [m["digest"] for m in index["manifests"]] == [digest_of(two), digest_of(one)]
     assert {m["artifactType"] for m in index["manifests"]} == {"application/json"}
 

@@ -14,7 +14,8 @@ from primus_images.plan.resolve import ResolvedTarget
 from primus_images.progress import choose_progress
 from primus_images.release import policy
 from primus_images.release.publish import Needs, Ready, move_tag, prepare, publish as upload
-from primus_images.release.registry import Repository, require_repository
+from primus_images.release.reference import require_repository
+from primus_images.release.registry import Repository
 from primus_images.terminal import Screen
 
 

@@ -10,7 +10,7 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.release.history import IMAGE
 from primus_images.release.mad import mad_files
-from primus_images.release.registry import require_repository
+from primus_images.release.reference import require_repository
 
 
 def release(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ A record is written once, as JSON, and read by all that need evidence: the polic
 their verification, golden curves, and reports.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -133,11 +134,11 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file, without what a job or a run without a wrapper lacks."""
-        content = asdict(self)
+        # Tuples become lists, so that the content is equal to that of the file.
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         if not self.wrap:
             del content["wrap"]
-        content["jobs"] = [
-            {key: value for key, value in job.items() if value is not None}
-            for job in content["jobs"]
-        ]
+        for job in content["jobs"]:
+            for key in [key for key, value in job.items() if value is None]:
+                del job[key]
         return content

@@ -7,6 +7,7 @@ families, and for DeepSeek at lengths at which YaRN changes nothing.
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 # The image for CPUs has no compiler for what Megatron compiles, as in a run of it.
@@ -72,17 +73,17 @@ V3 = Architecture(
 
 def gap_of(sizes: Architecture) -> float:
     """The largest gap of any logit, relative to the largest logit."""
-    from primus_images.training.backends.megatron.model import MegatronConfig, build
+    from primus_images.training.backends.megatron.model import build
 
     config = {"model.moe_token_dispatcher_type": "alltoall", "model.moe_router_dtype": "fp32"}
-    (part,) = build(
-        sizes,
-        LoopConfig(seq_len=LENGTH, dtype="float32"),
-        config,
-        MegatronConfig(),
-        (),
-        on_cpu=True,
+    job = SimpleNamespace(
+        model=sizes,
+        training=LoopConfig(seq_len=LENGTH, dtype="float32"),
+        config=config,
+        turbo=(),
+        section=lambda kind: kind(),
     )
+    (part,) = build(job, on_cpu=True)
     own = dict(part.module.named_parameters())
     own |= {
         name: tensor for name, tensor in part.module.named_buffers() if name.endswith("expert_bias")

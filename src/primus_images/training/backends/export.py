@@ -152,7 +152,7 @@ def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str
         return tensors
     inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     if backend == "megatron":
-        from primus_images.training.backends.megatron.weights import joined
+        from primus_images.training.backends.megatron.saved import joined
 
         return joined(model, inner)
     return inner

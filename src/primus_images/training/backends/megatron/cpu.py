@@ -91,7 +91,7 @@ def apply_after_import() -> None:
 
 
 def apply_without_te() -> None:
-    """Patch the two modules that assume it is installed. Each patch states what fails without it."""
+    """Patch the two modules that assume Transformer Engine. Each patch states what fails."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 

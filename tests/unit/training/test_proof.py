@@ -1,6 +1,7 @@
 """Verdicts from what the reference found: each fault in the evidence fails its own check."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,7 +17,6 @@ from primus_images.training.judge import proof
 from primus_images.training.run.logs import Series, Step
 from primus_images.yamlfile import spell
 from proof_kit import FLOPS, evidence
-from tables import table_of
 
 STEPS = 6
 SEEN = {step: (7.0 - step, 1.0) for step in range(1, STEPS + 1)}
@@ -108,7 +108,16 @@ def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_o
     assert failing(found) == ["reference gradients"]
 
 
-@pytest.mark.parametrize(("noises", "gaps", "passed"), table_of("proof.mean_gaps"))
+@pytest.mark.parametrize(
+    ("noises", "gaps", "passed"),
+    [
+        ([0.01, 0.01, 0.01, 0.01], [0.024, 0.024, 0.024, 0.024], True),
+        ([0.01, 0.01, 0.01, 0.01], [0.027, 0.027, 0.027, 0.027], False),
+        # One step has nearly all of the noise, so that nothing averages out.
+        ([0.0001, 0.0001, 0.0001, 0.01], [0.0001, 0.0001, 0.0001, 0.055], True),
+        ([0.0001, 0.0001, 0.0001, 0.01], [0.0001, 0.0001, 0.0001, 0.065], False),
+    ],
+)
 def test_a_mean_gap_may_be_as_large_as_the_noise_of_its_steps_leaves_it(
     noises: tuple[float, ...], gaps: tuple[float, ...], passed: bool
 ) -> None:
@@ -154,7 +163,36 @@ def _constant(
     } | more
 
 
-@pytest.mark.parametrize(("share", "rounding", "more", "told"), table_of("proof.constants"))
+@pytest.mark.parametrize(
+    ("share", "rounding", "more", "told"),
+    [
+        (0.1, {"rounding": 0.05}, {}, ""),
+        (1.0, {"rounding": 0.02}, {}, "the blocks show 1.00 of it"),
+        (math.nan, {"rounding": 0.02}, {}, "the blocks show nan of it"),
+        (0.1, {"deviation": 0.001}, {}, "the blocks show 0.10 of it"),
+        # What rounding alone may show is no fault, and is no proof either.
+        (1.0, {"rounding": 0.1, "deviation": 0.2}, {}, ""),
+        # The opposite of some changes is no fault.
+        (-0.6, {"one_sided": True}, {}, ""),
+        (0.6, {"one_sided": True}, {}, "the blocks show 0.60 of it"),
+        # Where the reference shows the same, it is the rounding.
+        (0.8, {"rounding": 0.75, "deviation": 0.001}, {}, ""),
+        (0.4, {"rounding": -0.4, "deviation": 0.05}, {}, "the blocks show 0.40 of it"),
+        # The rounding of GPUs, and the grids of FP8, are not known as well.
+        (0.11, {"biased": True}, {}, "the blocks show 0.11 of it"),
+        (0.11, {"biased": True}, {"on_cpu": False}, ""),
+        (0.11, {}, {"on_cpu": False}, "the blocks show 0.11 of it"),
+        (0.13, {}, {"precision": "fp8"}, "the blocks show 0.13 of it"),
+        # Half of a change to the rounding to FP8 is a fault, unless it is within seven deviations.
+        (0.4, {"deviation": 0.04, "eight": True}, {"precision": "fp8"}, ""),
+        (
+            0.7,
+            {"deviation": 0.09, "eight": True},
+            {"precision": "fp8"},
+            "the blocks show 0.70 of it",
+        ),
+    ],
+)
 def test_a_constant_is_judged_as_closely_as_rounding_allows(
     share: float, rounding: dict[str, Any], more: dict[str, Any], told: str
 ) -> None:
@@ -183,7 +221,27 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize(("precision", "change", "told"), table_of("proof.blocks"))
+@pytest.mark.parametrize(
+    ("precision", "change", "told"),
+    [
+        ("bf16", {}, ""),
+        ("bf16", {"typical": 2.2}, "most tokens differ by 2.2 × rounding"),
+        ("fp8", {"typical": 2.6}, ""),
+        ("bf16", {"typical": math.nan}, "most tokens differ by nan × rounding"),
+        ("bf16", {"balanced": True, "typical": 6.9}, ""),
+        ("bf16", {"balanced": True, "typical": 12.0}, "most tokens differ by 12.0 × rounding"),
+        ("bf16", {"token": 9.0}, "token 127 of sample 5 differs by 9.0 × rounding"),
+        ("fp32", {"token": 9.0}, ""),
+        ("fp8", {"token": 40.0}, "token 127 of sample 5 differs by 40.0 × rounding"),
+        ("bf16", {"position": 2.8}, "tokens at position 127 differ by 2.8 × rounding"),
+        ("fp8", {"position": 2.8}, ""),
+        ("bf16", {"share": -0.003}, "what it computes is 0.30% too short"),
+        # Rounding this large may do so.
+        ("bf16", {"share": -0.003, "noise": 0.05}, ""),
+        ("bf16", {"name": "gradients of layers.1", "share": -0.003}, ""),
+        ("bf16", {"name": "logits", "share": 0.001}, "what it computes is 0.10% too long"),
+    ],
+)
 def test_a_block_is_judged_token_by_token(
     precision: str, change: dict[str, Any], told: str
 ) -> None:
@@ -291,7 +349,26 @@ def test_a_short_run_is_too_short_to_time() -> None:
 FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device": "cpu"}
 
 
-@pytest.mark.parametrize(("change", "memory", "peak", "told"), table_of("proof.reported_figures"))
+@pytest.mark.parametrize(
+    ("change", "memory", "peak", "told"),
+    [
+        ({}, 1.0, 1.0, ""),
+        ({}, 1.0, None, ""),
+        ({"parameters": 8}, 1.0, 1.0, "parameters: 8, not 10"),
+        ({"trainable_parameters": None}, 1.0, 1.0, "trainable_parameters: None, not 10"),
+        (
+            {"flops_per_unit": 5630000000000.0},
+            1.0,
+            1.0,
+            "FLOPs of a token or image: 5.63e+12, not 3e+06",
+        ),
+        ({"flops_per_unit": None}, 1.0, 1.0, "FLOPs of a token or image: nan, not"),
+        ({}, 0.0, None, "step 1: 0 GiB of memory"),
+        ({}, 1.0, 2.0, "1 GiB of memory, and the largest rank had 2"),
+        ({}, 1.0, 0.5, "1 GiB of memory, and the largest rank had 0.5"),
+        ({"device": "cuda"}, 1.0, 0.5, ""),
+    ],
+)
 def test_reported_figures_are_those_of_the_recipe(
     change: dict[str, Any], memory: float, peak: float | None, told: str
 ) -> None:
@@ -321,7 +398,16 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     assert proof.unjudged(megatron) is None
 
 
-@pytest.mark.parametrize(("recipe", "backend", "word"), table_of("proof.computes_something_else"))
+@pytest.mark.parametrize(
+    ("recipe", "backend", "word"),
+    [
+        ("llama3.1-8b", "megatron", "model.rotary_interleaved=true"),
+        ("llama3.1-8b", "megatron", "optimizer.decoupled_lr=0.02"),
+        ("mixtral-8x7b", "megatron", "model.moe_z_loss_coeff=0.001"),
+        ("mixtral-8x7b", "megatron", "model.moe_router_load_balancing_type=global_aux_loss"),
+        ("deepseek-16b", "torchtitan", "debug.moe_force_load_balance=true"),
+    ],
+)
 def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(
     recipe: str, backend: str, word: str
 ) -> None:
@@ -336,7 +422,15 @@ def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(
 
 
 @pytest.mark.parametrize(
-    ("words", "judged"), table_of("proof.blocks_are_judged_if_the_reference_rounds_as_they_do")
+    ("words", "judged"),
+    [
+        ([], True),
+        (["ranks=1"], False),
+        (["ranks=1", "precision=fp8"], False),
+        (["ranks=1", "precision=fp32"], True),
+        (["ranks=1", "training.dtype=bfloat16"], True),
+        (["compile.enable=true"], False),
+    ],
 )
 def test_blocks_are_judged_if_the_reference_rounds_as_they_do(
     words: list[str], judged: bool
@@ -355,7 +449,12 @@ def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", table_of("proof.layouts_that_torchtitan_computes_are_not_refused")
+    "words",
+    [
+        ("replicas=2", "ranks=4", "global_batch=16"),
+        ("tp=2", "precision=fp8", "training.dtype=bfloat16"),
+        ("tp=2", "precision=fp8", "ranks=4"),
+    ],
 )
 def test_layouts_that_torchtitan_computes_are_not_refused(words: list[str]) -> None:
     resolve("llama3.1-8b", words, Choices(gpu="cpu", proxy=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 from typing_extensions import override
 
-from primus_images.training.judge.reference.model import Scores, Transformer, Weights
+from primus_images.training.judge.reference.model import Part, Scores, Transformer, Weights
 from primus_images.training.judge.reference.rounding import Rounding, exact
 
 _EPS = 1e-6
@@ -63,16 +63,18 @@ class Diffusion(Transformer):
     @override
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
         """The states of the text come first. A vector [images, hidden] modulates all blocks."""
-        dtype = weights["proj_out.weight"].dtype
+        whole = Part(weights)
+        dtype = whole["proj_out.weight"].dtype
         clean = batch["latents"].to(dtype)
         time = batch["time"].to(dtype)
         level = time[:, None, None]
         mixed = self.entering((1 - level) * clean + level * batch["noise"].to(dtype))
         text = self.entering(batch["text"].to(dtype))
-        text = self._linear(weights, "context_embedder", text)
-        image = self._linear(weights, "x_embedder", mixed)
+        text = self._linear(whole, "context_embedder", text)
+        image = self._linear(whole, "x_embedder", mixed)
         pooled = self.entering(batch["pooled"].to(dtype))
-        return torch.cat((text, image), 1), self._condition(weights, pooled, time)
+        condition = self._condition(whole.part("time_text_embed."), pooled, time)
+        return torch.cat((text, image), 1), condition
 
     @override
     def block(
@@ -81,10 +83,11 @@ class Diffusion(Transformer):
         assert context is not None
         condition = context.to(states.dtype)
         turn = self._angles(states)
+        part = Part(weights, f"{name}.")
         if name.startswith("single"):
-            states = self._single(weights, f"{name}.", states, condition, turn)
+            states = self._single(part, states, condition, turn)
         else:
-            states = self._double(weights, f"{name}.", states, condition, turn)
+            states = self._double(part, states, condition, turn)
         return states, states.new_zeros(())
 
     @override
@@ -92,8 +95,8 @@ class Diffusion(Transformer):
         assert context is not None
         image = states[:, self.sizes.dit.text_tokens :]
         condition = context.to(states.dtype)
-        scale, shift = self._modulation(weights, "norm_out.linear", condition, 2)
-        return self._linear(weights, "proj_out", self._normed(image, shift, scale))
+        scale, shift = self._modulation(Part(weights), "norm_out.linear", condition, 2)
+        return self._linear(Part(weights), "proj_out", self._normed(image, shift, scale))
 
     @override
     def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
@@ -101,16 +104,16 @@ class Diffusion(Transformer):
         noise = batch["noise"].to(predicted.dtype)
         return (predicted - (noise - clean)).square().mean((1, 2))
 
-    def _condition(self, weights: Weights, pooled: Tensor, time: Tensor) -> Tensor:
+    def _condition(self, part: Part, pooled: Tensor, time: Tensor) -> Tensor:
         parts = {"timestep": self._waves(time)}
         if self.sizes.dit.guidance:
             parts["guidance"] = self._waves(torch.full_like(time, self.guidance))
         parts["text"] = pooled
         total = torch.zeros(())
         for name, value in parts.items():
-            embedder = f"time_text_embed.{name}_embedder."
-            hidden = self._linear(weights, embedder + "linear_1", value)
-            embedded = self._linear(weights, embedder + "linear_2", self.between(silu(hidden)))
+            embedder = part.part(f"{name}_embedder.")
+            hidden = self.between(silu(self._linear(embedder, "linear_1", value)))
+            embedded = self._linear(embedder, "linear_2", hidden)
             total = self.between(total + embedded)
         return total
 
@@ -122,21 +125,20 @@ class Diffusion(Transformer):
         angles = entered.double()[:, None] * frequencies
         return self.between(torch.cat((angles.cos(), angles.sin()), -1).to(value.dtype))
 
-    def _double(
-        self, weights: Weights, block: str, states: Tensor, condition: Tensor, turn: Turn
-    ) -> Tensor:
+    def _double(self, part: Part, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
         length = self.sizes.dit.text_tokens
         streams = (
             _Stream("", "to_{}", "norm_", "to_out.0", states[:, length:]),
             _Stream("_context", "add_{}_proj", "norm_added_", "to_add_out", states[:, :length]),
         )
+        attention = part.part("attn.")
         modulations = []
         heads = []
         for stream in streams:
-            six = self._modulation(weights, f"{block}norm1{stream.suffix}.linear", condition, 6)
+            six = self._modulation(part, f"norm1{stream.suffix}.linear", condition, 6)
             normed = self._normed(stream.states, six[0], six[1])
-            names = [f"{block}attn.{stream.projection}".format(kind) for kind in "qkv"]
-            heads.append(self._heads(weights, names, f"{block}attn.{stream.norm}", normed))
+            names = [stream.projection.format(kind) for kind in "qkv"]
+            heads.append(self._heads(attention, names, stream.norm, normed))
             modulations.append(six)
         of_image, of_text = heads
         pairs = zip(of_text, of_image, strict=True)
@@ -146,37 +148,35 @@ class Diffusion(Transformer):
         mixtures = (mixed[:, length:], mixed[:, :length])
         for stream, mixture, six in zip(streams, mixtures, modulations, strict=True):
             _, _, gate, shift, scale, gate_fed = six
-            moved = gate * self._linear(weights, f"{block}attn.{stream.output}", mixture)
+            moved = gate * self._linear(attention, stream.output, mixture)
             after = self.between(stream.states + self.between(moved))
-            feed_forward = f"{block}ff{stream.suffix}.net."
+            feed_forward = part.part(f"ff{stream.suffix}.net.")
             normed = self._normed(after, shift, scale)
-            hidden = self._linear(weights, feed_forward + "0.proj", normed)
-            fed = self._linear(weights, feed_forward + "2", self.between(_GELU(hidden)))
+            hidden = self.between(_GELU(self._linear(feed_forward, "0.proj", normed)))
+            fed = self._linear(feed_forward, "2", hidden)
             outputs.append(self.between(after + self.between(gate_fed * fed)))
         image, text = outputs
         return torch.cat((text, image), 1)
 
-    def _single(
-        self, weights: Weights, block: str, states: Tensor, condition: Tensor, turn: Turn
-    ) -> Tensor:
-        shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
+    def _single(self, part: Part, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
+        shift, scale, gate = self._modulation(part, "norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
-        fed = self.between(_GELU(self._linear(weights, f"{block}proj_mlp", normed)))
-        names = [f"{block}attn.to_{kind}" for kind in "qkv"]
-        query, key, value = self._heads(weights, names, f"{block}attn.norm_", normed)
+        fed = self.between(_GELU(self._linear(part, "proj_mlp", normed)))
+        names = [f"to_{kind}" for kind in "qkv"]
+        query, key, value = self._heads(part.part("attn."), names, "norm_", normed)
         both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
-        moved = self.between(gate * self._linear(weights, f"{block}proj_out", both))
+        moved = self.between(gate * self._linear(part, "proj_out", both))
         return self.between(states + moved)
 
-    def _heads(self, weights: Weights, names: list[str], norm: str, states: Tensor) -> list[Tensor]:
+    def _heads(self, part: Part, names: list[str], norm: str, states: Tensor) -> list[Tensor]:
         heads = []
         for name, kind in zip(names, "qkv", strict=True):
-            projected = self._linear(weights, name, states)
+            projected = self._linear(part, name, states)
             projected = projected.unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
             if kind != "v":
                 mean = projected.square().mean(-1, keepdim=True)
                 length = (mean + _EPS + self.constants.norm_eps).rsqrt()
-                projected = self.between(projected * length * weights[f"{norm}{kind}.weight"])
+                projected = self.between(projected * length * part[f"{norm}{kind}.weight"])
             heads.append(projected)
         return heads
 
@@ -187,20 +187,18 @@ class Diffusion(Transformer):
         scores = Scores(hidden=hidden, scale=query.shape[-1] ** -0.5)
         return self.attended(query, key, value, scores)
 
-    def _modulation(
-        self, weights: Weights, name: str, condition: Tensor, parts: int
-    ) -> list[Tensor]:
-        modulation = self._linear(weights, name, self.between(silu(condition)))
+    def _modulation(self, part: Part, name: str, condition: Tensor, parts: int) -> list[Tensor]:
+        modulation = self._linear(part, name, self.between(silu(condition)))
         return list(modulation.unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         even = self.between(_Even.apply(states, _EPS + self.constants.norm_eps, self.keeping))
         return self.between(self.between(even * (1 + scale)) + shift)
 
-    def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
+    def _linear(self, part: Part, name: str, states: Tensor) -> Tensor:
         # The gradient of the states is rounded as well, before those of other products are added.
-        product = self.between(states) @ weights[name + ".weight"].T
-        return self.between(product + weights[name + ".bias"])
+        product = self.between(states) @ part[name + ".weight"].T
+        return self.between(product + part[name + ".bias"])
 
     def _angles(self, states: Tensor) -> Turn:
         """Return cosine and sine [tokens, size / 2] by index (always 0), row and column.

@@ -27,6 +27,25 @@ from primus_images.training.judge.reference.rounding import (
 Weights = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Part:
+    """The weights of a part of a model, by what follows ``prefix`` in their names."""
+
+    weights: Weights
+    prefix: str = ""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[self.prefix + name]
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the weight ``name``, None if the model has none."""
+        return self.weights.get(self.prefix + name)
+
+    def part(self, name: str) -> "Part":
+        """Return the part ``name`` of this one."""
+        return Part(self.weights, self.prefix + name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """How backends define a model differently although its sizes are the same.
@@ -206,38 +225,36 @@ class Model(Transformer):
         self, weights: Weights, name: str, states: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
-        layer = f"model.{name}."
+        layer = Part(weights, f"model.{name}.")
         number = int(name.removeprefix("layers."))
-        normed = self._norm(weights[layer + "input_layernorm.weight"], states)
-        attended = self._attended_documents(weights, layer + "self_attn.", normed, context)
+        normed = self._norm(layer["input_layernorm.weight"], states)
+        attended = self._attended_documents(layer.part("self_attn."), normed, context)
         before = "post_attention_layernorm.weight"
         if sizes.sandwich_norms:
-            attended = self._norm(weights[layer + before], attended)
+            attended = self._norm(layer[before], attended)
             before = "pre_feedforward_layernorm.weight"
         states = self.between(states + attended)
-        normed = self._norm(weights[layer + before], states)
+        normed = self._norm(layer[before], states)
         balance = states.new_zeros(())
         if sizes.moe.experts and number >= sizes.moe.dense_layers:
-            fed, balance = self._experts(weights, layer + "mlp.", normed)
+            fed, balance = self._experts(layer.part("mlp."), normed)
         else:
-            fed = self._swiglu(weights, layer + "mlp.", normed)
+            fed = self._swiglu(layer.part("mlp."), normed)
         if sizes.sandwich_norms:
-            fed = self._norm(weights[layer + "post_feedforward_layernorm.weight"], fed)
+            fed = self._norm(layer["post_feedforward_layernorm.weight"], fed)
         return self.between(states + fed), balance
 
-    def _attended_documents(
-        self, weights: Weights, name: str, states: Tensor, positions: Tensor | None
-    ) -> Tensor:
+    def _attended_documents(self, part: Part, states: Tensor, positions: Tensor | None) -> Tensor:
         attend = self._attention
         if self.sizes.mla.kv_lora_rank:
             attend = self._latent_attention
         if positions is None:
-            return attend(weights, name, states)
+            return attend(part, states)
         starts = (positions.flatten() == 0).nonzero().flatten().tolist()
         lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
         documents = states.reshape(1, -1, states.shape[-1]).split(lengths, 1)
-        parts = [attend(weights, name, document) for document in documents]
-        return torch.cat(parts, 1).view_as(states)
+        outputs = [attend(part, document) for document in documents]
+        return torch.cat(outputs, 1).view_as(states)
 
     @override
     def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
@@ -257,28 +274,27 @@ class Model(Transformer):
             chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
         return (total - chosen + constants.z_loss * total.square()) * (labels >= 0)
 
-    def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
-        weight = name + ".weight"
+    def _linear(self, part: Part, name: str, states: Tensor) -> Tensor:
+        layer = part.part(name)
         if "inputs" in self.inner:
             states = self.between(states)
-        out = self._multiplied(weight, states, weights[weight])
-        bias = weights.get(name + ".bias")
+        out = self._multiplied(layer, ".weight", states)
+        bias = layer.get(".bias")
         if bias is not None:
             if "biases" in self.inner:
                 out = self.between(out)
             out = out + bias
         out = self.between(out)
-        down = weights.get(name + ".lora_A.weight")
-        if down is None:
+        if layer.get(".lora_A.weight") is None:
             return out
-        up = weights[name + ".lora_B.weight"]
-        low = self.between(self._multiplied(weight, states, down))
-        adapted = self.between(self._multiplied(weight, low, up))
-        scaled = weights[".adapter_scale"] * adapted
+        low = self.between(self._multiplied(layer, ".lora_A.weight", states))
+        adapted = self.between(self._multiplied(layer, ".lora_B.weight", low))
+        scaled = part.weights[".adapter_scale"] * adapted
         return self.between(out + self.between(scaled))
 
-    def _multiplied(self, name: str, states: Tensor, weight: Tensor) -> Tensor:
-        if self.eight is None or not is_narrow(name):
+    def _multiplied(self, layer: Part, name: str, states: Tensor) -> Tensor:
+        weight = layer[name]
+        if self.eight is None or not is_narrow(layer.prefix):
             return states @ weight.T
         constants = self.constants
         eight = EightBits(dtype=self.eight, one_format=constants.one_format, wide=constants.wide)
@@ -296,9 +312,9 @@ class Model(Transformer):
             even = self.between(even)
         return self.between(even * weight)
 
-    def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
-        gate = self._linear(weights, name + "gate_proj", states)
-        up = self._linear(weights, name + "up_proj", states)
+    def _swiglu(self, part: Part, states: Tensor) -> Tensor:
+        gate = self._linear(part, "gate_proj", states)
+        up = self._linear(part, "up_proj", states)
         if self.sizes.activation == "clamped_swiglu":
             gate = gate.clamp(max=7.0)
             up = self.between(up.clamp(-7.0, 7.0) + 1)
@@ -307,17 +323,17 @@ class Model(Transformer):
             gate = functional.gelu(gate, approximate="tanh")
         else:
             gate = gate * gate.sigmoid()
-        return self._linear(weights, name + "down_proj", self.between(self.between(gate) * up))
+        return self._linear(part, "down_proj", self.between(self.between(gate) * up))
 
-    def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
+    def _attention(self, part: Part, states: Tensor) -> Tensor:
         sizes = self.sizes
-        query = self._heads(weights, name + "q_proj", states)
-        key = self._heads(weights, name + "k_proj", states)
-        value = self._heads(weights, name + "v_proj", states)
+        query = self._heads(part, "q_proj", states)
+        key = self._heads(part, "k_proj", states)
+        value = self._heads(part, "v_proj", states)
         if sizes.qk_norm:
-            query = self._norm(weights[name + "q_norm.weight"], query)
-            key = self._norm(weights[name + "k_norm.weight"], key)
-        windowed = sizes.has_window(int(name.split(".")[2]))
+            query = self._norm(part["q_norm.weight"], query)
+            key = self._norm(part["k_norm.weight"], key)
+        windowed = sizes.has_window(int(part.prefix.split(".")[2]))
         window = 0
         if windowed:
             window = sizes.window
@@ -330,13 +346,13 @@ class Model(Transformer):
         scores = Scores(
             hidden=self._hidden(query, window),
             scale=(sizes.query_scalar or sizes.head_size) ** -0.5,
-            sinks=weights.get(name + "sinks"),
+            sinks=part.get("sinks"),
         )
-        return self._linear(weights, name + "o_proj", self.attended(query, key, value, scores))
+        return self._linear(part, "o_proj", self.attended(query, key, value, scores))
 
-    def _heads(self, weights: Weights, name: str, states: Tensor) -> Tensor:
+    def _heads(self, part: Part, name: str, states: Tensor) -> Tensor:
         size = self.sizes.head_size
-        return self._linear(weights, name, states).unflatten(-1, (-1, size)).transpose(1, 2)
+        return self._linear(part, name, states).unflatten(-1, (-1, size)).transpose(1, 2)
 
     def _rotated(self, query: Tensor, key: Tensor, windowed: bool) -> tuple[Tensor, Tensor]:
         magnitude, _ = self._yarn_magnitudes()
@@ -350,21 +366,21 @@ class Model(Transformer):
         one = query.new_ones(())
         return self._norm(one, query), self._norm(one, key)
 
-    def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
+    def _latent_attention(self, part: Part, states: Tensor) -> Tensor:
         """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
         heads = self.sizes.heads
         mla = self.sizes.mla
         if mla.q_lora_rank:
-            low = self._linear(weights, name + "q_a_proj", states)
-            low = self._norm(weights[name + "q_a_layernorm.weight"], low)
-            query = self._linear(weights, name + "q_b_proj", low)
+            low = self._linear(part, "q_a_proj", states)
+            low = self._norm(part["q_a_layernorm.weight"], low)
+            query = self._linear(part, "q_b_proj", low)
         else:
-            query = self._linear(weights, name + "q_proj", states)
+            query = self._linear(part, "q_proj", states)
         query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
-        low = self._linear(weights, name + "kv_a_proj_with_mqa", states)
+        low = self._linear(part, "kv_a_proj_with_mqa", states)
         low, shared = low.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        low = self._norm(weights[name + "kv_a_layernorm.weight"], low)
-        wide = self._linear(weights, name + "kv_b_proj", low)
+        low = self._norm(part["kv_a_layernorm.weight"], low)
+        wide = self._linear(part, "kv_b_proj", low)
         wide = wide.unflatten(-1, (heads, -1)).transpose(1, 2)
         key, value = wide.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
         magnitude, scale = self._yarn_magnitudes()
@@ -377,7 +393,7 @@ class Model(Transformer):
         key = torch.cat((key, shared.expand(-1, heads, -1, -1)), -1)
         scale *= (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
         scores = Scores(hidden=self._hidden(query, self.sizes.window), scale=scale)
-        return self._linear(weights, name + "o_proj", self.attended(query, key, value, scores))
+        return self._linear(part, "o_proj", self.attended(query, key, value, scores))
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
         """Return YaRN's factors (arXiv:2309.00071, section 3.4).
@@ -429,17 +445,21 @@ class Model(Transformer):
         turned_second = inner(second * cosine) + inner(first * sine)
         return self.between(torch.cat((turned_first, turned_second), -1))
 
-    def _experts(self, weights: Weights, name: str, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _experts(self, part: Part, states: Tensor) -> tuple[Tensor, Tensor]:
         moe = self.sizes.moe
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
-        raw = flat @ weights[name + "gate.weight"].T + weights.get(name + "gate.bias", 0.0)
+        raw = flat @ part["gate.weight"].T
+        bias = part.get("gate.bias")
+        if bias is not None:
+            raw = raw + bias
         if moe.score == "softmax":
             scores = raw.softmax(-1)
         else:
             scores = raw.sigmoid()
         choice = scores.detach()
-        bias = weights.get(name + "gate.e_score_correction_bias")
+        name = part.prefix
+        bias = part.get("gate.e_score_correction_bias")
         if bias is not None:
             choice = choice + bias
         self.choices[name] = choice
@@ -452,14 +472,14 @@ class Model(Transformer):
             if not len(token):
                 continue
             weight = share[token, place].unsqueeze(-1)
-            expert = f"{name}experts.{number}."
+            expert = part.part(f"experts.{number}.")
             if moe.weighted_inputs:
-                fed = self._swiglu(weights, expert, self.between(flat[token] * weight))
+                fed = self._swiglu(expert, self.between(flat[token] * weight))
             else:
-                fed = self.between(self._swiglu(weights, expert, flat[token]) * weight)
+                fed = self.between(self._swiglu(expert, flat[token]) * weight)
             out = out.index_add(0, token, fed)
         if moe.shared_experts:
-            out = self.between(out) + self._swiglu(weights, name + "shared_experts.", flat)
+            out = self.between(out) + self._swiglu(part.part("shared_experts."), flat)
         samples = states.shape[0]
         return out.view_as(states), self._balance(scores, samples)
 

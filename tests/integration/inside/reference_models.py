@@ -15,7 +15,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.backends.finetune.models import config_of
 from primus_images.training.backends.flux.backend import config_of as flux_config_of
 from primus_images.training.backends.flux.entry import rotary_axes
-from primus_images.training.judge.reference import blocks, diffusion, models
+from primus_images.training.judge.reference import blocks, diffusion, models, update
 from primus_images.training.judge.reference.model import Model
 from primus_images.training.judge.reference.names import from_canonical, to_canonical
 from primus_images.training.judge.reference.parameters import without_bias
@@ -220,6 +220,18 @@ def fit() -> None:
     ), rows
 
 
+def updates() -> None:
+    """An update to NaN is a gap. The last step of a schedule still learns."""
+    before = {"a": torch.ones(2, 2)}
+    expected = {"a": torch.zeros(2, 2, dtype=torch.float64)}
+    assert update.gap(before, expected, expected, 0.0) == {"gap": 0.0, "name": ""}
+    broken = {"a": torch.full((2, 2), torch.nan)}
+    assert update.gap(before, expected, broken, 0.0) == {"gap": 1e9, "name": "a"}
+    config = {"optimizer.lr": 1.0, "lr_scheduler.warmup_steps": 2, "training.steps": 4}
+    job = {"backend": "torchtitan", "config": config}
+    assert [update.rate(job, step) for step in range(1, 5)] == [0.5, 1.0, 1.0, 0.5]
+
+
 def figures() -> None:
     """One token far off is a wrong token; a position is wrong if all of its tokens are."""
     generator = torch.Generator().manual_seed(0)
@@ -317,5 +329,6 @@ norms()
 attention()
 flux()
 fit()
+updates()
 figures()
 unused()

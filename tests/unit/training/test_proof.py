@@ -364,6 +364,7 @@ FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device
         ),
         ({"flops_per_unit": None}, 1.0, 1.0, "FLOPs of a token or image: nan, not"),
         ({}, 0.0, None, "step 1: 0 GiB of memory"),
+        ({}, 0.004, None, "step 1: 0.004 GiB of memory"),
         ({}, 1.0, 2.0, "1 GiB of memory, and the largest rank had 2"),
         ({}, 1.0, 0.5, "1 GiB of memory, and the largest rank had 0.5"),
         ({"device": "cuda"}, 1.0, 0.5, ""),
@@ -381,6 +382,19 @@ def test_reported_figures_are_those_of_the_recipe(
     )
     assert verdict.passed == (not told)
     assert verdict.reason.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("assets.corpus=hf:owner/texts", "assets.corpus is on the Hugging Face hub"),
+        ("eval.patience=3", "eval.patience may end the run early"),
+    ],
+)
+def test_a_run_is_not_judged_without_what_the_reference_reads(word: str, told: str) -> None:
+    finetune = Choices(gpu="cpu", proxy=True, backend="finetune", mode="full")
+    recipe = resolve("llama3.1-8b", [word, "eval.fraction=0.1"], finetune)
+    assert str(proof.unjudged(recipe)).startswith(told)
 
 
 def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:

@@ -219,6 +219,22 @@ def test_ran_as_asked() -> None:
     assert not checks.ran_as_asked({}, {"seed": 42}).passed
 
 
+@pytest.mark.parametrize(
+    ("value", "other", "gap"),
+    [
+        (1.0, 2.0, 0.5),
+        (-2.0, 1.0, 1.5),
+        (0.0, 0.0, 0.0),
+        (1.0, None, math.inf),
+        (NAN, NAN, math.inf),
+    ],
+)
+def test_a_gap_is_relative_to_the_larger_value(
+    value: float, other: float | None, gap: float
+) -> None:
+    assert checks.relative_gap(value, other) == gap
+
+
 def test_the_same_steps_to_the_last_bit() -> None:
     base = series(*FALLING)
     assert checks.same_steps("x", base, series(*FALLING), 0.0).passed

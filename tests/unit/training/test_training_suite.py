@@ -480,6 +480,23 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
     assert statement.test_result(record, b"")["primus"]["wrap"] == record.wrap
 
 
+@pytest.mark.parametrize(
+    ("precision", "overrides", "names"),
+    [
+        # On one rank, torchtitan computes in float32.
+        ("bf16", (), ["precision-fp8"]),
+        # One head of keys is no layer for two ranks.
+        ("fp32", ("model.kv_heads=1",), ["precision-bf16", "precision-fp8"]),
+    ],
+)
+def test_a_full_suite_runs_no_layout_and_precision_that_shows_nothing(
+    tmp_path: Path, precision: str, overrides: tuple[str, ...], names: list[str]
+) -> None:
+    choices = Choices(proxy=True, gpu="cpu", precision=precision)
+    request = replace(LLAMA, choices=choices, overrides=overrides)
+    assert [job.name for job in suite.plan(request, tmp_path, "full")][4:] == names
+
+
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
     jobs = suite.plan(LLAMA, tmp_path, "full")
     assert [job.name for job in jobs][4:] == [

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from primus_images.cli.main import main
 from primus_images.engine.workshop import Task, log_tail, run_isolated
 from primus_images.errors import HostError
 from primus_images.oci.store import MANIFEST_TYPE
-from primus_images.sandbox import engines
+from primus_images.sandbox import podman
 from primus_images.sandbox.container import Command, RootFs
 from primus_images.sandbox.docker import docker, load_image
 from primus_images.sandbox.engines import choose
@@ -125,11 +124,9 @@ def test_a_hundred_layers(tmp_path):
     assert out.read_text() == "101\n"
 
 
-@pytest.mark.parametrize("file_system", ["overlay", "fuse-overlayfs", "copy"])
+@pytest.mark.parametrize("file_system", ["overlay", "copy"])
 def test_every_file_system_ends_with_its_container(tmp_path, monkeypatch, capfd, file_system):
-    if file_system == "fuse-overlayfs" and not shutil.which(file_system):
-        pytest.skip("fuse-overlayfs is not installed")
-    monkeypatch.setattr(engines, "_file_systems", lambda: [file_system])
+    monkeypatch.setattr(podman, "_FILE_SYSTEMS", (file_system,))
     root = image(tmp_path, [Entry(name="etc/group", data=b"upper\n"), Entry(name="a", link="/etc")])
     argv = (
         "sh",

@@ -20,9 +20,9 @@ from sandbox_kit import Entry, directory, image, needs_busybox
 
 from primus_images.errors import HostError, InputError
 from primus_images.sandbox.container import Command, Devices, Mount, RootFs, listed
-from primus_images.sandbox.engines import Engine, choose
+from primus_images.sandbox.engine import Engine
+from primus_images.sandbox.engines import choose
 from project_kit import until
-from tables import table_of
 
 pytestmark = [pytest.mark.integration, needs_busybox]
 
@@ -105,7 +105,15 @@ def test_changes_are_thrown_away(engine, tiny, tmp_path):
     assert sh(engine, tiny, "cat /srv/a", tmp_path)[1] == "one"
 
 
-@pytest.mark.parametrize(("user", "expected"), table_of("sandbox_engines.users"))
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ("worker", "1000 1000 1000 109 /home/worker\n"),
+        ("1000:109", "1000 109 109 /home/worker\n"),
+        ("4321", "4321 0 0"),
+        (None, "0 0 0 /root\n"),
+    ],
+)
 def test_users(engine, tiny, tmp_path, user, expected):
     code, out, _ = sh(engine, tiny, "echo $(id -u) $(id -g) $(id -G) $HOME", tmp_path, user=user)
     assert code == 0

@@ -15,7 +15,7 @@ from primus_images.files import remove_path
 from primus_images.oci.store import Store
 from primus_images.plan.project import Workspace
 from primus_images.sandbox.container import layer_folder
-from primus_images.sandbox.engines import remove_tree
+from primus_images.sandbox.podman import remove_tree
 
 _PARTIAL = ".tmp"
 

@@ -23,7 +23,8 @@ from primus_images.plan.action import Action
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.sandbox.container import Command, LayerRef, Mount, RootFs
-from primus_images.sandbox.engines import Engine, choose
+from primus_images.sandbox.engine import Engine
+from primus_images.sandbox.engines import choose
 from primus_images.schema import build_typed
 from primus_images.versions.lock import LockedFile
 from primus_images.yamlfile import read_values

@@ -29,7 +29,8 @@ from primus_images.release.hardware import NO_GPU, Hardware, ran_on, require_gpu
 from primus_images.release.summary import GATE, Validated, mark
 from primus_images.report.html import page
 from primus_images.sandbox.container import Command, Mount, RootFs
-from primus_images.sandbox.engines import Engine, choose
+from primus_images.sandbox.engine import Engine
+from primus_images.sandbox.engines import choose
 from primus_images.schema import read_json
 from primus_images.terminal import say
 from primus_images.training.judge import proof, suite

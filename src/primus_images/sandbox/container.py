@@ -20,6 +20,7 @@ from primus_images import yamlfile
 from primus_images.errors import HostError, InputError
 from primus_images.files import text_if_readable
 from primus_images.gpus.detect import detect, kfd_gpus
+from primus_images.terminal import counted
 
 GIB = 1 << 30
 
@@ -31,10 +32,10 @@ _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRef:
-    """One OCI layer blob of ``size`` bytes. ``digest`` is its ``sha256:…``, ``diff_id`` that of the
-    uncompressed tar.
+    """One OCI layer blob of ``size`` bytes.
 
-    ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
+    ``digest`` is its ``sha256:…``, ``diff_id`` that of the uncompressed tar. ``media_type`` ends in
+    ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
     """
 
     digest: str
@@ -72,18 +73,17 @@ class RootFs:
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
         """The layers, bottom first."""
-        rows = zip(
-            json.loads(self.manifest)["layers"], self.config["rootfs"]["diff_ids"], strict=True
-        )
-        return tuple(
-            LayerRef(
+        descriptors = json.loads(self.manifest)["layers"]
+        layers = []
+        for entry, diff_id in zip(descriptors, self.config["rootfs"]["diff_ids"], strict=True):
+            layer = LayerRef(
                 digest=entry["digest"],
                 diff_id=diff_id,
                 size=entry["size"],
                 media_type=entry["mediaType"],
             )
-            for entry, diff_id in rows
-        )
+            layers.append(layer)
+        return tuple(layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,29 +134,31 @@ class Command:
 
 
 def layer_folder(digest: str) -> str:
-    """Return the name of the folder of a layer. A mount's options have 4,095 bytes for the names of
-    all layers.
+    """Return the name of the folder of a layer.
+
+    It is short: a mount's options have 4,095 bytes for the names of all layers.
     """
     return digest.partition(":")[2][:28]
 
 
 def with_settings(root: RootFs, command: Command) -> Command:
-    """Return the command with the image's settings. InputError if its argument list is empty or not
-    UTF-8.
+    """Return the command with the image's settings.
+
+    Raises InputError if its argument list is empty or not UTF-8.
     """
     settings = root.config.get("config") or {}
+    argv = [*(command.argv or settings.get("Cmd") or [])]
     if command.entrypoint:
-        entry = list(settings.get("Entrypoint") or [])
-    else:
-        entry = []
-    argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
+        argv = [*(settings.get("Entrypoint") or []), *argv]
     if not argv:
-        raise InputError(
-            f"image {root.name} has no default command", hint="give a command after --"
-        )
+        hint = "give a command after --"
+        raise InputError(f"image {root.name} has no default command", hint=hint)
     if re.search("[\ud800-\udfff]", "".join(argv)):
         raise InputError("an argument of the command is not UTF-8 text")
-    env = dict(line.partition("=")[::2] for line in settings.get("Env") or [])
+    env = {}
+    for line in settings.get("Env") or []:
+        name, _, value = line.partition("=")
+        env[name] = value
     return replace(
         command,
         argv=tuple(argv),
@@ -169,21 +171,13 @@ def with_settings(root: RootFs, command: Command) -> Command:
 def check_mounts(command: Command) -> None:
     """Raise InputError for a mount that is not possible."""
     for mount in command.mounts:
-        if not mount.target.startswith("/") or mount.target.strip("/") in (
-            "",
-            "proc",
-            "sys",
-            "dev",
-        ):
-            raise InputError(
-                f"{mount.target!r} cannot be the target of a mount",
-                hint="give an absolute path inside the image",
-            )
+        target = mount.target
+        if not target.startswith("/") or target.strip("/") in ("", "proc", "sys", "dev"):
+            hint = "give an absolute path inside the image"
+            raise InputError(f"{target!r} cannot be the target of a mount", hint=hint)
         if not mount.source.exists():
-            raise InputError(
-                f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",
-                hint="create it first",
-            )
+            message = f"{mount.source} does not exist, so it cannot be mounted at {target}"
+            raise InputError(message, hint="create it first")
 
 
 def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
@@ -194,24 +188,16 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
     """
     if number == "none":
         return Devices()
-    if number != "all" and not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise InputError(
-            f"--gpus {number!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2"
-        )
-    if number == "all":
-        count = None
-    else:
-        count = int(number)
+    count = _count(number)
     machine = detect(root)
-    kinds = [kind for vendor, kind in _KINDS.items() if machine.vendor in (vendor, "")]
-    names = [name for kind in kinds for name in cdi_names(folders) if name.startswith(f"{kind}=")]
-    if names:
-        first = [name for name in names if name.partition("=")[0] == names[0].partition("=")[0]]
-        if first[0].startswith("amd"):
-            nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")]
-        else:
+    names = cdi_names(folders)
+    for vendor, kind in _KINDS.items():
+        of_kind = [name for name in names if name.startswith(f"{kind}=")]
+        if of_kind and machine.vendor in (vendor, ""):
             nodes = []
-        return Devices(names=tuple(_first(first, count)), groups=_groups(filter(_is_device, nodes)))
+            if vendor == "amd":
+                nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")]
+            return Devices(names=_first(kind, of_kind, count), groups=_groups(nodes))
     if not machine.vendor:
         raise HostError(
             "no GPU was found on this machine: no CDI specification, no AMD GPU below "
@@ -227,6 +213,16 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
     return _amd(root, count)
 
 
+def _count(number: str) -> int | None:
+    """Return the number of GPUs; None for all."""
+    if number == "all":
+        return None
+    if not re.fullmatch("[0-9]+", number) or int(number) == 0:
+        hint = "--gpus all, --gpus none or --gpus 2"
+        raise InputError(f"--gpus {number!r} is not a number of GPUs", hint=hint)
+    return int(number)
+
+
 def listed(items: Iterable[str]) -> Devices:
     """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as
     /dev/dri.
@@ -240,9 +236,9 @@ def listed(items: Iterable[str]) -> Devices:
                 f"--device {item!r} is neither a path below /dev nor a CDI device",
                 hint="--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it",
             )
-        nodes = filter(
-            _is_device, [Path(item), *Path(item).glob("*")] if item.startswith("/dev/") else []
-        )
+        nodes = []
+        if item.startswith("/dev/"):
+            nodes = [Path(item), *Path(item).glob("*")]
         devices += Devices(names=(item,), groups=_groups(nodes))
     return devices
 
@@ -252,64 +248,60 @@ def cdi_names(folders: Sequence[Path] = CDI_FOLDERS) -> list[str]:
 
     Raises InputError, with the place, for a file that is not a specification.
     """
-    names = []
-    for path in sorted(
-        path for folder in folders for path in folder.glob("*") if path.suffix in (".json", ".yaml")
-    ):
+    paths: list[Path] = []
+    for folder in folders:
+        paths += [*folder.glob("*.json"), *folder.glob("*.yaml")]
+    names = set()
+    for path in sorted(paths):
         # JSON is YAML except for tabs, which a JSON string cannot contain.
-        text = text_if_readable(path)
-        data: Any = yamlfile.parse(
-            text.replace("\t", " ") if path.suffix == ".json" else text, str(path)
-        ).data
+        text = text_if_readable(path).replace("\t", " ")
+        data: Any = yamlfile.parse(text, str(path)).data
         try:
-            names += [f"{data['kind']}={device['name']}" for device in data["devices"]]
+            for device in data["devices"]:
+                names.add(f"{data['kind']}={device['name']}")
         except (KeyError, TypeError):
-            raise InputError(
-                "a CDI specification needs a kind and devices with names", where=str(path)
-            ) from None
-    return sorted(set(names))
+            message = "a CDI specification needs a kind and devices with names"
+            raise InputError(message, where=path) from None
+    return sorted(names)
 
 
-def _first(names: Sequence[str], count: int | None) -> Sequence[str]:
-    kind = names[0].partition("=")[0]
+def _first(kind: str, names: Sequence[str], count: int | None) -> tuple[str, ...]:
     if count is None and f"{kind}=all" in names:
-        return [f"{kind}=all"]
-    numbers = sorted(int(number) for name in names if (number := name.partition("=")[2]).isdigit())
+        return (f"{kind}=all",)
+    words = [name.partition("=")[2] for name in names]
+    numbers = sorted(int(word) for word in words if word.isdigit())
     _check_count(count, len(numbers))
-    return [f"{kind}={number}" for number in numbers[:count]] or names
+    if not numbers:
+        return tuple(names)
+    return tuple(f"{kind}={number}" for number in numbers[:count])
 
 
 def _check_count(count: int | None, available: int) -> None:
     if count is not None and count > available:
-        raise HostError(
-            f"--gpus {count}: this machine has {available} GPU{'s' if available != 1 else ''}"
-        )
+        raise HostError(f"--gpus {count}: this machine has {counted(available, 'GPU')}")
 
 
 def _amd(root: Path, count: int | None) -> Devices:
-    cards = []
-    for facts in kfd_gpus(root).values():
+    nodes = [root / "dev/kfd"]
+    for facts in [*kfd_gpus(root).values()][:count]:
         render = f"renderD{facts.get('drm_render_minor', '')}"
+        nodes.append(root / "dev/dri" / render)
         beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
-        cards.append([render, *sorted(path.name for path in beside)])
-    nodes = [
-        root / "dev/kfd",
-        *(root / "dev/dri" / name for names in cards[:count] for name in names),
-    ]
+        nodes += sorted(root / "dev/dri" / card.name for card in beside)
     present = [node for node in nodes if _is_device(node)]
     if not present:
-        node_text = nodes[0]
         raise HostError(
-            f"the driver shows GPUs, but {node_text} is missing",
+            f"the driver shows GPUs, but {nodes[0]} is missing",
             hint="in a container: start it with the GPU's devices; else: amd-ctk cdi generate",
         )
-    return Devices(
-        names=tuple(f"/{node.relative_to(root)}" for node in present), groups=_groups(present)
-    )
+    names = tuple(f"/{node.relative_to(root)}" for node in present)
+    return Devices(names=names, groups=_groups(present))
 
 
 def _groups(nodes: Iterable[Path]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(gid for node in nodes if (gid := node.stat().st_gid)))
+    """Return the groups other than root's that own these device nodes."""
+    groups = [node.stat().st_gid for node in nodes if _is_device(node)]
+    return tuple(dict.fromkeys(filter(None, groups)))
 
 
 def _is_device(path: Path) -> bool:

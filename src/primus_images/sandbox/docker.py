@@ -1,4 +1,4 @@
-"""Docker's client, and loading an image into a Docker engine."""
+"""Docker: its client, loading an image into an engine, and running a command there."""
 
 import io
 import json
@@ -6,13 +6,42 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from typing import IO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
 from primus_images import programs
 from primus_images.errors import HostError
-from primus_images.sandbox.container import RootFs
+from primus_images.programs import finally_run
+from primus_images.sandbox.container import Command, RootFs
+from primus_images.sandbox.engine import Client, Engine, client_environment, group_options
 
 _PATIENCE_S = 3
+
+
+class Docker(Engine):
+    """A Docker engine: that of DOCKER_HOST, or of the default socket."""
+
+    name = "docker"
+
+    def require(self) -> None:
+        """Raise HostError if no engine answers."""
+        need_docker()
+
+    @contextmanager
+    def _container(self, root: RootFs, name: str) -> Iterator[Client]:
+        tag = f"primus-run:{root.id[:24]}"
+        load_image(root, tag)
+        words = [str(programs.find("docker"))]
+        client = Client(words=words, env=client_environment(), container=name, image=[tag])
+        with finally_run([*words, "rm", "--force", name], client.env):
+            yield client
+
+    def _own_options(self, command: Command) -> list[str]:
+        options = group_options(command)
+        if not command.network:
+            options.append(f"--add-host={command.hostname}:127.0.0.1")
+        return options
 
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
@@ -26,8 +55,9 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
 
 
 def need_docker() -> None:
-    """Raise HostError unless the Docker engine of DOCKER_HOST, or of the default socket, answers
-    within 3 s.
+    """Raise HostError unless a Docker engine answers within 3 s.
+
+    It is that of DOCKER_HOST, or of the default socket.
     """
     try:
         answer = docker("version", "--format", "{{.Server.Version}}", timeout=_PATIENCE_S)
@@ -36,7 +66,7 @@ def need_docker() -> None:
             f"no Docker engine answers: it is silent for {_PATIENCE_S} s", hint="look at its log"
         ) from None
     if answer.returncode != 0:
-        message = (answer.stderr.strip().splitlines() or ["no reason is given"])[-1][:200]
+        message = _last_line(answer.stderr) or "no reason is given"
         hint = "start one (systemctl start docker) or point DOCKER_HOST at one"
         if "permission denied" in message:
             message = "you may not use its socket"
@@ -45,11 +75,11 @@ def need_docker() -> None:
 
 
 def load_image(root: RootFs, tag: str) -> tuple[str, int]:
-    """Load ``root`` into the Docker engine as ``tag``. Returns the engine's image ID and the number
-    of bytes sent.
+    """Load ``root`` into the Docker engine as ``tag``.
 
-    Nothing is sent if the engine has the image. Raises HostError if no engine answers, if it
-    refuses the image, or if a blob is damaged.
+    Returns the engine's image ID and the number of bytes sent. Nothing is sent if the engine has
+    the image. Raises HostError if no engine answers, if it refuses the image, or if a blob is
+    damaged.
     """
     need_docker()
     for name in (tag, root.id):
@@ -57,6 +87,14 @@ def load_image(root: RootFs, tag: str) -> tuple[str, int]:
         if loaded:
             docker("tag", loaded, tag)
             return loaded, 0
+    sent = _send_image(root, tag)
+    loaded = _loaded(root, tag)
+    if loaded:
+        return loaded, sent
+    raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
+
+
+def _send_image(root: RootFs, tag: str) -> int:
     command = [str(programs.find("docker")), "load", "--quiet"]
     with tempfile.TemporaryFile("w+") as log:
         with subprocess.Popen(
@@ -73,15 +111,16 @@ def load_image(root: RootFs, tag: str) -> tuple[str, int]:
                 raise
         log.seek(0)
         if engine.returncode:
-            reason = (log.read().strip().splitlines() or ["it gives no reason"])[-1]
+            reason = _last_line(log.read()) or "it gives no reason"
             hint = None
             if "no space left" in reason:
                 hint = "free disk space (primus clean, docker system df)"
             raise HostError(f"the Docker engine refuses {root.name}: {reason}", hint=hint)
-    loaded = _loaded(root, tag)
-    if loaded:
-        return loaded, archive.offset
-    raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
+    return archive.offset
+
+
+def _last_line(text: str) -> str:
+    return "".join(text.strip().splitlines()[-1:])[:200]
 
 
 def _loaded(root: RootFs, name: str) -> str | None:
@@ -89,28 +128,32 @@ def _loaded(root: RootFs, name: str) -> str | None:
     if inspected.returncode != 0:
         return None
     (image,) = json.loads(inspected.stdout)
-    equal = image["Id"] == f"sha256:{root.id}"
     if "Descriptor" in image:
         # Engines with containerd's image store identify images by a manifest that they write anew.
-        settings = root.config.get("config") or {}
-        equal = image["RootFS"]["Layers"] == [layer.diff_id for layer in root.layers] and all(
-            image["Config"].get(key) == value for key, value in settings.items()
-        )
-    if equal:
-        return str(image["Id"])
-    return None
+        equal = _has_contents_of(root, image)
+    else:
+        equal = image["Id"] == f"sha256:{root.id}"
+    return str(image["Id"]) if equal else None
+
+
+def _has_contents_of(root: RootFs, image: dict[str, Any]) -> bool:
+    if image["RootFS"]["Layers"] != [layer.diff_id for layer in root.layers]:
+        return False
+    settings = root.config.get("config") or {}
+    return all(image["Config"].get(key) == value for key, value in settings.items())
 
 
 def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
-    """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot
-    read zstd.
+    """Write the image as ``docker save`` does, with plain layers.
+
+    Docker engines before 23 cannot read zstd.
     """
     root.cache.mkdir(parents=True, exist_ok=True)
     config = f"{root.id}.json"
     names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]
     manifest = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
-    for name, data in ((config, root.config_bytes), ("manifest.json", manifest)):
-        _add_file(archive, name, io.BytesIO(data))
+    _add_file(archive, config, io.BytesIO(root.config_bytes))
+    _add_file(archive, "manifest.json", io.BytesIO(manifest))
     for name, layer in dict(zip(names, root.layers, strict=True)).items():
         with tempfile.TemporaryFile(dir=root.cache) as plain:
             plain.writelines(root.tar(layer))

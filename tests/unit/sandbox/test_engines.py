@@ -13,10 +13,12 @@ from primus_images.cli.host import run as run_verb
 from primus_images.cli.verb import parser_of
 from primus_images.engine.workshop import log_tail
 from primus_images.errors import HostError, InputError
-from primus_images.sandbox import docker, engines
+from primus_images.sandbox import docker, engine
 from primus_images.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
-from primus_images.sandbox.engines import Docker, Podman, choose
-from tables import table_of
+from primus_images.sandbox.docker import Docker
+from primus_images.sandbox.engine import Client
+from primus_images.sandbox.engines import choose
+from primus_images.sandbox.podman import Podman
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
@@ -61,7 +63,7 @@ def test_a_mount_needs_a_source(tmp_path):
 
 
 def test_no_value_of_a_variable_is_an_argument():
-    options, values = engines._variables(
+    options, values = engine.variable_options(
         Command(env={"HF_TOKEN": "secret", "PATH": "/bin", "A": "1\n2"}), False
     )
     assert options == ["--env=HF_TOKEN", "--env=PATH=/bin", "--env=A"]
@@ -71,15 +73,15 @@ def test_no_value_of_a_variable_is_an_argument():
 def test_clients_do_not_get_our_environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("DOCKER_HOST", "tcp://x")
-    env = engines._client_environment(None)
+    env = engine.client_environment()
     assert "HF_TOKEN" not in env
     assert env["DOCKER_HOST"] == "tcp://x"
 
 
 def test_limits_are_options():
-    options = engines._options(Command(memory_bytes=1 << 20), False)
+    options = engine.general_options(Command(memory_bytes=1 << 20), False)
     assert options[-2:] == ["--memory=1048576", "--memory-swap=1048576"]
-    assert not [word for word in engines._options(Command(), False) if "memory" in word]
+    assert not [word for word in engine.general_options(Command(), False) if "memory" in word]
 
 
 def test_no_engine_is_one_sentence(monkeypatch):
@@ -108,12 +110,26 @@ def test_what_podman_needs_is_named_unless_it_can_be_installed(tmp_path, monkeyp
     assert installed == ["podman", "catatonit", "runc"]
 
 
-@pytest.mark.parametrize(("message", "hint"), table_of("engines.what_an_engine_refuses"))
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        (
+            "Error: OCI runtime error: crun: the requested controller `pids` is not available",
+            "apt-get install runc",
+        ),
+        (
+            "Error response from daemon: OCI runtime create failed: crun: mount",
+            "--runtime runc",
+        ),
+        ("Error: runc: permission denied", "None"),
+    ],
+)
 def test_the_remedy_of_a_refusal_follows_from_its_message(message, hint, tmp_path, monkeypatch):
     refused = subprocess.CompletedProcess([], 1, "", message)
-    monkeypatch.setattr(engines, "captured", lambda *_, **__: refused)
+    monkeypatch.setattr(engine, "captured", lambda *_, **__: refused)
+    client = Client(words=[], env={}, container="name", image=[])
     with pytest.raises(HostError) as caught:
-        Docker()._raise_refusal(root_with(tmp_path), Command(), [], {}, "name", [])
+        Docker()._raise_refusal(root_with(tmp_path), Command(), client, [])
     assert hint in str(caught.value.hint)
 
 

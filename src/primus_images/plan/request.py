@@ -6,7 +6,7 @@ from dataclasses import replace
 from primus_images.errors import InputError, did_you_mean
 from primus_images.plan.channel import Choice
 from primus_images.plan.target import Target
-from primus_images.versions.components import Base, Pin, Versions
+from primus_images.versions.components import Base, Build, Pin, Versions
 from primus_images.versions.lock import BaseRequest, Commit, Request, normalised
 
 
@@ -115,46 +115,42 @@ def request_of(
     extras: Sequence[str] = (),
 ) -> Request:
     """Return what the target requests of the sources. Raises InputError for an unknown base."""
-    if choice.base and choice.base not in versions.bases:
+    name = choice.base
+    if name and name not in versions.bases:
         raise InputError(
-            f"{target}: no base is called {choice.base!r}",
-            hint="bases are defined in versions.yaml",
+            f"{target}: no base is called {name!r}", hint="bases are defined in versions.yaml"
         )
-    builds = {
-        build_root(pin.source): pin.build for pin in pins.values() if pin.source and pin.build
-    }
+    builds = {}
+    for pin in pins.values():
+        if pin.source and pin.build:
+            builds[build_root(pin.source)] = pin.build
     python = ""
     bases: dict[str, BaseRequest] = {}
-    if choice.base:
-        base = versions.bases[choice.base]
-        python = base.python_minor
-        more = {name: build.debs for name, build in builds.items() if build.debs}
-        bases = _base_requests(choice.base, base, more, extras)
-    channel = choice.channel
-    indexes = {
-        key: index.url for key, index in versions.indexes.items() if index.channel == channel
-    }
-    indexed = []
-    if indexes:
-        indexed = [pin.wheel or pin.sdist for pin in pins.values() if pin.channel == channel]
+    if name:
+        python = versions.bases[name].python_minor
+        bases = _base_requests(name, versions.bases[name], builds, extras)
+    indexes = {}
+    for index, about in versions.indexes.items():
+        if about.channel == choice.channel:
+            indexes[index] = about.url
     return Request(
         target=target,
-        channel=channel,
+        channel=choice.channel,
         python=python,
         bases=bases,
         wheels=_wheels(pins),
-        sdists={normalised(pin.sdist): pin.version or "" for pin in pins.values() if pin.sdist},
-        pure=tuple(normalised(pin.wheel) for pin in pins.values() if pin.wheel and pin.pure),
+        sdists=_versions(pins, "sdist"),
+        pure=tuple(normalised(str(pin.wheel)) for pin in pins.values() if pin.pure),
         debs={pin.deb: pin.version or "" for pin in pins.values() if pin.deb},
         builds={root: build.wheels for root, build in builds.items() if build.wheels},
         gits=_commits(pins),
         indexes=indexes,
-        indexed=frozenset(map(normalised, filter(None, indexed))),
+        indexed=_indexed(pins, choice.channel) if indexes else frozenset(),
     )
 
 
 def _base_requests(
-    name: str, base: Base, builds: Mapping[str, Sequence[str]], extras: Sequence[str]
+    name: str, base: Base, builds: Mapping[str, Build], extras: Sequence[str]
 ) -> dict[str, BaseRequest]:
     """Return the request for the base, then those for what lies over it: builds and extras."""
 
@@ -168,19 +164,35 @@ def _base_requests(
         )
 
     requests = {name: with_more(())}
-    for build, packages in builds.items():
-        requests[build] = with_more(packages)
+    for root, build in builds.items():
+        if build.debs:
+            requests[root] = with_more(build.debs)
     for extra in extras:
         requests[extra_root(name, extra)] = with_more(base.extras[extra], over=name)
     return requests
 
 
+def _versions(pins: Mapping[str, Pin], key: str) -> dict[str, str]:
+    """Return package → version of the pins that have ``key``."""
+    versions = {}
+    for pin in pins.values():
+        package = getattr(pin, key)
+        if package:
+            versions[normalised(package)] = pin.version or ""
+    return versions
+
+
 def _wheels(pins: Mapping[str, Pin]) -> dict[str, str]:
-    wheels = {normalised(pin.wheel): pin.version or "" for pin in pins.values() if pin.wheel}
+    wheels = _versions(pins, "wheel")
     for pin in pins.values():
         for package in pin.requires:
             wheels.setdefault(normalised(package), "")
     return wheels
+
+
+def _indexed(pins: Mapping[str, Pin], channel: str) -> frozenset[str]:
+    own = {name: pin for name, pin in pins.items() if pin.channel == channel}
+    return frozenset([*_versions(own, "wheel"), *_versions(own, "sdist")])
 
 
 def _commits(pins: Mapping[str, Pin]) -> dict[str, Commit]:

@@ -109,15 +109,9 @@ def resolve(
         return {file.name: file.version for file in locked[part] if file not in gone}
 
     def files_of(part: str) -> Sequence[LockedFile]:
-        if part not in parts:
-            return locked[part]
-        if part.startswith("base "):
-            return task.base(part.removeprefix("base "))
-        if part == "gits":
-            return task.commits()
-        if part == "sdists":
-            return task.sdists()
-        return task.wheels(kept(part))
+        if part in parts:
+            return task.part(part, kept(part))
+        return locked[part]
 
     order = ["gits", "sdists", "wheels", *(f"base {name}" for name in request.bases)]
     with ThreadPoolExecutor() as pool:
@@ -149,6 +143,16 @@ class _Resolving(NamedTuple):
         files = resolve(*arguments)
         self.progress.finish(label, counted(len(files), noun))
         return files
+
+    def part(self, part: str, kept: Mapping[str, str]) -> Sequence[LockedFile]:
+        """Resolve what needs nothing of the other parts."""
+        if part == "wheels":
+            return self.wheels(kept)
+        if part == "sdists":
+            return self.sdists()
+        if part == "gits":
+            return self.commits()
+        return self.base(part.removeprefix("base "))
 
     def commits(self) -> list[LockedFile]:
         files: list[LockedFile] = []

@@ -1,8 +1,8 @@
-"""Entry point of the image: ``python3 -m primus_images.system.banner COMMAND…`` prints a greeting,
-then becomes the command.
+"""Entry point of the image: it prints a greeting, then becomes the command.
 
-An error in the greeting never keeps the command from running. The greeting is printed before a
-shell, or if standard error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
+``python3 -m primus_images.system.banner COMMAND…`` is how an image starts. An error in the greeting
+never keeps the command from running. The greeting is printed before a shell, or if standard error
+is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
 import os
@@ -14,9 +14,7 @@ from typing import Any
 
 from primus_images.files import json_if_readable
 from primus_images.gpus.detect import detect
-from primus_images.gpus.table import load_table
-from primus_images.system.host import IMAGE_FILE, Host, finding
-from primus_images.system.preflight import driver, rights, shared_memory
+from primus_images.system.host import IMAGE_FILE
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
 # Tab completion. bash reads this file if it is interactive and not a login shell; login shells read
@@ -26,9 +24,7 @@ _NAMED_BASHRC = frozenset({"--rcfile", "--init-file", "--norc"})
 
 
 def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: bool) -> bool:
-    """Return whether to print the greeting: before a bare shell or on a terminal, unless it is
-    turned off.
-    """
+    """Return whether to print the greeting: before a bare shell, or on a terminal."""
     if environment.get("PRIMUS_NO_BANNER", "0") not in ("", "0"):
         return False
     # "sh -c …" runs a script, so nobody reads the greeting.
@@ -36,17 +32,15 @@ def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: 
 
 
 def compose(image: Mapping[str, Any], gpu: str) -> str:
-    """Return the greeting. ``image`` is the content of ``/etc/primus/image.json``; missing fields
-    are left out.
+    """Return the greeting of an image with the content of ``/etc/primus/image.json``.
+
+    Missing fields are left out.
     """
-    title = (
-        " ".join(str(image[key]) for key in ("release", "target") if image.get(key))
-        or "unnamed build"
-    )
-    channel = ""
+    named = [str(image[key]) for key in ("release", "target") if image.get(key)]
+    title = " ".join(named) or "unnamed build"
     if image.get("channel"):
-        channel = f" ({image['channel']} channel)"
-    lines = [f"Primus {title}{channel}"]
+        title += f" ({image['channel']} channel)"
+    lines = [f"Primus {title}"]
     if image.get("preview"):
         lines.append(f"  PREVIEW, no release: {image['preview']}")
     components = image.get("components")
@@ -57,33 +51,8 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def lacking(image: Mapping[str, Any], host: Host) -> str:
-    """Return what this container lacks to train on the GPU of its image: one line per problem, with
-    the remedy.
-
-    The result is empty if nothing is missing, or if the image is for no GPU. Reads files only.
-    """
-    gpu = next((row for row in load_table().generations if row.name == image.get("target")), None)
-    if gpu is None:
-        return ""
-    if host.gpus.names:
-        findings = [*rights(host), *driver(host), *shared_memory(host)]
-    else:
-        amd = gpu.arch.startswith("gfx")
-        module, option = (
-            ("amdgpu", "--device /dev/kfd --device /dev/dri") if amd else ("nvidia", "--gpus all")
-        )
-        findings = [
-            finding("no_gpu_of_image", gpu=gpu.names[0], module=module, option=option),
-            *shared_memory(host),
-        ]
-    return "".join(f"  ! {f.check}: {f.message} → {f.remedy}\n" for f in findings if f.problem)
-
-
 def with_bashrc(command: Sequence[str]) -> list[str]:
-    """Return ``command``; bash gets the image's start-up file unless the command names one or turns
-    it off.
-    """
+    """Return ``command``; bash gets the image's start-up file unless the command says which."""
     first, *rest = command
     if Path(first).name != "bash" or _NAMED_BASHRC.intersection(rest) or not BASHRC.exists():
         return list(command)
@@ -91,27 +60,23 @@ def with_bashrc(command: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the greeting and replace this process by ``argv`` (default: bash, else sh). Returns
-    only on failure.
+    """Print the greeting and replace this process by ``argv`` (default: bash, else sh).
 
-    The exit codes are a shell's: 127 for a command that does not exist, 126 for one that cannot be
-    executed.
+    Returns only on failure. The exit codes are a shell's: 127 for a command that does not exist,
+    126 for one that cannot be executed.
     """
-    command = list(argv) or [
-        next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")
-    ]
+    command = list(argv)
+    if not command:
+        command = ["/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"]
     if wanted(command, os.environ, terminal=sys.stderr.isatty()):
         with suppress(Exception):
-            image = json_if_readable(IMAGE_FILE)
-            print(compose(image, detect().sentence()), end="", file=sys.stderr, flush=True)
-            print(lacking(image, Host()), end="", file=sys.stderr, flush=True)
+            greeting = compose(json_if_readable(IMAGE_FILE), detect().sentence())
+            print(greeting, end="", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], with_bashrc(command))
     except (OSError, ValueError) as error:  # ValueError: the command is empty
-        print(
-            f"primus: {command[0]!r} cannot be run: {getattr(error, 'strerror', error)}",
-            file=sys.stderr,
-        )
+        reason = getattr(error, "strerror", error)
+        print(f"primus: {command[0]!r} cannot be run: {reason}", file=sys.stderr)
         if isinstance(error, FileNotFoundError | ValueError):
             return 127
         return 126

@@ -1,5 +1,6 @@
-"""Network devices for several nodes: RDMA ports with their GID, and the interface that NCCL and
-gloo should use.
+"""Network devices for several nodes.
+
+RDMA ports with their GID, and the interface that NCCL and gloo should use.
 """
 
 import fcntl
@@ -7,11 +8,11 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus_images.system.host import Finding, Host, finding
 from primus_images.yamlfile import read_values
@@ -24,7 +25,7 @@ _VIRTUAL = re.compile(
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # connecting a datagram socket only selects a route
 _PORTS = "sys/class/infiniband/*/ports/*"
-_DEFAULT_GID = 3  # older launch scripts set this index
+_DEFAULT_GID = "3"  # older launch scripts set this index
 
 
 def devices(host: Host) -> list[Path]:
@@ -33,44 +34,50 @@ def devices(host: Host) -> list[Path]:
 
 
 def rdma(host: Host) -> Iterator[Finding]:
-    """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices
-    have one firmware.
-    """
+    """Check that each RDMA port is up, has a usable GID and may be opened."""
     cards = devices(host)
     if not cards:
         yield finding("no_rdma")
         return
-    chosen = host.environment.get("NCCL_IB_HCA", "")
-    if not chosen.startswith("^"):
-        names = chosen.lstrip("=").split(",")
-    else:
-        names = []
-    for name in (word.partition(":")[0] for word in names):
-        if name and not any(card.name.startswith(name) for card in cards):
-            yield finding("unknown_hca", name=name)
-    ports = {port: _port(host, port) for port in host.glob(_PORTS)}
+    yield from _chosen_cards(host, cards)
+    ports = _ports(host)
     for port, problem in ports.items():
         if isinstance(problem, Finding):
-            yield replace(
-                problem, message=f"{port.parents[1].name} port {port.name}: {problem.message}"
-            )
-    firmware: dict[str, set[str]] = {}
-    for card in cards:
-        board = host.text(card / "board_id") or host.text(card / "hca_type")
-        firmware.setdefault(board, set()).add(host.text(card / "fw_ver"))
-    for board, versions in firmware.items():
-        if len(versions) > 1:
-            yield finding(
-                "firmware", board=board or "unknown", versions=", ".join(sorted(versions))
-            )
+            name = f"{port.parents[1].name} port {port.name}"
+            yield replace(problem, message=f"{name}: {problem.message}")
     yield from _rights(host)
-    indices = {*ports.values()} - {""}
+    index = _common_gid(ports)
     advice = ""
-    if len(indices) == 1 and isinstance(index := indices.pop(), str):
-        advice = f"; NCCL_IB_GID_INDEX={index}" + (
-            "" if int(index) == _DEFAULT_GID else " (older scripts set 3)"
-        )
+    if index:
+        advice = f"; NCCL_IB_GID_INDEX={index}"
+        if index != _DEFAULT_GID:
+            advice += " (older scripts set 3)"
     yield finding("rdma", ports=len(ports), advice=advice)
+
+
+def _chosen_cards(host: Host, cards: Sequence[Path]) -> Iterator[Finding]:
+    """Check that NCCL_IB_HCA names devices by the beginnings of their names."""
+    chosen = host.environment.get("NCCL_IB_HCA", "")
+    if chosen.startswith("^"):
+        return
+    for word in chosen.lstrip("=").split(","):
+        name = word.partition(":")[0]
+        if not any(card.name.startswith(name) for card in cards):
+            yield finding("unknown_hca", name=name)
+
+
+def _ports(host: Host) -> dict[Path, Finding | str]:
+    return {port: _port(host, port) for port in host.glob(_PORTS)}
+
+
+def _common_gid(ports: Mapping[Path, Finding | str]) -> str:
+    """Return the GID index of all RoCE ports; empty if they have none, or not the same."""
+    indices = {*ports.values()} - {""}
+    if len(indices) == 1:
+        (index,) = indices
+        if isinstance(index, str):
+            return index
+    return ""
 
 
 def _rights(host: Host) -> Iterator[Finding]:
@@ -84,8 +91,9 @@ def _rights(host: Host) -> Iterator[Finding]:
 
 
 def libraries(host: Host) -> Iterator[Finding]:
-    """Check for libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall
-    back to TCP.
+    """Check for libibverbs and the provider of each RDMA device.
+
+    Without them, NCCL and RCCL fall back to TCP.
     """
     cards = devices(host)
     if not cards:
@@ -93,23 +101,31 @@ def libraries(host: Host) -> Iterator[Finding]:
     if not _library(host, "libibverbs.so.1"):
         yield finding("no_libibverbs")
         return
-    table = cast("dict[str, Any]", read_values(Path(__file__).with_name("nics.yaml")).data)[
-        "providers"
-    ]
+    table: Any = read_values(Path(__file__).with_name("nics.yaml")).data
     lacking: dict[str, list[str]] = {}
-    for device in cards:
-        # A virtual device is not in the table.
-        driver = (device / "device/driver").resolve().name
-        provider = next((name for name, row in table.items() if driver in row["driver"]), None)
-        if provider and not (
-            host.glob(f"etc/libibverbs.d/{provider}.driver")
-            and _library(host, f"libibverbs/lib{provider}-rdmav*.so")
-        ):
-            lacking.setdefault(provider, []).append(device.name)
+    for card in cards:
+        provider = _provider(card, table["providers"])
+        if provider and not _installed(host, provider):
+            lacking.setdefault(provider, []).append(card.name)
     for provider, names in lacking.items():
-        yield finding("no_provider", provider=provider, row=table[provider], names=", ".join(names))
+        row = table["providers"][provider]
+        yield finding("no_provider", provider=provider, row=row, names=", ".join(names))
     if not lacking:
         yield finding("providers")
+
+
+def _provider(card: Path, providers: Mapping[str, Any]) -> str:
+    """Return the provider that a device needs; empty for a virtual one, which is in no table."""
+    driver = (card / "device/driver").resolve().name
+    for name, row in providers.items():
+        if driver in row["driver"]:
+            return name
+    return ""
+
+
+def _installed(host: Host, provider: str) -> bool:
+    known = bool(host.glob(f"etc/libibverbs.d/{provider}.driver"))
+    return known and _library(host, f"libibverbs/lib{provider}-rdmav*.so")
 
 
 def _library(host: Host, name: str) -> bool:
@@ -120,28 +136,23 @@ def _library(host: Host, name: str) -> bool:
 
 
 def _port(host: Host, port: Path) -> Finding | str:
-    """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be
-    used.
-    """
-    state, physical = (
-        host.text(port / name).partition(": ")[2] or "unknown" for name in ("state", "phys_state")
-    )
+    """Return the GID index to use ("" for InfiniBand), or what keeps the port from being used."""
+    state = host.text(port / "state").partition(": ")[2] or "unknown"
     if "ACTIVE" not in state:
+        physical = host.text(port / "phys_state").partition(": ")[2] or "unknown"
         return finding("link", state=state, physical=physical)
     if host.text(port / "link_layer") != "Ethernet":
         return ""
-    gids = {
-        int(path.name): host.text(path) for path in (port / "gids").glob("*") if path.name.isdigit()
-    }
-    types = {index: host.text(port / "gid_attrs/types" / str(index)) for index in gids}
-    usable = {
-        index: gid
-        for index, gid in gids.items()
-        if gid not in ("", _EMPTY_GID) and "v2" in types[index]
-    }
+    usable = {}
+    for path in (port / "gids").glob("*"):
+        gid = host.text(path)
+        kind = host.text(port / "gid_attrs/types" / path.name)
+        if path.name.isdigit() and gid not in ("", _EMPTY_GID) and "v2" in kind:
+            usable[int(path.name)] = gid
     if not usable:
         return finding("no_gid")
-    best = min(usable, key=lambda index: (not usable[index].startswith(_IPV4), index))
+    routed = [index for index, gid in usable.items() if gid.startswith(_IPV4)]
+    best = min(routed or usable)
     chosen = host.environment.get("NCCL_IB_GID_INDEX", "")
     if chosen.isdecimal() and int(chosen) not in usable:
         return finding("other_gid", gid=chosen, best=best)
@@ -149,76 +160,84 @@ def _port(host: Host, port: Path) -> Finding | str:
 
 
 def variables(host: Host) -> dict[str, str]:
-    """Return the variables that make NCCL and RCCL use the ports that can be used; empty without
-    such a port.
+    """Return the variables that make NCCL and RCCL use the ports that can be used.
 
-    A variable that the user has set, and a GID index on which the ports do not agree, are left out.
+    They are empty without such a port. A variable that the user has set, and a GID index on which
+    the ports do not agree, are left out.
     """
-    usable = {
-        port: index for port in host.glob(_PORTS) if isinstance(index := _port(host, port), str)
-    }
+    usable = {port: index for port, index in _ports(host).items() if isinstance(index, str)}
     if not usable or any(_rights(host)):
         return {}
-    chosen = {
-        "NCCL_IB_HCA": "=" + ",".join(f"{port.parents[1].name}:{port.name}" for port in usable)
-    }
-    if len(indices := {*usable.values()} - {""}) == 1:
-        chosen["NCCL_IB_GID_INDEX"] = indices.pop()
-    return {name: text for name, text in chosen.items() if name not in host.environment}
+    names = [f"{port.parents[1].name}:{port.name}" for port in usable]
+    chosen = {"NCCL_IB_HCA": "=" + ",".join(names), "NCCL_IB_GID_INDEX": _common_gid(usable)}
+    return {name: value for name, value in chosen.items() if value and name not in host.environment}
 
 
 def _best_interface(host: Host) -> str:
-    real = (path for path in host.glob("sys/class/net/*") if not _VIRTUAL.match(path.name))
-    candidates = [path.name for path in real if host.text(path / "operstate") in ("up", "unknown")]
+    """Return the interface of the default route, else the fastest one that is up."""
+    speeds = {}
+    for path in host.glob("sys/class/net/*"):
+        up = host.text(path / "operstate") in ("up", "unknown")
+        if up and not _VIRTUAL.match(path.name):
+            speeds[path.name] = host.number(path / "speed") or 0
     for line in host.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
-        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and fields[0] in candidates:
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and fields[0] in speeds:
             return fields[0]
-    return max(
-        candidates, key=lambda name: host.number(f"sys/class/net/{name}/speed") or 0, default=""
-    )
+    return max(speeds, key=speeds.__getitem__, default="")
 
 
 def interface(host: Host) -> Iterator[Finding]:
-    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or
-    recommend one: that of the default route, else the fastest that is up.
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up.
+
+    Recommends that of the default route, else the fastest that is up.
     """
     best = _best_interface(host)
-    folders = host.glob("sys/class/net/*")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = host.environment.get(variable, "")
-        for word in text.lstrip("=").split(",") if text and not text.startswith("^") else ():
-            states = [
-                host.text(folder / "operstate")
-                for folder in folders
-                if folder.name.startswith(word.strip())
-            ]
-            if all(state == "down" for state in states):
-                what = "does not exist"
-                if states:
-                    what = "is down"
+        if not text or text.startswith("^"):
+            continue
+        for word in text.lstrip("=").split(","):
+            problem = _interface_problem(host, word.strip())
+            if problem:
+                best_name = best or "NAME"
                 yield finding(
-                    "wrong_interface", variable=variable, word=word, what=what, best=best or "NAME"
+                    "wrong_interface", variable=variable, word=word, what=problem, best=best_name
                 )
-    yield finding("interface" if best else "no_interface", best=best)
+    if best:
+        yield finding("interface", best=best)
+    else:
+        yield finding("no_interface")
+
+
+def _interface_problem(host: Host, beginning: str) -> str:
+    folders = [path for path in host.glob("sys/class/net/*") if path.name.startswith(beginning)]
+    if not folders:
+        return "does not exist"
+    if all(host.text(folder / "operstate") == "down" for folder in folders):
+        return "is down"
+    return ""
 
 
 def own_address(host: str) -> str:
-    """Return this machine's IPv4 address on the route to ``host``; empty without a route, or if
-    ``host`` is unknown.
+    """Return this machine's IPv4 address on the route to ``host``.
+
+    It is empty without a route, or if ``host`` is unknown.
     """
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))
         address = str(probe.getsockname()[0])
-        if address == "0.0.0.0":
-            return ""
-        return address
+        if address != "0.0.0.0":
+            return address
     return ""
 
 
 def interface_towards(host: str) -> str:
     """Return the interface on the route to ``host``; empty if unknown."""
-    if not host or not (address := own_address(host)):
+    address = ""
+    if host:
+        address = own_address(host)
+    if not address:
         return ""
     if address.startswith("127."):
         return "lo"

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from primus_images.files import json_if_readable, text_if_readable
 from primus_images.gpus.detect import Found, detect
-from primus_images.refusals import refusal
 from primus_images.system.issues import STATUS, Issue, debs, issues
 from primus_images.yamlfile import read_values
 
@@ -28,10 +27,10 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run
-    slower than it could.
+    """One result, with the ``remedy`` for a problem.
 
-    ``remedy`` tells what to do about it. For a skipped check, ``message`` is the reason.
+    ``failed``: a job would fail or compute wrong results; ``slow``: it would run slower than it
+    could. For a skipped check, ``message`` is the reason.
     """
 
     level: Level
@@ -40,11 +39,8 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        # Files of the machine and variables are quoted. They must not move the cursor or break the
-        # table.
-        for name in ("message", "remedy"):
-            text = "".join(c if c.isprintable() else " " for c in getattr(self, name))
-            object.__setattr__(self, name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
+        object.__setattr__(self, "message", _printable(self.message))
+        object.__setattr__(self, "remedy", _printable(self.remedy))
 
     @property
     def problem(self) -> bool:
@@ -52,16 +48,23 @@ class Finding:
         return self.level in ("failed", "slow")
 
 
+def _printable(text: str) -> str:
+    """Files and variables are quoted. They must not move the cursor or break the table."""
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def finding(name: str, /, *, level: Level | None = None, **values: object) -> Finding:
-    """Return the finding ``name`` of ``findings.yaml`` with ``values`` in its texts. ``level``
-    replaces its own.
+    """Return the finding ``name`` of ``findings.yaml`` with ``values`` in its texts.
+
+    ``level`` replaces its own.
     """
     row = _FINDINGS[name]
     usual = next(word for word in get_args(Level) if word in row)
-    texts = (
-        str(text).format(**values) for text in (row[usual], row["message"], row.get("remedy", ""))
-    )
-    return Finding(level or usual, *texts)
+    texts = (row[usual], row["message"], row.get("remedy", ""))
+    check, message, remedy = (str(text).format(**values) for text in texts)
+    return Finding(level or usual, check, message, remedy)
 
 
 def name_here() -> str:
@@ -90,24 +93,21 @@ class Host:
         return f"/{path.relative_to(self.root)}"
 
     def components(self) -> dict[str, str]:
-        """Return the versions of the image's components, by names in lower case; empty outside an
-        image.
-        """
+        """Return component in lower case → version in the image; empty outside an image."""
         components = json_if_readable(self.root / IMAGE_FILE.relative_to("/")).get("components")
         if isinstance(components, dict):
-            return {k.lower(): str(v) for k, v in components.items()}
+            return {name.lower(): str(version) for name, version in components.items()}
         return {}
 
     def issues(self, gpu: str | None) -> list[Issue]:
-        """Return the known issues on ``gpu`` of the image that this code is in; none outside an
-        image.
-        """
+        """Return the known issues on ``gpu`` of this image; none outside an image."""
         components = self.components()
         if not components:
             return []
-        return issues({**debs(self.text(STATUS)), **components}, [gpu] if gpu else [])
+        versions = {**debs(self.text(STATUS)), **components}
+        return issues(versions, [gpu] if gpu else [])
 
-    def number(self, path: str) -> int | None:
+    def number(self, path: str | Path) -> int | None:
         """Return the whole number in a file; None if there is none."""
         try:
             return int(self.text(path), 0)
@@ -122,35 +122,45 @@ class Host:
 
     def bytes_of(self, folder: Path) -> tuple[int, int]:
         """Return total and free bytes of the file system of ``folder``, which may not exist yet.
+
         Raises OSError.
         """
-        usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        usage = shutil.disk_usage(there)
         return usage.total, usage.free
 
 
 def lost_warning(folder: Path) -> str:
-    """Return a sentence if ``folder`` is deleted with this container, with the option that keeps
-    it; otherwise "".
+    """Return a sentence if ``folder`` is deleted with this container; otherwise "".
 
-    Outside the images of this project, the result is always empty.
+    It names the option that keeps the folder. Outside the images of this project, the result is
+    always empty.
     """
     if not IMAGE_FILE.exists():
         return ""
     with suppress(OSError):
         folder = folder.resolve()
-        kinds = {Path("/"): ""}
-        for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            if len(fields := line.split()) > 2:
-                # A later mount on the same point hides the earlier one.
-                kinds[Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[1]))] = fields[
-                    2
-                ]
-        point = max(filter(folder.is_relative_to, kinds), key=lambda mount: len(mount.parts))
-        if point == Path("/") or kinds[point] in _OWN:
+        if _kind_of_mount(folder) in _OWN:
             # A mount on the folder in which jobs start would hide the image's files there.
-            if folder.parent in (Path("/"), Path.cwd()):
+            mounted = folder.parent
+            if mounted in (Path("/"), Path.cwd()):
                 mounted = folder
-            else:
-                mounted = folder.parent
-            return str(refusal("lost_folder", folder=folder, name=mounted.name, mounted=mounted))
+            return (
+                f"{folder} is inside the container and is lost when the container is removed\n"
+                f'  → to keep it, start the container with -v "$PWD/{mounted.name}:{mounted}"'
+            )
     return ""
+
+
+def _kind_of_mount(folder: Path) -> str:
+    """Return the type of the file system of ``folder``; "overlay" if it is the container's own."""
+    kinds = {}
+    for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        fields = line.split()
+        if len(fields) > 2:
+            # A later mount on the same point hides the earlier one.
+            point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[1])
+            kinds[Path(point)] = fields[2]
+    kinds[Path("/")] = "overlay"
+    points = [point for point in kinds if folder.is_relative_to(point)]
+    return kinds[max(points, key=lambda point: len(point.parts))]

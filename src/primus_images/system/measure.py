@@ -13,11 +13,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,18 @@ class _Bench:
     """The device of this rank, and the timing of calls on it."""
 
     def __init__(self) -> None:
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.world = int(os.environ["WORLD_SIZE"])
         self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cpu")
         if self.on_gpu:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        else:
-            self.device = torch.device("cpu")
-        if self.on_gpu:
             torch.cuda.set_device(self.device)
 
     def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
-        """Return the median seconds of a call. ``together``: all ranks make the same number of
-        calls.
+        """Return the median seconds of a call.
+
+        ``together``: all ranks make the same number of calls.
         """
         timer = Timer("call()", globals={"call": call})  # it warms up, and waits for the device
         once = torch.tensor([max(timer.timeit(1).mean, 1e-6)], device=self.device)
@@ -62,13 +62,8 @@ def _gemm_tflops(bench: _Bench, size: int, fp8: str = "") -> float:
     product = partial(torch.mm, a, b, out=torch.empty_like(a))
     if fp8:
         kind = getattr(torch, f"float8_{fp8}")
-        product = partial(
-            _scaled,
-            a.to(kind),
-            b.to(kind),
-            torch.ones((), device=bench.device),
-            use_fast_accum=True,
-        )
+        one = torch.ones((), device=bench.device)
+        product = partial(_scaled, a.to(kind), b.to(kind), one, use_fast_accum=True)
     return 2.0 * size**3 / bench.seconds(product) / 1e12
 
 
@@ -79,17 +74,21 @@ def _scaled(a: Tensor, b: Tensor, scale: Tensor, **options: bool) -> Tensor:
 
 
 def _bus_gb_s(bench: _Bench, data: Tensor, call: Callable[[], object]) -> float:
-    return (
-        float(data.nbytes)
-        * (bench.world - 1)
-        / bench.world
-        / bench.seconds(call, together=True)
-        / 1e9
-    )
+    sent = float(data.nbytes) * (bench.world - 1) / bench.world
+    return sent / bench.seconds(call, together=True) / 1e9
 
 
 # Takes the number of a round, and returns the wrong elements and all that were compared.
 _Check: TypeAlias = Callable[[int], tuple[Tensor, int]]
+
+
+class _Part(NamedTuple):
+    """A part of a round: its ``place`` among those of all ranks, and the ranks it concerns."""
+
+    place: int
+    what: str
+    ranks: tuple[int, ...]
+    check: _Check
 
 
 class BurnIn:
@@ -106,87 +105,80 @@ class BurnIn:
         self.device = bench.device
         self._file = file
         # The period is prime, so each place in a tile of the matrix units meets all values.
-        self._size, self._period, self._products = (
-            (8192, 1021, 200) if bench.on_gpu else (256, 61, 2)
-        )
-        self._message = 1 << (23 if bench.on_gpu else 10)
-        chunk, free = (
-            (1 << 25, torch.cuda.mem_get_info()[0]) if bench.on_gpu else (1 << 14, 1 << 19)
-        )
+        self._size = 256
+        self._period = 61
+        self._products = 2
+        self._message = 1 << 10
+        chunk = 1 << 14
+        free = 1 << 19
+        side = 64
+        if bench.on_gpu:
+            self._size = 8192
+            self._period = 1021
+            self._products = 200
+            self._message = 1 << 23
+            chunk = 1 << 25
+            free = torch.cuda.mem_get_info()[0]
+            side = 4096
         # The rest is for the other parts, and for NCCL's buffers of all pairs.
         count = free * 3 // 4 // (8 * chunk)
         self._chunks = [
             torch.empty(chunk, dtype=torch.int64, device=bench.device) for _ in range(count)
         ]
-        side = 64
-        if bench.on_gpu:
-            side = 4096
-        generator = torch.Generator().manual_seed(1)
-        a, b, c = (
-            torch.randn(side, side, generator=generator).to(bench.device, torch.bfloat16)
-            for _ in range(3)
-        )
-        heads = [values.view(-1, 16, side // 4, side // 16) for values in (a, b, c)]
-        alone = (self.rank,)
-        # Each part has its place among all ranks' parts, and the ranks that it concerns.
-        self._parts: list[tuple[int, str, Sequence[int], _Check]] = [
-            (0, "gemm bf16", alone, partial(self._exact, torch.bfloat16)),
-            *(
-                [(1, "gemm fp8", alone, partial(self._exact, getattr(torch, f"float8_{fp8}")))]
-                if fp8
-                else []
-            ),
-            (2, "repeated gemm", alone, self._repeated(lambda: torch.mm(a, b.t()))),
-            (
-                3,
-                "repeated attention",
-                alone,
-                self._repeated(lambda: scaled_dot_product_attention(*heads)),
-            ),
-            (4, "memory", alone, self._memory),
-        ]
-        # A sum of all is wrong for all. Sums of all but one tell whose part in it is.
-        if self.world > 1:
-            sizes = sorted({2, self.world - 1, self.world} - {0, 1})
-        else:
-            sizes = []
-        for place, ranks in enumerate(
-            (c for size in sizes for c in combinations(range(self.world), size)), start=5
-        ):
-            group = dist.new_group([*ranks])
-            if self.rank in ranks:
-                if len(ranks) == 2:
-                    (peer,) = {*ranks} - {self.rank}
-                    self._parts.append(
-                        (place, "exchange", ranks, partial(self._exchanged, peer, group))
-                    )
-                self._parts.append(
-                    (place, "all-reduce", ranks, partial(self._summed, ranks, group))
-                )
+        self._parts = [*self._parts_alone(side, fp8), *self._parts_together()]
         self._wrong: dict[str, dict[str, Any]] = {}
         self.state: dict[str, Any] = {"device": device_name(bench.device)}
-        self.note(round=0, place=-1, what="the start", ranks=alone)
+        self.note(round=0, place=-1, what="the start", ranks=(self.rank,))
+
+    def _parts_alone(self, side: int, fp8: str) -> Iterator[_Part]:
+        alone = (self.rank,)
+        generator = torch.Generator().manual_seed(1)
+        values = [
+            torch.randn(side, side, generator=generator).to(self.device, torch.bfloat16)
+            for _ in range(3)
+        ]
+        heads = [value.view(-1, 16, side // 4, side // 16) for value in values]
+        gemm = self._repeated(lambda: torch.mm(values[0], values[1].t()))
+        attention = self._repeated(lambda: scaled_dot_product_attention(*heads))
+        yield _Part(0, "gemm bf16", alone, partial(self._exact, torch.bfloat16))
+        if fp8:
+            kind = getattr(torch, f"float8_{fp8}")
+            yield _Part(1, "gemm fp8", alone, partial(self._exact, kind))
+        yield _Part(2, "repeated gemm", alone, gemm)
+        yield _Part(3, "repeated attention", alone, attention)
+        yield _Part(4, "memory", alone, self._memory)
+
+    def _parts_together(self) -> Iterator[_Part]:
+        # A sum of all is wrong for all. Sums of all but one tell whose part in it is.
+        sizes = sorted({2, self.world - 1, self.world} - {0, 1})
+        if self.world == 1:
+            sizes = []
+        place = 5
+        for size in sizes:
+            for ranks in combinations(range(self.world), size):
+                group = dist.new_group([*ranks])
+                if self.rank in ranks:
+                    if size == 2:
+                        peer = sum(ranks) - self.rank
+                        exchange = partial(self._exchanged, peer, group)
+                        yield _Part(place, "exchange", ranks, exchange)
+                    add = partial(self._summed, ranks, group)
+                    yield _Part(place, "all-reduce", ranks, add)
+                place += 1
 
     def run(self, number: int) -> None:
         """Run the round ``number``, from 1, and add what is wrong to the state."""
-        for place, what, ranks, check in self._parts:
-            self.note(round=number, place=place, what=what, ranks=ranks)
-            wrong, total = check(number)
+        for part in self._parts:
+            self.note(round=number, place=part.place, what=part.what, ranks=part.ranks)
+            wrong, total = part.check(number)
             count = int(wrong)
-            if count:
-                new: dict[str, Any] = {
-                    "what": what,
-                    "ranks": ranks,
-                    "elements": 0,
-                    "of": 0,
-                    "rounds": 0,
-                }
-                row = self._wrong.setdefault(f"{what} {ranks}", new | {"first": number})
-                row |= {
-                    "elements": row["elements"] + count,
-                    "of": row["of"] + total,
-                    "rounds": row["rounds"] + 1,
-                }
+            if not count:
+                continue
+            new = {"what": part.what, "ranks": part.ranks, "elements": 0, "of": 0, "rounds": 0}
+            row = self._wrong.setdefault(f"{part.what} {part.ranks}", new | {"first": number})
+            row["elements"] += count
+            row["of"] += total
+            row["rounds"] += 1
 
     def note(self, **changes: Any) -> None:
         """Change the state, and write it."""
@@ -249,26 +241,28 @@ class BurnIn:
         """
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for place, chunk in enumerate(self._chunks):
-            values = [
-                self._pattern(place * len(chunk), len(chunk), n // 2) ^ -(n % 2)
-                for n in (number - 1, number)
-            ]
+            start = place * len(chunk)
             if number > 1:
-                wrong += (chunk != values[0]).sum()
-            chunk.copy_(values[1])
+                wrong += (chunk != self._content(start, len(chunk), number - 1)).sum()
+            chunk.copy_(self._content(start, len(chunk), number))
         return wrong, sum(map(len, self._chunks))
 
-    def _exchanged(self, peer: int, group: Any, number: int) -> tuple[Tensor, int]:
-        def between(source: int, target: int) -> Tensor:
-            return self._pattern(
-                0, self._message, (number * self.world + source) * self.world + target
-            )
+    def _content(self, start: int, count: int, number: int) -> Tensor:
+        return self._pattern(start, count, number // 2) ^ -(number % 2)
 
+    def _exchanged(self, peer: int, group: Any, number: int) -> tuple[Tensor, int]:
         received = torch.zeros(self._message, dtype=torch.int64, device=self.device)
-        sent = dist.P2POp(dist.isend, between(self.rank, peer), peer, group)
-        for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, peer, group)]):
+        operations = [
+            dist.P2POp(dist.isend, self._sent(number, self.rank, peer), peer, group),
+            dist.P2POp(dist.irecv, received, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
-        return (received != between(peer, self.rank)).sum(), self._message
+        return (received != self._sent(number, peer, self.rank)).sum(), self._message
+
+    def _sent(self, number: int, source: int, target: int) -> Tensor:
+        key = (number * self.world + source) * self.world + target
+        return self._pattern(0, self._message, key)
 
     def _summed(self, ranks: Iterable[int], group: Any, number: int) -> tuple[Tensor, int]:
         index = torch.arange(self._message, device=self.device)
@@ -283,12 +277,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     gpu: Any = torch.cuda.get_device_properties(device)
+    words = [gpu.name]
     # Older versions of PyTorch lack these.
-    has_pci = hasattr(gpu, "pci_bus_id")
-    pci = ""
-    if has_pci:
-        pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return ", ".join(filter(None, (gpu.name, pci, str(getattr(gpu, "uuid", "")))))
+    if hasattr(gpu, "pci_bus_id"):
+        words.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    if hasattr(gpu, "uuid"):
+        words.append(str(gpu.uuid))
+    return ", ".join(words)
 
 
 def _burn_in(bench: _Bench, folder: Path, fp8: str, seconds: float) -> None:
@@ -332,35 +327,45 @@ def main(folder: Path, fp8: str, seconds: float = 0) -> None:
 
 
 def _benchmarks(bench: _Bench, folder: Path, fp8: str) -> None:
-    figures: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {"device": "cpu"}
     size = 256
+    copied = 1 << 22
     if bench.on_gpu:
+        figures["device"] = torch.cuda.get_device_name()
         size = 8192
+        copied = 1 << 30
     figures["gemm bf16"] = _gemm_tflops(bench, size)
     if fp8 and bench.on_gpu:
         figures["gemm fp8"] = _gemm_tflops(bench, size, fp8)
-    source = torch.ones((1 << 30) if bench.on_gpu else (1 << 22), device=bench.device)
-    copied = torch.empty_like(source)
-    figures["memory"] = 2.0 * source.nbytes / bench.seconds(partial(copied.copy_, source)) / 1e12
-    del source, copied
+    figures["memory"] = _copy_tb_s(bench, copied)
     if bench.world > 1:
-        ranks = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
-        dist.all_reduce(ranks)
-        if not bool((ranks == bench.world * (bench.world + 1) / 2).all()):
-            raise RuntimeError("an all-reduce gave a wrong sum")
-        # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
-        if bench.on_gpu:
-            message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4)
-        else:
-            message = 1 << 20
-        # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
-        data = torch.zeros(message // 4, device=bench.device)
-        figures["all-reduce"] = 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data))
-        part = data[: min(len(data), 1 << 29) // bench.world * bench.world]
-        target = torch.empty_like(part)
-        figures["all-to-all"] = _bus_gb_s(bench, part, lambda: dist.all_to_all_single(target, part))
-    figures["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
+        figures |= _collectives(bench)
     (folder / f"rank-{bench.rank}.json").write_text(json.dumps(figures), encoding="utf-8")
+
+
+def _copy_tb_s(bench: _Bench, count: int) -> float:
+    source = torch.ones(count, device=bench.device)
+    target = torch.empty_like(source)
+    return 2.0 * float(source.nbytes) / bench.seconds(partial(target.copy_, source)) / 1e12
+
+
+def _collectives(bench: _Bench) -> dict[str, float]:
+    ranks = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
+    dist.all_reduce(ranks)
+    if not bool((ranks == bench.world * (bench.world + 1) / 2).all()):
+        raise RuntimeError("an all-reduce gave a wrong sum")
+    # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
+    message = 1 << 20
+    if bench.on_gpu:
+        message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4)
+    data = torch.zeros(message // 4, device=bench.device)
+    part = data[: min(len(data), 1 << 29) // bench.world * bench.world]
+    target = torch.empty_like(part)
+    return {
+        # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
+        "all-reduce": 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data)),
+        "all-to-all": _bus_gb_s(bench, part, lambda: dist.all_to_all_single(target, part)),
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the
-comparison of machines.
-"""
+"""Micro-benchmarks and burn-in of a machine's GPUs, and the comparison of machines."""
 
 import importlib.util
 import os
@@ -40,6 +38,7 @@ _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
 _REPORT_SECONDS = 10
+_HANGS = "hangs"
 _TABLE: Any = read_values(Path(__file__).with_name("expected.yaml")).data
 EXPECTED: Mapping[tuple[str, str], Mapping[str, Any]] = {
     (row["gpu"], row["what"]): row for row in _TABLE["figures"]
@@ -59,75 +58,78 @@ class Measurement:
     source: str
 
 
-def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
-    """Return the visible GPUs of ``host``, their FP8 format, and the reason if PyTorch cannot use
-    any.
-    """
+def _usable(host: Host) -> tuple[tuple[str, ...], str]:
+    """Return the visible GPUs of ``host``, and the reason if PyTorch cannot use any."""
     gpus = visible(len(host.gpus.names), host.environment)
-    name = host.gpus.generation
-    reason = ""
     if not host.gpus.names:
-        reason = "no GPU on this machine"
-    elif not gpus:
-        reason = "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES"
-    elif importlib.util.find_spec("torch") is None:
-        reason = "PyTorch is not installed here; run it in the image"
-    return gpus, arch_of(generation(name)).fp8 if name else "", reason
+        return gpus, "no GPU on this machine"
+    if not gpus:
+        return gpus, "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES"
+    if importlib.util.find_spec("torch") is None:
+        return gpus, "PyTorch is not installed here; run it in the image"
+    return gpus, ""
+
+
+def _fp8(host: Host) -> str:
+    """Return the format of FP8 of the GPUs' matrix units; empty if there is none."""
+    name = host.gpus.generation
+    if name:
+        return arch_of(generation(name)).fp8
+    return ""
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
-    """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing
-    can be measured.
+    """Measure the GPUs of ``host`` and judge the figures.
+
+    A finding states the reason if nothing can be measured.
     """
-    gpus, fp8, reason = _usable(host)
+    gpus, reason = _usable(host)
     if reason:
         return [finding("no_benchmark", reason=reason)], []
-    ranks = measure(len(gpus), fp8)
+    ranks = measure(len(gpus), _fp8(host))
     if isinstance(ranks, str):
         return [finding("broken_benchmark", reason=ranks)], []
     figures = measurements(host.gpus.generation, ranks)
-    return [judged for measurement in figures for judged in judge(measurement)], figures
+    findings: list[Finding] = []
+    for measurement in figures:
+        findings += judge(measurement)
+    return findings, figures
 
 
 def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] | str:
-    """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the
-    matrix units.
+    """Return the figures of each rank, or the reason for a failure.
+
+    ``fp8`` is the format of the matrix units.
     """
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
         deadline = time.monotonic() + seconds
-        if _run(folder, ranks, fp8, 0, lambda: time.monotonic() > deadline):
-            if time.monotonic() > deadline:
-                return f"the GPUs did not finish within {seconds:g} s"
+
+        def late() -> bool:
+            return time.monotonic() > deadline
+
+        code = _run(folder, ranks, fp8, 0, late)
+        if code and late():
+            return f"the GPUs did not finish within {seconds:g} s"
+        states = _states(folder, ranks)
+        if code or not all(states):
             return _failure(folder)
-        if all(states := _states(folder, ranks)):
-            return states
-        return _failure(folder)
+        return states
 
 
 def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[[], bool]) -> int:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "primus_images.system.measure",
-        str(folder),
-        fp8,
-        str(burn_in),
-    ]
-    # cuBLAS repeats its results only with a workspace of fixed size.
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks)]
+    command += ["-m", "primus_images.system.measure", str(folder), fp8, str(burn_in)]
     # It also ends the ranks, which torchrun starts in sessions of their own.
-    return processes.run(
+    ended = processes.run(
         command,
         log=folder / "log.txt",
-        environment=environment,
+        # cuBLAS repeats its results only with a workspace of fixed size.
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ},
         watch=processes.Watch(hopeless=hopeless),
-    ).exit_code
+    )
+    return ended.exit_code
 
 
 def _states(folder: Path, ranks: int) -> list[dict[str, Any]]:
@@ -135,134 +137,181 @@ def _states(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def _failure(folder: Path) -> str:
-    errors = [line for line in text_if_readable(folder / "log.txt").splitlines() if "Error" in line]
-    return (
-        f"PyTorch fails on the GPUs: {(errors[0] if errors else 'no reason given').strip()[:300]}"
-    )
+    reason = "no reason given"
+    for line in text_if_readable(folder / "log.txt").splitlines():
+        if "Error" in line:
+            reason = line.strip()[:300]
+            break
+    return f"PyTorch fails on the GPUs: {reason}"
+
+
+class _Progress:
+    """Watches the ranks of a burn-in, by the states that they write to ``folder``."""
+
+    def __init__(
+        self, folder: Path, ranks: int, seconds: float, say: Callable[[str], None], patience: float
+    ) -> None:
+        self.states: list[dict[str, Any]] = []
+        self.hangs = False
+        self._folder = folder
+        self._ranks = ranks
+        self._seconds = seconds
+        self._say = say
+        self._patience = patience
+        self._began = time.monotonic()
+        self._changed = self._began
+        self._reported = self._began
+
+    def read(self) -> None:
+        """Read the states of all ranks."""
+        self.states = _states(self._folder, self._ranks)
+
+    def hopeless(self) -> bool:
+        """Report progress. Returns whether no state has changed for too long."""
+        now = time.monotonic()
+        before = self.states
+        self.read()
+        if self.states != before:
+            self._changed = now
+        if not all(before):
+            self._began = now
+        started = all(self.states)
+        if started and now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            self._report(now - self._began)
+        patience = self._patience
+        if not started:
+            patience *= 3  # PyTorch is being loaded
+        self.hangs = now - self._changed > patience
+        return self.hangs
+
+    def _report(self, seconds: float) -> None:
+        verdict = "no wrong result"
+        wrong = sum(bool(state["wrong"]) for state in self.states)
+        if wrong:
+            verdict = f"{wrong} of {self._ranks} GPUs with wrong results"
+        number = self.states[0]["round"]
+        self._say(f"burn-in: {seconds:.0f} of {self._seconds:.0f} s, round {number}, {verdict}")
 
 
 def burn_in(
     host: Host, seconds: float, say: Callable[[str], None], patience: float = 120
 ) -> list[Finding]:
-    """Compute, keep and exchange known values on all GPUs for ``seconds``, and name each GPU that
-    gets others.
+    """Compute, keep and exchange known values on all GPUs for ``seconds``.
 
-    ``say`` prints progress. A GPU that does not finish a part of it within ``patience`` seconds
-    hangs. Raises HostError if PyTorch cannot use any GPU.
+    Names each GPU that gets others. ``say`` prints progress. A GPU that does not finish a part of
+    it within ``patience`` seconds hangs. Raises HostError if PyTorch cannot use any GPU.
     """
-    gpus, fp8, reason = _usable(host)
+    gpus, reason = _usable(host)
     if reason:
         raise HostError(f"--burn-in: {reason}", hint="run it in the image, on a machine with GPUs")
-    began = changed = reported = time.monotonic()
-    states: list[dict[str, Any]] = []
-    hangs = False
-
-    def hopeless() -> bool:
-        nonlocal states, began, changed, reported, hangs
-        now = time.monotonic()
-        before = states
-        states = _states(folder, len(gpus))
-        if states != before:
-            changed = now
-        if not all(before):
-            began = now
-        if now - reported > _REPORT_SECONDS and all(states):
-            reported = now
-            wrong = sum(bool(state["wrong"]) for state in states)
-            verdict = "no wrong result"
-            if wrong:
-                verdict = f"{wrong} of {len(gpus)} GPUs with wrong results"
-            say(
-                f"burn-in: {now - began:.0f} of {seconds:.0f} s, round {states[0]['round']}, "
-                f"{verdict}"
-            )
-        # Before the first part, PyTorch is loaded.
-        hangs = now - changed > patience * (1 if all(states) else 3)
-        return hangs
-
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
-        code = _run(folder, len(gpus), fp8, seconds, hopeless)
-        states = _states(folder, len(gpus))
-        if not code and all(states):
-            failure = ""
-        elif hangs:
-            failure = "hangs"
-        else:
+        progress = _Progress(folder, len(gpus), seconds, say, patience)
+        code = _run(folder, len(gpus), _fp8(host), seconds, progress.hopeless)
+        progress.read()
+        failure = ""
+        if code or not all(progress.states):
             failure = _failure(folder)
-    rounds = counted(states[0].get("round", 0), "round")
-    findings = [finding("wrong_result", what=text) for text in _wrong(states, gpus, failure)]
-    return findings or [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
+        if failure and progress.hangs:
+            failure = _HANGS
+    sentences = list(_wrong(progress.states, gpus, failure))
+    if sentences:
+        return [finding("wrong_result", what=sentence) for sentence in sentences]
+    rounds = counted(progress.states[0].get("round", 0), "round")
+    return [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
 
 
 def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
-    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others
-    wait for.
+    """Yield a sentence for what each rank counted, and for what ended or hung.
 
     The first one names the rank that takes part in all that is wrong, if others only receive it
     from there.
     """
-
-    def part(rank: int, row: Mapping[str, Any]) -> str:
-        others = ", ".join(gpus[other] for other in row.get("ranks", ()) if other != rank)
-        return str(row.get("what", "the start of PyTorch")) + (
-            f" with GPU {others}" if others else ""
-        )
-
-    names = [
-        f"GPU {gpu} of {name_here()}" + (f" ({state['device']})" if state else "")
-        for gpu, state in zip(gpus, states, strict=True)
-    ]
-    groups = {tuple(row["ranks"]) for state in states for row in state.get("wrong", ())}
-    common = set(range(len(gpus))).intersection(*groups)
-    if len(groups) > 1 and len(common) == 1:
-        yield (
-            f"{names[common.pop()]}: it takes part in everything that is wrong, and no other "
-            "GPU does"
-        )
+    names = []
+    for gpu, state in zip(gpus, states, strict=True):
+        name = f"GPU {gpu} of {name_here()}"
+        if state:
+            name += f" ({state['device']})"
+        names.append(name)
+    source = _common_source(states)
+    if source is not None:
+        yield f"{names[source]}: it takes part in everything that is wrong, and no other GPU does"
     for rank, state in enumerate(states):
         for row in state.get("wrong", ()):
             when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
             wrong = f"{row['elements']:,} of {row['of']:,} elements are wrong {when}"
-            yield f"{names[rank]}: {part(rank, row)}: {wrong}"
-    errors = [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]
-    if errors:
-        # The ranks that lose their peer fail later.
-        rank = min(errors)[1]
-        yield f"{names[rank]}: {part(rank, states[rank])} fails: {states[rank]['error']}"
-    elif failure == "hangs":
-        places = [(state.get("round", 0), state.get("place", -1)) for state in states]
-        for rank, place in enumerate(places):
-            if place == min(places):
-                yield f"{names[rank]}: {part(rank, states[rank])} of round {place[0]} does not end"
-    elif failure:
+            yield f"{names[rank]}: {_part(rank, row, gpus)}: {wrong}"
+    for rank, end in _ends(states, failure):
+        yield f"{names[rank]}: {_part(rank, states[rank], gpus)} {end}"
+    if failure not in ("", _HANGS) and not any("error" in state for state in states):
         yield failure
 
 
+def _part(rank: int, row: Mapping[str, Any], gpus: Sequence[str]) -> str:
+    """Return what a rank did, and with which other GPUs."""
+    part = str(row.get("what", "the start of PyTorch"))
+    others = ", ".join(gpus[other] for other in row.get("ranks", ()) if other != rank)
+    if others:
+        return f"{part} with GPU {others}"
+    return part
+
+
+def _common_source(states: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the only rank that takes part in all of several wrong results, if there is one."""
+    groups = set()
+    for state in states:
+        for row in state.get("wrong", ()):
+            groups.add(tuple(row["ranks"]))
+    common = set(range(len(states))).intersection(*groups)
+    if len(groups) > 1 and len(common) == 1:
+        return common.pop()
+    return None
+
+
+def _ends(states: Sequence[Mapping[str, Any]], failure: str) -> Iterator[tuple[int, str]]:
+    """Yield the rank that failed first, or those for which the others wait."""
+    errors = [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]
+    if errors:
+        # The ranks that lose their peer fail later.
+        _, rank = min(errors)
+        yield rank, f"fails: {states[rank]['error']}"
+    elif failure == _HANGS:
+        places = [(state.get("round", 0), state.get("place", -1)) for state in states]
+        first = min(places)
+        for rank, place in enumerate(places):
+            if place == first:
+                yield rank, f"of round {first[0]} does not end"
+
+
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
-    """Group the figures of all ranks by benchmark, each with the range expected of the GPU
-    ``name``.
-    """
-    rows = []
+    """Group the figures of all ranks by benchmark, with what is expected of the GPU ``name``."""
+    results = []
     for what, unit in UNITS.items():
         figures = tuple(float(rank[what]) for rank in ranks if what in rank)
         if not figures:
             continue
-        row = EXPECTED.get((name, what), {"least": None, "source": "no table knows this GPU"})
-        if row.get("gpus") not in (None, len(ranks)):
-            row = {"least": None, "source": f"the published figure is of {row['gpus']} GPUs"}
         # A collective has one figure, because all ranks wait for each other.
         if what in _COLLECTIVES:
             figures = (min(figures),)
+        least, source = _expected(name, what, len(ranks))
         most = peak_of(name, what)
-        least = row["least"]
-        source = row["source"]
-        rows.append(
+        results.append(
             Measurement(
                 what=what, unit=unit, figures=figures, least=least, most=most, source=source
             )
         )
-    return rows
+    return results
+
+
+def _expected(name: str, what: str, ranks: int) -> tuple[float | None, str]:
+    """Return the least figure that is expected, and its source, or the reason why there is none."""
+    row = EXPECTED.get((name, what))
+    if row is None:
+        return None, "no table knows this GPU"
+    if row.get("gpus") not in (None, ranks):
+        return None, f"the published figure is of {row['gpus']} GPUs"
+    return row["least"], row["source"]
 
 
 def peak_of(name: str, what: str) -> float | None:
@@ -279,42 +328,47 @@ def peak_of(name: str, what: str) -> float | None:
 
 
 def judge(benchmark: Measurement) -> Iterator[Finding]:
-    """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as
-    expected.
-    """
-    what = benchmark.what
-    unit = benchmark.unit
-    figures = benchmark.figures
-    least = benchmark.least
-    most = benchmark.most
-    typical = statistics.median(figures)
+    """Judge the figures of one benchmark, alone and beside the other GPUs."""
+    collective = benchmark.what in _COLLECTIVES
+    typical = statistics.median(benchmark.figures)
     remedies = _TABLE["remedies"]
-    remedy = remedies.get(what) or remedies["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
+    usual = remedies["gemm bf16"]
+    if collective:
+        usual = remedies["all-reduce"]
     texts: Any = {
-        "what": what,
-        "least": least or 0,
-        "most": most or 0,
+        "what": benchmark.what,
+        "least": benchmark.least or 0,
+        "most": benchmark.most or 0,
         "source": benchmark.source,
-        "remedy": remedy,
+        "remedy": remedies.get(benchmark.what, usual),
     }
     sound = True
-    for gpu, figure in enumerate(figures):
-        shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
-        if most is not None and figure > most * _ABOVE_PEAK:
-            name = "above_peak"
-        elif least is not None and figure < least:
-            name = "below_least"
-        elif figure < typical * (1 - _APART):
-            name = "below_others"
-        else:
-            continue
-        yield finding(name, figure=shown, share=1 - figure / typical, **texts)
-        sound = False
+    for gpu, figure in enumerate(benchmark.figures):
+        problem = _problem(benchmark, figure, typical)
+        if problem:
+            sound = False
+            shown = f"{figure:,.4g} {benchmark.unit}"
+            if not collective:
+                shown = f"GPU {gpu}: {shown}"
+            yield finding(problem, figure=shown, share=1 - figure / typical, **texts)
     if sound:
-        shown = f"{min(figures):,.4g}" + (f"–{max(figures):,.4g}" if len(figures) > 1 else "")
-        yield finding(
-            "unjudged" if least is None else "as_expected", figure=f"{shown} {unit}", **texts
-        )
+        name = "as_expected"
+        if benchmark.least is None:
+            name = "unjudged"
+        shown = f"{min(benchmark.figures):,.4g}"
+        if len(benchmark.figures) > 1:
+            shown += f"–{max(benchmark.figures):,.4g}"
+        yield finding(name, figure=f"{shown} {benchmark.unit}", **texts)
+
+
+def _problem(benchmark: Measurement, figure: float, typical: float) -> str:
+    if benchmark.most is not None and figure > benchmark.most * _ABOVE_PEAK:
+        return "above_peak"
+    if benchmark.least is not None and figure < benchmark.least:
+        return "below_least"
+    if figure < typical * (1 - _APART):
+        return "below_others"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,28 +402,22 @@ def read(path: Path) -> Node:
 
 
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
-    """Return (node, finding) for problems that show only between nodes. InputError if a node has
-    two documents.
+    """Return (node, finding) for problems that show only between nodes.
+
+    Raises InputError if a node has two documents.
     """
-    twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
-    if twice:
+    names = Counter(node.name for node in nodes)
+    name, count = names.most_common(1)[0]
+    if count > 1:
         raise InputError(
-            f"two documents are from node {twice[0]}", hint="give one document for each node"
+            f"two documents are from node {name}", hint="give one document for each node"
         )
-    drivers = _odd(nodes, "driver", lambda node: node.driver)
-    ports = _odd(
-        nodes,
-        "RDMA",
-        lambda node: next(
-            (
-                finding.message.partition(";")[0]
-                for finding in node.findings
-                if finding.check == "RDMA"
-            ),
-            "no RDMA device",
-        ),
-    )
-    return [*_odd(nodes, "GPUs", _gpus), *drivers, *ports, *_slowest(nodes)]
+    return [
+        *_odd(nodes, "GPUs", _gpus),
+        *_odd(nodes, "driver", lambda node: node.driver),
+        *_odd(nodes, "RDMA", _rdma),
+        *_slowest(nodes),
+    ]
 
 
 def _gpus(node: Node) -> str:
@@ -377,49 +425,59 @@ def _gpus(node: Node) -> str:
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or "no GPU"
 
 
+def _rdma(node: Node) -> str:
+    for result in node.findings:
+        if result.check == "RDMA":
+            return result.message.partition(";")[0]
+    return "no RDMA device"
+
+
 def _odd(
-    nodes: Sequence[Node], check: str, of: Callable[[Node], str]
+    nodes: Sequence[Node], check: str, property_of: Callable[[Node], str]
 ) -> Iterator[tuple[str, Finding]]:
-    usual = Counter(of(node) for node in nodes).most_common(1)[0][0]
-    for node in nodes:
-        if of(node) != usual:
-            what = of(node) or "unknown"
+    """Yield the nodes of which something is not as on most."""
+    values = {node.name: property_of(node) for node in nodes}
+    usual = Counter(values.values()).most_common(1)[0][0]
+    for name, value in values.items():
+        if value != usual:
+            what = value or "unknown"
             most = usual or "an unknown one"
-            yield node.name, finding("odd_node", check=check, what=what, usual=most)
+            yield name, finding("odd_node", check=check, what=what, usual=most)
 
 
 def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
     benchmarks: dict[str, dict[str, float]] = {}
     for node in nodes:
         for row in node.measurements:
-            benchmarks.setdefault(f"{row.what} ({row.unit})", {})[node.name] = min(row.figures)
+            figures = benchmarks.setdefault(f"{row.what} ({row.unit})", {})
+            figures[node.name] = min(row.figures)
     for what, figures in benchmarks.items():
         typical = statistics.median(figures.values())
         for name, figure in figures.items():
-            if figure < typical * (1 - _APART):
-                share = 1 - figure / typical
-                yield (
-                    name,
-                    finding("slow_node", what=what, figure=figure, share=share, typical=typical),
-                )
+            share = 1 - figure / typical
+            if share > _APART:
+                slow = finding("slow_node", what=what, figure=figure, share=share, typical=typical)
+                yield name, slow
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:
-    """Return table rows, one per node: name, GPUs, verdict, problems."""
+    """Return table rows, one per node: mark, name, GPUs, problems."""
     table: list[tuple[str, ...]] = []
     for node in nodes:
-        problems = [*node.problems, *(finding for name, finding in between if name == node.name)]
-        text = "; ".join(f"{finding.check}: {finding.message}" for finding in problems) or "ready"
-        worst: Level = (
-            "failed" if any(f.level == "failed" for f in problems) else "slow" if problems else "ok"
-        )
-        table.append((MARKS[worst], node.name, _gpus(node), text))
+        problems = [*node.problems, *(result for name, result in between if name == node.name)]
+        worst: Level = "ok"
+        if problems:
+            worst = "slow"
+        if any(result.level == "failed" for result in problems):
+            worst = "failed"
+        sentences = [f"{result.check}: {result.message}" for result in problems]
+        table.append((MARKS[worst], node.name, _gpus(node), "; ".join(sentences) or "ready"))
     return table
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
-    """Return one self-contained HTML page: each problem with its remedy, and all checks and figures
-    by nodes.
-    """
-    problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
-    return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems)
+    """Return one HTML page: problems with their remedies, and all checks and figures by nodes."""
+    problems = [(node.name, result) for node in nodes for result in node.problems]
+    return html.rendered(
+        "nodes.html", title="Preflight", nodes=nodes, problems=[*problems, *between]
+    )

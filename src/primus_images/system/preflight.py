@@ -1,5 +1,6 @@
-"""Checks of a machine before a job. Each reads the kernel's files, and names the problem and its
-remedy.
+"""Checks of a machine before a job.
+
+Each reads the kernel's files, and names the problem and its remedy.
 """
 
 import os
@@ -21,102 +22,87 @@ _NVIDIA = "0x10de"
 # PCI classes: processing accelerators, and display controllers that only compute.
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
+_MANY_CORRECTED = 1000
+_LEAST_PROCESSES = 4096
 _OF_CONTAINERS = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
 
 
 def present(host: Host) -> Iterator[Finding]:
     """Check that GPUs are present, and that all have a driver."""
-    makers = {
-        path: host.text(path / "vendor")
-        for path in host.glob("sys/bus/pci/devices/*")
-        if host.text(path / "class")[:6] in _COMPUTE
-    }
-    devices = [path for path, maker in makers.items() if maker in (_AMD, _NVIDIA)]
-    # The driver is also bound for GPUs of the host that this container does not see.
-    unbound = [makers[path] for path in devices if not (path / "driver").exists()]
-    names = host.gpus.names
+    usable = len(host.gpus.names)
+    devices = _on_the_bus(host)
     bus = len(devices)
+    # The driver is also bound for GPUs of the host that this container does not see.
+    unbound = [device for device in devices if not (device / "driver").exists()]
     if unbound:
         module = "nvidia"
-        if _AMD in unbound:
+        if any(host.text(device / "vendor") == _AMD for device in unbound):
             module = "amdgpu"
         yield finding("unbound", unbound=len(unbound), bus=bus, module=module)
-    elif not names and bus:
+    elif bus and not usable:
         yield finding("unusable", bus=bus)
-    elif bus > len(names) and not any((host.root / name).exists() for name in _OF_CONTAINERS):
-        yield finding("some_usable", bus=bus, usable=len(names))
-    elif not names:
+    elif bus > usable and not _in_container(host):
+        yield finding("some_usable", bus=bus, usable=usable)
+    elif not usable:
         yield finding("no_gpu", check="gpus")
+
+
+def _on_the_bus(host: Host) -> list[Path]:
+    devices = []
+    for device in host.glob("sys/bus/pci/devices/*"):
+        maker = host.text(device / "vendor")
+        if host.text(device / "class")[:6] in _COMPUTE and maker in (_AMD, _NVIDIA):
+            devices.append(device)
+    return devices
+
+
+def _in_container(host: Host) -> bool:
+    return any((host.root / name).exists() for name in _OF_CONTAINERS)
 
 
 def one_generation(host: Host) -> Iterator[Finding]:
     """Check that all GPUs are whole, and of one generation in the table."""
     names = host.gpus.names
+    sentence = host.gpus.sentence()
     if len(set(names)) > 1:
-        yield finding("several_generations", gpus=host.gpus.sentence())
+        yield finding("several_generations", gpus=sentence)
     elif any(name.startswith("part of") for name in names):
         yield finding("partition", gpu=names[0])
+    elif host.gpus.generation:
+        yield finding("one_generation", gpus=sentence)
     elif names:
-        known = bool(host.gpus.generation)
-        yield finding(
-            "one_generation" if known else "unlisted", gpus=host.gpus.sentence(), gpu=names[0]
-        )
+        yield finding("unlisted", gpu=names[0])
 
 
 def rights(host: Host) -> Iterator[Finding]:
     """Check that the user may open the GPUs' devices."""
-    gpus = host.gpus
     option = "--gpus all"
-    if gpus.vendor == "amd":
+    needed = [host.root / "dev/nvidiactl", host.root / "dev/nvidia-uvm"]
+    if host.gpus.vendor == "amd":
         option = "--device /dev/kfd --device /dev/dri"
-        needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
-        if len(needed) - 1 < len(gpus.names):
-            yield finding(
-                "render_devices", there=len(needed) - 1, gpus=len(gpus.names), option=option
-            )
-    else:
-        needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
-    path = next((path for path in needed if not os.access(path, os.R_OK | os.W_OK)), None)
-    if path is None:
+        cards = host.glob("dev/dri/renderD*")
+        needed = [host.root / "dev/kfd", *cards]
+        gpus = len(host.gpus.names)
+        if len(cards) < gpus:
+            yield finding("render_devices", there=len(cards), gpus=gpus, option=option)
+    closed = [path for path in needed if not os.access(path, os.R_OK | os.W_OK)]
+    if not closed:
         yield finding("opened", count=len(needed))
-    elif not path.exists():
-        yield finding("missing_device", path=host.shown(path), option=option)
+        return
+    path = closed[0]
+    shown = host.shown(path)
+    if path.exists():
+        group = path.stat().st_gid
+        yield finding("closed_device", path=shown, user=os.geteuid(), group=group)
     else:
-        yield finding(
-            "closed_device", path=host.shown(path), user=os.geteuid(), group=path.stat().st_gid
-        )
-
-
-def visible(host: Host) -> Iterator[Finding]:
-    """Check that the variables that select GPUs agree and name existing ones."""
-    chosen = {}
-    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        text = host.environment.get(name)
-        if text is None or not host.gpus.names:
-            continue
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        chosen[name] = words
-        wrong = [word for word in words if word.isdecimal() and int(word) >= len(host.gpus.names)]
-        if wrong or not words or "-1" in words:
-            what = "no GPU"
-            if wrong:
-                what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}"
-            yield finding("wrong_choice", name=name, text=text, what=what)
-    if len({tuple(words) for words in chosen.values()}) > 1:
-        yield finding(
-            "two_choices",
-            pairs=", ".join(f"{name}={','.join(words)}" for name, words in chosen.items()),
-        )
+        yield finding("missing_device", path=shown, option=option)
 
 
 def amdgpu_drivers(rocm: str) -> list[str]:
     """Return the versions of the kernel driver that support this ROCm, of those in the table."""
     release = ".".join(rocm.split(".")[:2])
-    return [
-        version
-        for version, row in _table("drivers.yaml")["amdgpu"].items()
-        if release in row["supports"]
-    ]
+    rows = _table("drivers.yaml")["amdgpu"].items()
+    return [version for version, row in rows if release in row["supports"]]
 
 
 def _table(name: str) -> dict[str, Any]:
@@ -133,12 +119,10 @@ def driver(host: Host) -> Iterator[Finding]:
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
     row = table["amdgpu"].get(version)
     supporting = amdgpu_drivers(rocm)
-    if row is None or not supporting:
-        if row is None:
-            what = f"amdgpu {version or 'of the kernel'}"
-        else:
-            what = f"ROCm {rocm or 'of unknown version'}"
-        yield finding("unknown_driver", what=what)
+    if row is None:
+        yield finding("unknown_driver", what=f"amdgpu {version or 'of the kernel'}")
+    elif not supporting:
+        yield finding("unknown_driver", what=f"ROCm {rocm or 'of unknown version'}")
     else:
         name = "other_driver"
         if version in supporting:
@@ -149,12 +133,13 @@ def driver(host: Host) -> Iterator[Finding]:
 def settings(host: Host) -> Iterator[Finding]:
     """Check the settings of the kernel and its drivers in ``settings.yaml``."""
     for row in _table("settings.yaml")["settings"]:
-        wrong = {host.text(path) for path in host.glob(row["file"])} - {""}
-        wrong = {text for text in wrong if re.search(row["wrong"], text)}
-        if wrong and ("with" not in row or host.glob(row["with"])):
-            yield Finding(
-                "slow", row["check"], row["message"].format(", ".join(sorted(wrong))), row["remedy"]
-            )
+        if "with" in row and not host.glob(row["with"]):
+            continue
+        values = {host.text(path) for path in host.glob(row["file"])}
+        wrong = sorted(value for value in values if value and re.search(row["wrong"], value))
+        if wrong:
+            message = row["message"].format(", ".join(wrong))
+            yield Finding("slow", row["check"], message, row["remedy"])
     yield finding("settings")
 
 
@@ -164,129 +149,120 @@ def limits(host: Host) -> Iterator[Finding]:
     for line in host.text("proc/self/limits").splitlines():
         match = re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line)
         if match:
-            soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
-    if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
-        yield finding("few_files", count=soft["open files"])
-    if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
-        yield finding("locked_memory", mib=soft["locked memory"] / 2**20)
-    if soft.get("processes", 4096) < 4096:
-        yield finding("few_processes", count=soft["processes"])
-    if soft:
-        yield finding("limits")
+            soft[match[1]] = float(match[2].replace("unlimited", "inf"))
+    if not soft:
+        return
+    least = 1024
+    if host.gpus.names:
+        least = 65536
+    files = soft.get("open files", least)
+    if files < least:
+        yield finding("few_files", count=files)
+    locked = soft.get("locked memory", float("inf"))
+    if locked < 64 * _GIB and fabric.devices(host):
+        yield finding("locked_memory", mib=locked / 2**20)
+    count = soft.get("processes", _LEAST_PROCESSES)
+    if count < _LEAST_PROCESSES:
+        yield finding("few_processes", count=count)
+    yield finding("limits")
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
     """Check that /dev/shm is large enough for the ranks."""
     path = host.root / "dev/shm"
-    gpus = len(host.gpus.names)
+    ranks = max(1, len(host.gpus.names))
     # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
-    if gpus > 1:
-        least = gpus * _GIB // 8
-    else:
-        least = _GIB // 32
-    if gpus:
+    least = _GIB // 32
+    good = least
+    if ranks > 1:
+        least = ranks * _GIB // 8
+    if host.gpus.names:
         good = 8 * _GIB
-    else:
-        good = _GIB // 32
     if not path.is_dir():
         yield finding("no_shm")
         return
     total, free = host.bytes_of(path)
+    name = "shm"
     if total < least:
         name = "small_shm"
     elif free < least:
         name = "full_shm"
-    else:
-        name = "modest_shm" if total < good else "shm"
-    yield finding(name, total=total / _GIB, free=free / _GIB, ranks=gpus or 1, least=least / _GIB)
+    elif total < good:
+        name = "modest_shm"
+    yield finding(name, total=total / _GIB, free=free / _GIB, ranks=ranks, least=least / _GIB)
 
 
 def disk(host: Host) -> Iterator[Finding]:
     """Check the free space of the output folder."""
     _, free = host.bytes_of(host.output)
+    name = "disk"
     if free < _GIB:
         name = "full_disk"
-    else:
-        name = "disk"
-        if free < 20 * _GIB and host.gpus.names:
-            name = "small_disk"
+    elif free < 20 * _GIB and host.gpus.names:
+        name = "small_disk"
     yield finding(name, folder=host.output, free=free / _GIB)
-
-
-def container(host: Host) -> Iterator[Finding]:
-    """Check the memory, CPU and process limits of the control group."""
-    gpus = len(host.gpus.names)
-    memory = host.number("sys/fs/cgroup/memory.max") or host.number(
-        "sys/fs/cgroup/memory/memory.limit_in_bytes"
-    )
-    ranks = max(1, gpus)
-    if memory is not None and memory < (32 if gpus else 1) * ranks * _GIB:
-        tight: Level = "failed" if memory < ranks * _GIB else "slow"
-        yield finding(
-            "little_memory", level=tight, gib=memory / _GIB, ranks=ranks, advised=32 * ranks
-        )
-    quota = host.text("sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < max(1, 2 * gpus):
-        yield finding("few_cpus", count=int(quota[0]) / int(quota[1]))
-    pids = host.number("sys/fs/cgroup/pids.max")
-    if pids is not None and pids < 4096:
-        yield finding("few_pids", count=pids)
-    yield finding("container")
 
 
 def health(host: Host) -> Iterator[Finding]:
     """Check AMD's GPUs for ECC errors, retired pages, PCIe links, memory in use and XGMI links."""
-    devices = [
+    cards = [
         path
         for path in host.glob("sys/class/drm/renderD*/device")
         if host.text(path / "vendor") in ("", _AMD)
     ]
-    if host.gpus.vendor != "amd" or not devices:
+    if host.gpus.vendor != "amd" or not cards:
         yield finding("no_health", vendor=host.gpus.vendor)
         return
-    for number, card in enumerate(devices):
-        yield from _card(host, card, f"GPU {number}")
-    yield from _links(host)
-    yield finding("health", gpus=len(devices))
+    for number, card in enumerate(cards):
+        name = f"GPU {number}"
+        yield from _ecc(host, card, name)
+        yield from _pcie(host, card, name)
+        yield from _memory(host, card, name)
+    yield from _xgmi(host)
+    yield finding("health", gpus=len(cards))
 
 
-def _links(host: Host) -> Iterator[Finding]:
-    links = [
-        [properties(link / "properties") for link in gpu.glob("io_links/*")]
-        for gpu in kfd_gpus(host.root)
-    ]
-    counts = [
-        sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in each)
-        for each in links
-    ]
-    if any(counts) and min(counts) < len(counts) - 1:
-        yield finding(
-            "few_links", gpu=counts.index(min(counts)), links=min(counts), of=len(counts) - 1
-        )
-
-
-def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
+def _ecc(host: Host, card: Path, name: str) -> Iterator[Finding]:
     for block in sorted((card / "ras").glob("*_err_count")):
         errors = dict(re.findall(r"(ue|ce):\s*(\d+)", host.text(block)))
         if int(errors.get("ue", 0)):
             yield finding("uncorrected", gpu=name, count=errors["ue"], block=block.name)
-        elif int(errors.get("ce", 0)) > 1000:
+        elif int(errors.get("ce", 0)) > _MANY_CORRECTED:
             yield finding("corrected", gpu=name, count=errors["ce"], block=block.name)
     pages = host.text(card / "ras/gpu_vram_bad_pages").splitlines()
     if pages:
         yield finding("retired_pages", gpu=name, count=len(pages))
+
+
+def _pcie(host: Host, card: Path, name: str) -> Iterator[Finding]:
     for what in ("speed", "width"):
         now = host.text(card / f"current_link_{what}")
         most = host.text(card / f"max_link_{what}")
         if now and most and _leading(now) < _leading(most):
             yield finding("pcie_link", gpu=name, what=what, now=now, most=most)
-    used = host.text(card / "mem_info_vram_used")
-    total = host.text(card / "mem_info_vram_total")
-    if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
-        full: Level = "failed" if int(used) > 0.5 * int(total) else "slow"
-        yield finding(
-            "used_memory", level=full, gpu=name, used=int(used) / _GIB, total=int(total) / _GIB
-        )
+
+
+def _memory(host: Host, card: Path, name: str) -> Iterator[Finding]:
+    used = host.number(card / "mem_info_vram_used")
+    total = host.number(card / "mem_info_vram_total")
+    if not used or not total or used <= 0.05 * total:
+        return
+    level: Level = "slow"
+    if used > 0.5 * total:
+        level = "failed"
+    yield finding("used_memory", level=level, gpu=name, used=used / _GIB, total=total / _GIB)
+
+
+def _xgmi(host: Host) -> Iterator[Finding]:
+    counts = []
+    for gpu in kfd_gpus(host.root):
+        links = [properties(link / "properties") for link in gpu.glob("io_links/*")]
+        up = [link for link in links if link.get("type") == _XGMI and link.get("weight") != "0"]
+        counts.append(len(up))
+    others = len(counts) - 1
+    if any(counts) and min(counts) < others:
+        fewest = counts.index(min(counts))
+        yield finding("few_links", gpu=fewest, links=min(counts), of=others)
 
 
 def _leading(text: str) -> float:
@@ -299,14 +275,16 @@ def _leading(text: str) -> float:
 def known_issues(host: Host) -> Iterator[Finding]:
     """Name what is known to be wrong with this image's versions on this GPU."""
     for issue in host.issues(host.gpus.generation):
-        yield finding("refused_issue" if issue.severity == "refuse" else "issue", issue=issue)
+        name = "issue"
+        if issue.severity == "refuse":
+            name = "refused_issue"
+        yield finding(name, issue=issue)
 
 
 # Checks that do not apply to a job on one machine.
 OF_SEVERAL_NODES = (
     "RDMA",
     "RDMA rights",
-    "RDMA firmware",
     "RDMA libraries",
     "network",
     "locked memory",
@@ -323,12 +301,10 @@ CHECKS: tuple[Callable[[Host], Iterable[Finding]], ...] = (
     present,
     one_generation,
     rights,
-    visible,
     driver,
     shared_memory,
     disk,
     limits,
-    container,
     health,
     settings,
     fabric.rdma,
@@ -344,33 +320,37 @@ def preflight(host: Host) -> list[Finding]:
     for check in CHECKS:
         if check in _OF_GPUS and not host.gpus.names:
             findings.append(finding("no_gpu", check=_OF_GPUS[check]))
-            continue
-        try:
-            results = [*check(host)]
-        except (OSError, ValueError) as error:
-            # A file of the kernel may vanish while it is read, or hold what no other driver writes.
-            why = getattr(error, "strerror", None) or error
-            results = [finding("unreadable", check=check.__name__.replace("_", " "), why=why)]
-        # A check that finds no problem ends with a sentence that says so.
-        bad = any(result.problem for result in results)
-        findings += [result for result in results if not bad or result.level != "ok"]
+        else:
+            findings += _results(check, host)
     return findings
 
 
+def _results(check: Callable[[Host], Iterable[Finding]], host: Host) -> list[Finding]:
+    try:
+        results = list(check(host))
+    except (OSError, ValueError) as error:
+        # A file of the kernel may vanish while it is read, or hold what no other driver writes.
+        why = getattr(error, "strerror", None) or error
+        return [finding("unreadable", check=check.__name__.replace("_", " "), why=why)]
+    # A check that finds no problem ends with a sentence that says so.
+    if any(result.problem for result in results):
+        return [result for result in results if result.level != "ok"]
+    return results
+
+
 def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) -> Iterator[Finding]:
-    """Check the numbers of GPUs and RDMA devices, and the generation of the GPUs, if they are not
-    None.
+    """Check the numbers of GPUs and RDMA devices, and the generation of the GPUs, that are named.
 
     A machine without a GPU is a problem unless ``gpus`` is 0: nothing shows that a job on GPUs
     would run.
     """
-    there = host.gpus.names
+    usable = host.gpus.names
     cards = fabric.devices(host)
-    if not there and gpus is None:
+    if not usable and gpus is None:
         yield finding("expected_gpu")
-    if gpus is not None and len(there) != gpus:
-        yield finding("expected_gpus", there=len(there), gpus=gpus)
-    if gpu is not None and there and host.gpus.generation != gpu:
+    if gpus is not None and len(usable) != gpus:
+        yield finding("expected_gpus", there=len(usable), gpus=gpus)
+    if gpu is not None and usable and host.gpus.generation != gpu:
         yield finding("expected_generation", there=host.gpus.sentence(), gpu=gpu)
     if nics is not None and len(cards) != nics:
         names = ", ".join(card.name for card in cards) or "none"
@@ -378,17 +358,18 @@ def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) ->
 
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
-    """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a
-    checkpoint.
-    """
+    """Measure the speed of writing and syncing a file in ``folder``, as for a checkpoint."""
     started = time.monotonic()
+    block = bytes(2**20)
     size = 0.0
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             while size < megabytes and time.monotonic() - started < 10:
-                size += file.write(bytes(2**20)) / 2**20
+                size += file.write(block) / 2**20
             os.fsync(file.fileno())
-        rate = size / max(time.monotonic() - started, 1e-6)
     except OSError as error:
         return finding("unwritable", folder=folder, why=(error.strerror or "").lower())
-    return finding("slow_disk" if rate < 100 else "disk_speed", folder=folder, rate=rate)
+    rate = size / max(time.monotonic() - started, 1e-6)
+    if rate < 100:
+        return finding("slow_disk", folder=folder, rate=rate)
+    return finding("disk_speed", folder=folder, rate=rate)

@@ -251,47 +251,6 @@ class _Combine(torch.autograd.Function):
         return of_experts, of_weights, of_base, None, None, None
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *routing: Tensor) -> Tensor:
-        ctx.save_for_backward(*routing)
-        return _gathered(x.contiguous(), Routes(*routing))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (
-            _summed(grads[0].contiguous(), Routes(*ctx.saved_tensors), None, None),
-            None,
-            None,
-            None,
-        )
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        experts: Tensor,
-        weights: Tensor,
-        base: Tensor | None,
-        *routing: Tensor,
-    ) -> Tensor:
-        experts = experts.contiguous()
-        weights = weights.contiguous()
-        ctx.save_for_backward(experts, weights, *routing)
-        ctx.based = base is not None
-        return _summed(
-            experts, Routes(*routing), weights, None if base is None else base.contiguous()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        experts, weights, *routing = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        out, dots = _weighted_back(grad, experts, weights, Routes(*routing))
-        return out, dots, grad if ctx.based else None, None, None, None
-
-
 def dispatch(x: Tensor, routing: Routes) -> Tensor:
     """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``.
     Padding is zero.

@@ -12,7 +12,6 @@ from primus_images.schema import build
 from primus_images.system import banner
 from primus_images.versions.components import Versions
 from primus_images.yamlfile import read
-from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -114,7 +113,15 @@ def test_what_ships_imports_only_what_ships() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "added"), table_of("banner_and_gpus.bash_gets_the_images_start_up_file")
+    ("command", "added"),
+    [
+        (["bash"], True),
+        (["/bin/bash", "-ic", "true"], True),
+        (["bash", "--rcfile", "mine"], False),
+        (["bash", "--norc"], False),
+        (["sh"], False),
+        (["primus", "train", "bash"], False),
+    ],
 )
 def test_bash_gets_the_images_start_up_file(
     command: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

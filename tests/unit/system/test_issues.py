@@ -13,7 +13,6 @@ from primus_images.system.host import Host
 from primus_images.system.issues import issues
 from primus_images.system.preflight import preflight
 from project_kit import make_project
-from tables import table_of
 
 TABLE = """\
 issues:
@@ -22,7 +21,24 @@ issues:
 """
 
 
-@pytest.mark.parametrize(("versions", "version", "has"), table_of("issues.versions"))
+@pytest.mark.parametrize(
+    ("versions", "version", "has"),
+    [
+        ("<63", "50.0-2ubuntu0.1", True),
+        ("<63", "63.0-1", False),
+        ("<63", "1:62.9", True),
+        (">=10.0.0,<10.1", "10", True),
+        (">=10.0.0,<10.1", "10.0.5", True),
+        (">=10.0.0,<10.1", "10.1.0", False),
+        (">9,<=10", "10.0", True),
+        ("==2.17.0+rocm10.0.0", "2.17.0+rocm10.0.0", True),
+        ("==2.17.0+rocm10.0.0", "2.17.0", False),
+        ("<2", "1.0 (cpu), 3.0 (mi300x)", True),
+        ("<2", "3.0 (cpu), 4.0 (mi300x)", False),
+        ("<2", "3c0ffee", False),
+        ("*", "3c0ffee", True),
+    ],
+)
 def test_versions(versions: str, version: str, has: bool, tmp_path: Path) -> None:
     path = tmp_path / "table.yaml"
     path.write_text(TABLE.replace("VERSIONS", versions))

@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from primus_images.cli.main import main
-from primus_images.system.banner import lacking
 from primus_images.system.fabric import variables
 from primus_images.system.host import Host
 from primus_images.system.preflight import CHECKS, preflight
-from tables import table_of, text_of
+from tables import text_of
 
 GIB = 2**30
 FILES = yaml.safe_load(text_of("sound_machine.yaml"))
@@ -151,10 +150,24 @@ def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
     skipped = [one for one in found if one.level == "skipped"]
     assert len(skipped) >= 6
     assert all(one.message for one in skipped)
-    assert len(CHECKS) >= 14
+    assert len(CHECKS) >= 12
 
 
-@pytest.mark.parametrize(("driver", "rocm", "level"), table_of("preflight_host.drivers"))
+@pytest.mark.parametrize(
+    ("driver", "rocm", "level"),
+    [
+        ("6.10.5", "6.3.1", "ok"),
+        ("6.10.5", "7.1.0", "failed"),
+        ("6.14.14", "7.2.0", "ok"),
+        ("6.14.14", "7.14.0", "failed"),
+        ("6.16.13", "10.0.0", "ok"),
+        ("6.16.13", "6.3.4", "ok"),
+        ("6.16.13", "6.2.0", "failed"),
+        ("6.19.14", "10.0.0", "ok"),
+        ("6.16.6", "10.0.0", "failed"),
+        ("9.9.9", "7.1.0", "skipped"),
+    ],
+)
 def test_every_driver_of_the_table_is_judged(
     driver: str, rocm: str, level: str, tmp_path: Path
 ) -> None:
@@ -200,7 +213,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     from primus_images.training.backends.backend import Backend
 
     machine = Machine(tmp_path / "host")
-    machine.write("sys/fs/cgroup/pids.max", "100")
+    machine.write("proc/self/limits", "Max processes 100 100 processes\n")
     monkeypatch.setattr("primus_images.cli.image.train.detect", lambda: detect(machine.root))
     monkeypatch.setattr("primus_images.cli.image.train.machine.check", lambda recipe, **_: None)
     monkeypatch.setattr("primus_images.cli.image.train.start.check_backend", lambda job: None)
@@ -221,33 +234,19 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("fault", "line"), table_of("preflight_host.what_the_container_lacks"))
-def test_the_entry_says_in_one_line_what_the_container_lacks(
-    fault: str | None, line: str, tmp_path: Path
-) -> None:
-    machine = Machine(tmp_path)
-    if fault:
-        spoil(machine, FAULTS[fault])
-    host = Host(root=tmp_path, environment={})
-    said = lacking({"target": "mi300x"}, host)
-    assert said.startswith(line)
-    assert said.count("\n") == (1 if fault else 0)
-    assert lacking({"target": "cpu"}, host) == ""
-
-
-def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
-    host = Host(root=tmp_path)
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    (line,) = lacking({"target": "mi355x"}, host).splitlines()
-    assert line.startswith(
-        "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo "
-        "modprobe amdgpu"
-    )
-    assert "--gpus all" in lacking({"target": "h200"}, host)
-
-
 @pytest.mark.parametrize(
-    ("gpus", "change", "words", "said"), table_of("preflight_host.ready_needs_proof")
+    ("gpus", "change", "words", "said"),
+    [
+        (8, None, [], ""),
+        (8, None, ["--expect", "8", "--gpu", "mi300x", "--expect-nics", "2"], ""),
+        (8, "one lost", ["--expect", "8"], "7 of 8 can be used"),
+        (8, "no driver", ["--expect", "8"], "8 of 8 GPUs on the PCI bus have no driver"),
+        (8, None, ["--gpu", "mi325x"], "MI300X (gfx942), not mi325x"),
+        (8, None, ["--expect-nics", "3"], "2 of 3 devices have a driver: mlx5_0, mlx5_1"),
+        (0, None, [], "no GPU on this machine, or its driver does not run"),
+        (0, None, ["--expect", "8"], "0 of 8 can be used"),
+        (0, None, ["--expect", "0"], ""),
+    ],
 )
 def test_ready_needs_proof(
     gpus: int,
@@ -314,10 +313,3 @@ def test_no_content_of_a_file_ends_the_checks_or_reaches_the_terminal_raw(tmp_pa
         machine.findings()
         path.unlink()
         path.write_text(before)
-
-
-@pytest.mark.parametrize("value", ["²", "\x1b[2J", "9" * 5000, "GPU-abc", "0 1"])
-def test_no_value_of_a_variable_ends_the_checks(value: str, tmp_path: Path) -> None:
-    machine = Machine(tmp_path, gpus=2)
-    machine.environment["HIP_VISIBLE_DEVICES"] = value
-    assert all(said.isprintable() for _, _, said, _ in machine.findings())

@@ -20,7 +20,6 @@ from primus_images.system import nodes
 from primus_images.system.host import Finding, Host
 from primus_images.system.nodes import Measurement
 from primus_images.training.run import processes
-from tables import table_of
 
 
 def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
@@ -174,7 +173,14 @@ def test_no_rank_outlives_a_benchmark_that_hangs(
 
 @pytest.mark.parametrize(
     ("environment", "found"),
-    table_of("preflight_nodes.only_devices_that_the_environment_shows_are_used"),
+    [
+        ({}, ["0", "1", "2", "3"]),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, ["2", "3"]),
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ["1"]),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+    ],
 )
 def test_only_devices_that_the_environment_shows_are_used(
     environment: dict[str, str], found: tuple[str, ...]

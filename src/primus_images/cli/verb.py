@@ -39,6 +39,8 @@ class Verb(NamedTuple):
     more: str = ""
 
 
+_SYSTEM_FOLDERS = r"/|/(proc|sys|dev(?!/shm/)|etc|boot|s?bin|lib|lib64)(/.*)?"
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
 TEXTS: Mapping[str, Mapping[str, Any]] = _DATA["texts"]
 VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
@@ -67,11 +69,10 @@ def options_of(function: Callable[..., int], namespace: argparse.Namespace) -> A
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of words whose faults are InputErrors, whereas argparse prints the usage before a
-    fault, and exits.
+    """A parser of words whose faults are InputErrors.
 
-    ``rest`` names what the words after ``--`` are stored as; if it is empty, they are arguments as
-    any.
+    argparse itself prints the usage before a fault, and exits. ``rest`` names what the words after
+    ``--`` are stored as; if it is empty, they are arguments as any.
     """
 
     rest = ""
@@ -81,68 +82,76 @@ class Parser(argparse.ArgumentParser):
         # argparse would look for its own options after --, leaves a second positional argument
         # empty if options stand between it and the first, and refuses key=value after an option
         # unless they are intermixed, which ignores --.
-        if "--" in words:
-            cut = words.index("--")
-        else:
-            cut = len(words)
-        # An empty value, as of a shell's variable that is not set, would count as the default.
-        spelled = [
-            *words[:cut],
-            *(f"{option}={value}" for option, value in pairwise([*words[:cut], "-"])),
-        ]
-        blank = {
-            f"{option}="
-            for option, action in self._option_string_actions.items()
-            if action.default == ""
-        }
-        empty = [word for word in spelled if word in blank]
-        if empty:
-            self.error(f"argument {empty[0][:-1]}: must not be empty")
+        before = list(words)
+        after: list[str] = []
+        if "--" in before:
+            cut = before.index("--")
+            after = before[cut + 1 :]
+            before = before[:cut]
+        self._refuse_empty(before)
         if self.rest:
-            options = super().parse_args(words[:cut])
-            setattr(options, self.rest, words[cut + 1 :])
-            return options
+            namespace = super().parse_args(before)
+            setattr(namespace, self.rest, after)
+            return namespace
         if not self._takes_settings():
             return super().parse_args(words)
-        return self.parse_intermixed_args(
-            [*words[:cut], *(re.sub("^-", "./-", word) for word in words[cut + 1 :])]
-        )
+        return self.parse_intermixed_args(before + [re.sub("^-", "./-", word) for word in after])
+
+    def _refuse_empty(self, words: Sequence[str]) -> None:
+        # An empty value, as of a shell's variable that is not set, would count as the default.
+        for option, action in self._option_string_actions.items():
+            is_empty = f"{option}=" in words or (option, "") in pairwise(words)
+            if action.default == "" and is_empty:
+                self.error(f"argument {option}: must not be empty")
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError, with what to write instead of an option that is not one."""
+        verb = " ".join(self.prog.split()[:2])
+        hint = f"`{verb} --help` lists the options"
+        unknown = re.match(r"unrecognized arguments: ((?:--)?([^\s=]+))(?:[\s=]+(\S+))?", message)
+        if unknown is None:
+            raise InputError(message, hint=hint)
+        word, name, value = unknown.groups()
+        setting = self._setting_for(name, value)
+        if setting:
+            hint = setting
+        elif self.rest and not word.startswith("-"):
+            hint = f"write the {self.rest} after --: -- {word} …"
+        else:
+            message += nearest(word, self._option_string_actions)
+        raise InputError(message, hint=hint)
+
+    def _setting_for(self, name: str, value: str | None) -> str:
+        """Return what to write instead of an option of other trainers; "" if nothing is known."""
         from primus_images.recipes.overrides import is_setting
 
-        hint = f"`{' '.join(self.prog.split()[:2])} --help` lists the options"
-        match = re.match(r"unrecognized arguments: ((?:--)?([^\s=]+))(?:[\s=]+(\S+))?", message)
-        if match and self._takes_settings() and is_setting(key := match[2].replace("-", "_")):
-            hint = f"{match[2]} is a setting: write {key}={match[3] or 'VALUE'}"
-        elif (
-            match
-            and self._takes_settings()
-            and (other := TEXTS["other options"].get(match[2].replace("_", "-")))
-        ):
-            hint = f"write {other}"
-        elif match and self.rest and not match[1].startswith("-"):
-            hint = f"write the {self.rest} after --: -- {match[1]} …"
-        elif match:
-            message += nearest(match[1], self._option_string_actions)
-        raise InputError(message, hint=hint)
+        if not self._takes_settings():
+            return ""
+        key = name.replace("-", "_")
+        if is_setting(key):
+            return f"{name} is a setting: write {key}={value or 'VALUE'}"
+        other = TEXTS["other options"].get(name.replace("_", "-"))
+        if other:
+            return f"write {other}"
+        return ""
 
     def _takes_settings(self) -> bool:
         return any(action.dest == "overrides" for action in self._actions)
 
 
 def parser_of(name: str, prog: str = "") -> Parser:
-    """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the
-    verb).
+    """Return the parser of a verb.
+
+    ``prog`` is its name in messages (default: ``primus`` and the verb).
     """
     verb = VERBS[name]
+    description = inspect.getdoc(_named(f"cli.{verb.call}")) or ""
+    if verb.more:
+        description += f"\n\n{verb.more}"
     parser = Parser(
         prog=prog or f"primus {name}",
         usage=verb.usage,
-        description="\n\n".join(
-            filter(None, [inspect.getdoc(_named(f"cli.{verb.call}")), verb.more])
-        ),
+        description=description,
         epilog=f"example: {verb.example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -152,11 +161,10 @@ def parser_of(name: str, prog: str = "") -> Parser:
 
 
 def parser_of_shared(name: str, prog: str = "") -> Parser:
-    """Return a parser of the options that ``verbs.yaml`` shares under ``name``, without their
-    abbreviations.
+    """Return a parser of the options that ``verbs.yaml`` shares under ``name``.
 
-    ``prog`` is the command that has them among its own (default: ``name``, which then has
-    ``--help``, too).
+    It takes no abbreviations of them. ``prog`` is the command that has them among its own (default:
+    ``name``, which then has ``--help``, too).
     """
     parser = Parser(prog=prog or name, add_help=not prog, allow_abbrev=False)
     _add(parser, _DATA["shared"][name])
@@ -198,16 +206,17 @@ def _named(entry: Any) -> Any:
 
 
 def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
-    """Return the values to offer for what is typed: of a list, or of a function, whose arguments
-    follow its name.
+    """Return the values to offer for what is typed.
+
+    They are of a list, or of a function, whose arguments follow its name.
     """
-    name, *words = complete.split() if isinstance(complete, str) else [complete]
-    values = _named(name)
-    return [
-        value
-        for value in (values(*words) if callable(values) else values)
-        if value.startswith(prefix)
-    ]
+    values = complete
+    if isinstance(complete, str):
+        name, *words = complete.split()
+        values = _named(name)
+        if callable(values):
+            values = values(*words)
+    return [value for value in values if value.startswith(prefix)]
 
 
 def refuse_others(options: object, verb: str, chosen: str, headings: Iterable[str]) -> None:
@@ -281,7 +290,7 @@ def _duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
     seconds = 0.0
     if match:
-        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+        seconds = float(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= 366 * 86400:
         raise argparse.ArgumentTypeError(
             f"must be a duration such as 90m, 12h or 2d, up to 366d, not {text[:40]!r}"
@@ -308,19 +317,17 @@ def _path(text: str) -> Path:
 
 
 def _folder(text: str) -> Path:
-    """Parse the path of a folder that exists or can be created, outside of the folders of the
-    system.
+    """Parse the path of a folder that exists or can be created.
+
+    It must not be one of the system.
     """
     target = _path(text)
     if "://" in text:
         raise argparse.ArgumentTypeError(f"must be a folder, not an address: {text[:80]!r}")
-    nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
-    if not nearest.is_dir():
-        raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
-    if re.fullmatch(
-        r"/|/(proc|sys|dev(?!/shm/)|etc|boot|s?bin|lib|lib64)(/.*)?",
-        os.path.normpath(target.absolute()),
-    ):
+    existing = next(part for part in (target, *target.parents) if os.path.lexists(part))
+    if not existing.is_dir():
+        raise argparse.ArgumentTypeError(f"{existing} is not a folder")
+    if re.fullmatch(_SYSTEM_FOLDERS, os.path.normpath(target.absolute())):
         raise argparse.ArgumentTypeError(f"{target} belongs to the system")
     return target
 

@@ -1,5 +1,6 @@
-"""Offload bundles, in which clang stores GPU code for several architectures: reading them, and
-reducing them to one.
+"""Offload bundles, in which clang stores GPU code for several architectures.
+
+They are read, and reduced to one architecture.
 
 The ``.hip_fatbin`` section of a host library contains several, each at the start of a page.
 Sources: clang's ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat
@@ -29,6 +30,7 @@ _LIST_SIZE = 1 << 20
 # total length, uncompressed length, first half of the uncompressed bundle's MD5. Version 1, of
 # 2023, has no length.
 _HEADS = {2: "<4sHHII8s", 3: "<4sHHQQ8s"}
+_MAGIC = re.compile(PLAIN + b"|" + COMPRESSED)
 _CHUNK = 1 << 20
 # A few compressed bytes may stand for many.
 _COMPRESSED_CHUNK = 1 << 12
@@ -49,8 +51,9 @@ class Part(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed
-    one; a compressed one contains ``unpacked`` bytes.
+    """A bundle of ``length`` bytes at ``offset`` of a stream.
+
+    ``version`` is 0 for an uncompressed one; a compressed one contains ``unpacked`` bytes.
     """
 
     offset: int
@@ -62,43 +65,44 @@ class Bundle(NamedTuple):
 
 
 def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
-    """Yield the bundles in this part of the stream. Reads only their lists of entries, so the part
-    may be large.
+    """Yield the bundles in this part of the stream.
 
-    Raises ValueError if a bundle is damaged.
+    Only their lists of entries are read, so the part may be large. Raises ValueError if a bundle is
+    damaged.
     """
-    at = offset
     end = offset + size
-    while (at := _next_magic(stream, at, end)) >= 0:
+    at = _next_magic(stream, offset, end)
+    while at is not None:
         stream.seek(at)
-        if stream.read(len(COMPRESSED)) != COMPRESSED:
+        if stream.read(len(COMPRESSED)) == COMPRESSED:
+            bundle = _compressed(stream, at)
+        else:
             stream.seek(at)
             parts, length = _parts_of(stream.read(min(_LIST_SIZE, end - at)))
-            yield Bundle(offset=at, length=length, parts=parts)
-        elif (bundle := _compressed(stream, at)) is not None:
-            yield bundle
-            length = bundle.length
-        else:
+            bundle = Bundle(at, length, parts)
+        if bundle is None:
             # The same four letters in the middle of code are not a bundle.
-            length = len(COMPRESSED)
-        at += length
+            at += len(COMPRESSED)
+        else:
+            yield bundle
+            at += bundle.length
+        at = _next_magic(stream, at, end)
 
 
-def _next_magic(stream: IO[bytes], at: int, end: int) -> int:
-    overlap = len(PLAIN) - 1
+def _next_magic(stream: IO[bytes], at: int, end: int) -> int | None:
     while at < end:
         stream.seek(at)
-        data = stream.read(min(1 << 20, end - at))
-        if not data:
-            return -1
-        match = re.search(PLAIN + b"|" + COMPRESSED, data)
+        data = stream.read(min(_CHUNK, end - at))
+        match = _MAGIC.search(data)
         if match:
             return at + match.start()
-        at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
-    return -1
+        # The magic may lie across two pieces.
+        at += max(1, len(data) - len(PLAIN) + 1)
+    return None
 
 
 def _parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
+    """Return the entries of an uncompressed bundle that begins with ``data``, and its length."""
     at = len(PLAIN)
     parts = []
     length = at + 8
@@ -106,15 +110,14 @@ def _parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
         (count,) = struct.unpack_from("<Q", data, at)
         at += 8
         for _ in range(count):
-            start, amount, name = struct.unpack_from("<QQQ", data, at)
+            offset, size, id_size = struct.unpack_from("<QQQ", data, at)
             at += 24
-            if at + name > len(data):
+            if at + id_size > len(data):
                 raise ValueError("an offload bundle is cut short")
-            parts.append(
-                Part(id=data[at : at + name].decode("ascii", "replace"), offset=start, size=amount)
-            )
-            at += name
-            length = max(length, at, start + amount)
+            id_ = data[at : at + id_size].decode("ascii", "replace")
+            parts.append(Part(id_, offset, size))
+            at += id_size
+            length = max(length, at, offset + size)
     except struct.error:
         raise ValueError("an offload bundle is cut short") from None
     return tuple(parts), length
@@ -130,98 +133,103 @@ def _compressed(stream: IO[bytes], at: int) -> Bundle | None:
         return None
     if length <= struct.calcsize(_HEADS[version]):
         return None
-    bundle = Bundle(
-        offset=at, length=length, parts=(), version=version, method=method, unpacked=unpacked
-    )
-    contents = _Inflated(stream, bundle)
-    data = b""
-    while len(data) < _LIST_SIZE and (chunk := contents.read(_LIST_SIZE)):
-        data += chunk
+    bundle = Bundle(at, length, (), version, method, unpacked)
+    data = _Inflated(stream, bundle).read_all(_LIST_SIZE)
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
-    return bundle._replace(parts=_parts_of(data)[0])
+    parts, _ = _parts_of(data)
+    return bundle._replace(parts=parts)
 
 
 class _Inflated:
     def __init__(self, stream: IO[bytes], bundle: Bundle) -> None:
         if bundle.method not in _DECODERS:
-            raise ValueError(
-                f"an offload bundle is compressed by an unknown method {bundle.method}"
-            )
-        self._stream, self._decoder = stream, _DECODERS[bundle.method]()
-        head = struct.calcsize(_HEADS[bundle.version])
-        self._at = bundle.offset + head
+            method = f"an unknown method {bundle.method}"
+            raise ValueError(f"an offload bundle is compressed by {method}")
+        self._stream = stream
+        self._decoder = _DECODERS[bundle.method]()
+        self._at = bundle.offset + struct.calcsize(_HEADS[bundle.version])
         self._end = bundle.offset + bundle.length
-        self._remaining, self._data = bundle.unpacked, memoryview(b"")
+        self._remaining = bundle.unpacked
+        self._data = memoryview(b"")
 
     def read(self, amount: int, /) -> bytes:
         amount = min(amount, self._remaining)
-        while amount and not self._data and self._at < self._end and not self._decoder.eof:
-            self._stream.seek(self._at)
-            compressed = self._stream.read(min(_COMPRESSED_CHUNK, self._end - self._at))
-            if compressed:
-                self._at = self._at + len(compressed)
-            else:
-                self._at = self._end
-            try:
-                self._data = memoryview(self._decoder.decompress(compressed))
-            except (zlib.error, zstandard.ZstdError) as error:
-                raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+        if amount:
+            self._fill()
         data = bytes(self._data[:amount])
         self._data = self._data[amount:]
         self._remaining -= len(data)
         return data
 
+    def read_all(self, most: int) -> bytes:
+        data = b""
+        chunk = self.read(most)
+        while chunk and len(data) < most:
+            data += chunk
+            chunk = self.read(most)
+        return data
+
+    def _fill(self) -> None:
+        while not self._data and self._at < self._end and not self._decoder.eof:
+            self._stream.seek(self._at)
+            compressed = self._stream.read(min(_COMPRESSED_CHUNK, self._end - self._at))
+            if not compressed:
+                self._at = self._end
+            self._at += len(compressed)
+            try:
+                self._data = memoryview(self._decoder.decompress(compressed))
+            except (zlib.error, zstandard.ZstdError) as error:
+                raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+
 
 def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> bool:
-    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``,
-    without code that does not run on ``arch``.
+    """Copy an ELF file or a bundle without the code that does not run on ``arch``.
 
-    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its
-    old end. A compressed bundle is compressed again, by zstd, in the same version; it stays
-    unchanged if it would become larger.
+    ``source`` has ``size`` bytes, and the file ``out`` is empty. Nothing moves: each bundle is
+    rewritten, shorter, at its old offset, and zeros follow up to its old end. A compressed bundle
+    is compressed again, by zstd, in the same version; it stays unchanged if it would become larger.
 
     Returns False, and copies nothing, if the file has no offload bundles. Raises ValueError if the
     file or one of its bundles is damaged.
     """
-    source.seek(0)
-    head = source.read(len(PLAIN))
-    if head.startswith(b"\x7fELF"):
-        place = read_elf(source).places().get(".hip_fatbin")
-    else:
-        place = None
-        if head.startswith((PLAIN, COMPRESSED)):
-            place = (0, size)
-    if place:
-        bundles = list(bundles_in(source, *place))
-    else:
-        bundles = []
+    offset, length = _place_of_bundles(source, size)
+    bundles = list(bundles_in(source, offset, length))
     if not bundles:
         return False
     at = 0
-    end = sum(place or ())
     for bundle in bundles:
-        if bundle.offset < at or bundle.offset + bundle.length > end:
+        if bundle.offset < at or bundle.offset + bundle.length > offset + length:
             raise ValueError("an offload bundle reaches beyond its place")
-        idle = [
-            p
-            for p in bundle.parts
-            if (name := in_entry_id(p.id)) is not None and not runs_on([name], arch)
-        ]
-        if not any(p.size for p in idle):
+        remaining = [part for part in bundle.parts if _runs(part, arch)]
+        if not any(part.size for part in bundle.parts if part not in remaining):
             continue
         _copy(source, at, bundle.offset - at, out)
         at = bundle.offset
-        remaining = tuple(p for p in bundle.parts if p not in idle)
-        if bundle.version:
-            write = _write_compressed
-        else:
-            write = _write_plain
-        if write(source, bundle, remaining, out):
-            at += bundle.length
+        if not bundle.version:
+            _write_plain(source, bundle, remaining, out)
+        elif not _write_compressed(source, bundle, remaining, out):
+            continue
+        at += bundle.length
     _copy(source, at, size - at, out)
     out.truncate(size)
     return True
+
+
+def _place_of_bundles(source: IO[bytes], size: int) -> tuple[int, int]:
+    source.seek(0)
+    head = source.read(len(PLAIN))
+    if head.startswith(b"\x7fELF"):
+        return read_elf(source).places().get(".hip_fatbin", (0, 0))
+    if head.startswith((PLAIN, COMPRESSED)):
+        return 0, size
+    return 0, 0
+
+
+def _runs(part: Part, arch: str) -> bool:
+    """Whether an entry is the host's, or code for ``arch``."""
+    target = in_entry_id(part.id)
+    return target is None or runs_on([target], arch)
 
 
 def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
@@ -241,54 +249,54 @@ def _exactly(source: IO[bytes] | _Inflated, amount: int) -> Iterator[bytes]:
 
 
 def _list_of(parts: Sequence[Part]) -> bytes:
-    rows = (struct.pack("<QQQ", p.offset, p.size, len(p.id)) + p.id.encode() for p in parts)
-    return PLAIN + struct.pack("<Q", len(parts)) + b"".join(rows)
+    rows = [PLAIN, struct.pack("<Q", len(parts))]
+    for part in parts:
+        rows += [struct.pack("<QQQ", part.offset, part.size, len(part.id)), part.id.encode()]
+    return b"".join(rows)
 
 
 def _write_plain(
     source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]
-) -> int:
-    head = _list_of(remaining)
+) -> None:
     out.seek(bundle.offset)
-    out.write(head)
+    out.write(_list_of(remaining))
     for part in remaining:
         _copy(source, bundle.offset + part.offset, part.size, out)
-    if remaining:
-        return max(len(head), *(p.offset + p.size for p in remaining))
-    return len(head)
 
 
 def _write_compressed(
     source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]
-) -> int | None:
-    """Write the entries, each moved up to the next page. Returns the length; None if it is larger
-    than before.
+) -> bool:
+    """Write the entries, each moved up to the next page.
+
+    Returns False, and a part of them is written, if they need more bytes than before.
     """
     moved = []
     end = len(_list_of(remaining))
     for part in remaining:
         start = end + -end % _PAGE
-        moved.append(Part(id=part.id, offset=start, size=part.size))
+        moved.append(Part(part.id, start, part.size))
         end = start + part.size
     form = _HEADS[bundle.version]
     # By zstd, whose version is pinned. What zlib writes depends on the machine's zlib.
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
     digest = hashlib.md5(usedforsecurity=False)
     length = struct.calcsize(form)
+    out.seek(bundle.offset + length)
     for data in chain(_laid_out(_Inflated(source, bundle), remaining, moved), (None,)):
-        digest.update(data or b"")
         if data is None:
             small = compressor.flush()
         else:
+            digest.update(data)
             small = compressor.compress(data)
-        if length + len(small) > bundle.length:
-            return None
-        out.seek(bundle.offset + length)
-        out.write(small)
         length += len(small)
+        if length > bundle.length:
+            return False
+        out.write(small)
+    head = struct.pack(form, COMPRESSED, bundle.version, 1, length, end, digest.digest()[:8])
     out.seek(bundle.offset)
-    out.write(struct.pack(form, COMPRESSED, bundle.version, 1, length, end, digest.digest()[:8]))
-    return length
+    out.write(head)
+    return True
 
 
 def _laid_out(

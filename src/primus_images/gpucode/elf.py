@@ -1,10 +1,8 @@
-"""Names of GPU architectures in files and paths, and which code runs on which GPU.
+"""Names of GPU architectures in files and paths, which code runs where, and ELF files.
 
-The parts of ELF files that the gates need: processor, positions of sections, and the names of
-libraries.
-
-A general reader creates an object per field and would take a third of the time of a whole check;
-this one reads two tables.
+Of an ELF file, the gates need its processor, the positions of its sections, and the names of
+libraries. A general reader creates an object per field and would take a third of the time of a
+whole check; this one reads two tables.
 """
 
 import re
@@ -24,6 +22,8 @@ _DT_SONAME = 14
 # Class → formats of the header after e_ident, of a section header, and of an entry of the dynamic
 # section.
 _FORMS = {1: ("HHIIIIIHHHHHH", "IIIIIIIIII", "iI"), 2: ("HHIQQQIHHHHHH", "IIQQQQIIQQ", "qQ")}
+# Unsupported, any, off, on.
+_FEATURES = ("", "", ":{}-", ":{}+")
 _ORDERS = {1: "<", 2: ">"}
 # The limit for tables of section names and dynamic entries; the largest seen is far smaller.
 _MOST_BYTES = 64 << 20
@@ -39,9 +39,7 @@ _ENTRY = r"(gfx[0-9a-f]+(?:(?:-[0-9]+)*-generic)?|amdgcnspirv)((?::[a-z]+[+-])*)
 
 
 class Section(NamedTuple):
-    """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the
-    file.
-    """
+    """One section: its name, ``sh_type``, ``sh_link``, and the position of its bytes."""
 
     name: str
     kind: int
@@ -51,8 +49,9 @@ class Section(NamedTuple):
 
 
 class Elf(NamedTuple):
-    """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic
-    section.
+    """An ELF file's header and sections.
+
+    ``form`` is the struct format of an entry of its dynamic section.
     """
 
     kind: int
@@ -71,23 +70,18 @@ def read_elf(stream: IO[bytes]) -> Elf:
     """Read the file's header and sections. Raises ValueError if the file is damaged."""
     try:
         return _read(stream)
-    except (struct.error, KeyError, IndexError, OverflowError) as error:
+    except (struct.error, KeyError, IndexError) as error:
         raise ValueError(f"a damaged ELF file: {error}") from None
 
 
 def _read(stream: IO[bytes]) -> Elf:
     stream.seek(0)
     ident = stream.read(16)
-    head, row, entry = (_ORDERS[ident[5]] + form for form in _FORMS[ident[4]])
+    order = _ORDERS[ident[5]]
+    head, row, entry = (order + form for form in _FORMS[ident[4]])
     fields = struct.unpack(head, stream.read(struct.calcsize(head)))
-    kind = fields[0]
-    machine = fields[1]
-    at = fields[5]
-    flags = fields[6]
-    size = fields[10]
-    count = fields[11]
-    names_at = fields[12]
-    rows: list[tuple[int, ...]] = []
+    kind, machine, _, _, _, at, flags, *_, size, count, names_index = fields
+    sections: list[Section] = []
     if at:
         if size != struct.calcsize(row):
             raise ValueError(f"a damaged ELF file: section headers of {size} bytes")
@@ -95,48 +89,50 @@ def _read(stream: IO[bytes]) -> Elf:
         # If there are more sections than the header's field can hold, the first, empty section has
         # the number.
         count = count or first[5]
-        if names_at == 0xFFFF:
-            names_at = first[6]
+        if names_index == 0xFFFF:
+            names_index = first[6]
         rows = list(struct.iter_unpack(row, _bytes(stream, at, count * size)))
-    names = b""
-    if rows and names_at:
-        names = _bytes(stream, rows[names_at][4], rows[names_at][5])
-    sections = tuple(
-        Section(
-            name=_text(names, r[0]) if names else "", kind=r[1], offset=r[4], size=r[5], link=r[6]
-        )
-        for r in rows
-    )
-    return Elf(kind=kind, machine=machine, flags=flags, abi=ident[8], form=entry, sections=sections)
+        names = b""
+        if names_index:
+            names = _bytes(stream, rows[names_index][4], rows[names_index][5])
+        for name_at, section_kind, _, _, offset, length, link, *_ in rows:
+            name = _text(names, name_at) if names else ""
+            sections.append(Section(name, section_kind, link, offset, length))
+    return Elf(kind, machine, flags, ident[8], entry, tuple(sections))
 
 
 def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
-    """Return a library's own soname (empty without one) and the names that it needs. ValueError if
-    it is damaged.
+    """Return a library's own soname (empty without one) and the names that it needs.
+
+    Raises ValueError if it is damaged.
     """
     soname = ""
     needed = []
-    try:
-        for section in elf.sections:
-            if section.kind == _DYNAMIC:
-                strings = elf.sections[section.link]
-                data = _bytes(stream, section.offset, section.size)
-                data = data[: len(data) - len(data) % struct.calcsize(elf.form)]
-                names = _bytes(stream, strings.offset, strings.size)
-                for tag, value in struct.iter_unpack(elf.form, data):
-                    if tag == _DT_SONAME:
-                        soname = _text(names, value)
-                    elif tag == _DT_NEEDED:
-                        needed.append(_text(names, value))
-    except (struct.error, IndexError, OverflowError) as error:
-        raise ValueError(f"a damaged ELF file: {error}") from None
+    for section in elf.sections:
+        if section.kind != _DYNAMIC:
+            continue
+        if section.link >= len(elf.sections):
+            raise ValueError("a damaged ELF file: its dynamic section has no names")
+        strings = elf.sections[section.link]
+        names = _bytes(stream, strings.offset, strings.size)
+        data = _bytes(stream, section.offset, section.size)
+        entries = len(data) // struct.calcsize(elf.form)
+        for number in range(entries):
+            tag, value = struct.unpack_from(elf.form, data, number * struct.calcsize(elf.form))
+            if tag == _DT_SONAME:
+                soname = _text(names, value)
+            elif tag == _DT_NEEDED:
+                needed.append(_text(names, value))
     return soname, tuple(needed)
 
 
 def _bytes(stream: IO[bytes], at: int, size: int) -> bytes:
     if size > _MOST_BYTES:
         raise ValueError(f"a damaged ELF file: a table of {size} bytes")
-    stream.seek(at)
+    try:
+        stream.seek(at)
+    except OverflowError as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
     data = stream.read(size)
     if len(data) != size:
         raise ValueError(f"a damaged ELF file: it ends before byte {at + size}")
@@ -158,26 +154,27 @@ def in_path(path: str) -> tuple[str, ...]:
 
 
 def in_entry_id(entry: str) -> str | None:
-    """Return the target of a bundle's entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` →
-    ``gfx942:xnack-``) or None.
+    """Return the target of a bundle's entry, or None.
+
+    It is ``gfx942:xnack-`` of ``hip-amdgcn-amd-amdhsa--gfx942:xnack-``.
     """
-    if entry.startswith("host"):
-        return None
     match = re.search(_ENTRY, entry)
-    if match:
-        return match[0]
-    return None
+    if match is None or entry.startswith("host"):
+        return None
+    return match[0]
 
 
 def of_flags(flags: int, abi: int) -> str:
-    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with required
-    features.
+    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version.
+
+    It includes required features.
     """
-    name = MACH.get(flags & 0xFF, f"unknown mach {flags & 0xFF:#x}")
-    if abi >= 2:  # Two bits each since code object V4: 0 unsupported, 1 any, 2 off, 3 on.
-        for feature, bits in (("sramecc", flags >> 10 & 3), ("xnack", flags >> 8 & 3)):
-            if bits >= 2:
-                name += f":{feature}{'+' if bits == 3 else '-'}"
+    mach = flags & 0xFF
+    name = MACH.get(mach, f"unknown mach {mach:#x}")
+    if abi >= 2:
+        # Two bits each since code object V4.
+        name += _FEATURES[flags >> 10 & 3].format("sramecc")
+        name += _FEATURES[flags >> 8 & 3].format("xnack")
     return name
 
 

@@ -1,12 +1,10 @@
-"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. kubectl sends them to
-the cluster.
-"""
+"""Kubernetes jobs: manifests of a plan and the cluster's options, which kubectl sends."""
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -28,8 +26,9 @@ _RECIPE = "/tmp/primus-recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The options of `primus launch k8s`. An empty text leaves the choice to the cluster. ``ttl``
-    is in seconds.
+    """The options of `primus launch k8s`. An empty text leaves the choice to the cluster.
+
+    ``ttl`` is in seconds.
     """
 
     image: str
@@ -66,87 +65,112 @@ class Cluster:
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
     """Return the name of the job; the default is made from the recipe's name."""
-    text = re.sub(
-        r"[^a-z0-9]+", "-", plan.recipe.name.rpartition("/")[2].removesuffix(".yaml").lower()
-    )
-    return cluster.name or f"primus-{text}".strip("-")[:42].rstrip("-")
+    if cluster.name:
+        return cluster.name
+    recipe = plan.recipe.name.rpartition("/")[2].removesuffix(".yaml").lower()
+    words = re.sub(r"[^a-z0-9]+", "-", recipe)
+    return f"primus-{words}".strip("-")[:42].rstrip("-")
 
 
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
-    """Return the objects to create, in order: a headless Service, and the Indexed Job whose pods it
-    names.
+    """Return the objects to create: a headless Service, and the Indexed Job whose pods it names.
 
     Raises InputError for data, weights or files of the recipe that pods would not see.
     """
     _refuse_unseen(plan.recipe)
-    name = name_of(plan, cluster)
-    maker = vendor(plan.recipe.gpu)
-    device, _, count = cluster.rdma.partition("=")
-    secret, _, key = cluster.token_secret.partition(":")
-    limits = {
-        f"{maker}.com/gpu": plan.ranks if maker else 0,
-        device: int(count or 1),
-        "memory": cluster.memory,
-    }
-    requests = {"cpu": cluster.cpu, "memory": cluster.memory}
-    values: dict[str, Any] = {
-        option: None if text == "" else text for option, text in vars(cluster).items()
-    } | {
-        "name": name,
-        "nodes": plan.nodes,
-        "script": _script(plan, cluster, name),
-        "address": f"{name}-0.{name}",
-        # The pods of all nodes end together, and each counts.
-        "failures": plan.nodes * cluster.restarts if cluster.claim else 0,
-        "limits": {resource: amount for resource, amount in limits.items() if resource and amount},
-        "requests": {resource: amount for resource, amount in requests.items() if amount},
-        "maker": maker,
-        "secret": secret,
-        "secret_key": key or "token",
-        "selector": dict(word.split("=", 1) for word in cluster.selector) or None,
-    }
-    if maker:
-        gpu = generation(plan.recipe.gpu)
-        if maker == "amd":
-            products = [number.removeprefix("0x") for number in gpu.device_ids]
-        else:
-            products = gpu.names
-        values |= {"gpu": f"{maker}.com/gpu", "label": _COMMON["labels"][maker]}
-        values["products"] = [product.replace(" ", "-") for product in products]
+    values = _values(plan, cluster)
     for option, parts in _COMMON["parts"].items():
-        values |= {
-            part: filled(form, values) if values[option] else None for part, form in parts.items()
-        }
-    variables = dict(word.split("=", 1) for word in cluster.environment)
-    values["env"] = [row for row in filled(_COMMON["env"], values) if row["name"] not in variables]
-    values["env"] += [{"name": variable, "value": text} for variable, text in variables.items()]
-    values["env"] += [values["token"]] if cluster.token_secret else []
-    return [filled(_COMMON[kind], values) for kind in ("service", "job")]
+        for part, form in parts.items():
+            values[part] = None
+            if values[option]:
+                values[part] = filled(form, values)
+    values["env"] = _environment(cluster, values)
+    return [filled(_COMMON["service"], values), filled(_COMMON["job"], values)]
+
+
+def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """Return what ``job.yaml`` names with $."""
+    name = name_of(plan, cluster)
+    values: dict[str, Any] = {}
+    for option, value in vars(cluster).items():
+        values[option] = None if value == "" else value
+    values["name"] = name
+    values["address"] = f"{name}-0.{name}"
+    values["nodes"] = plan.nodes
+    values["script"] = _script(plan, cluster, name)
+    values["failures"] = 0
+    if cluster.claim:
+        # The pods of all nodes end together, and each counts.
+        values["failures"] = plan.nodes * cluster.restarts
+    values["limits"] = _limits(plan, cluster)
+    values["requests"] = _known({"cpu": cluster.cpu, "memory": cluster.memory})
+    secret, _, key = cluster.token_secret.partition(":")
+    values["secret"] = secret
+    values["secret_key"] = key or "token"
+    values["selector"] = _pairs(cluster.selector) or None
+    values["maker"] = vendor(plan.recipe.gpu)
+    if values["maker"]:
+        values["gpu"] = f"{values['maker']}.com/gpu"
+        values["label"] = _COMMON["labels"][values["maker"]]
+        values["products"] = _products(plan.recipe.gpu)
+    return values
+
+
+def _limits(plan: Plan, cluster: Cluster) -> dict[str, object]:
+    limits: dict[str, object] = {}
+    maker = vendor(plan.recipe.gpu)
+    if maker:
+        limits[f"{maker}.com/gpu"] = plan.ranks
+    if cluster.rdma:
+        device, _, count = cluster.rdma.partition("=")
+        limits[device] = int(count or 1)
+    limits["memory"] = cluster.memory
+    return _known(limits)
+
+
+def _known(amounts: Mapping[str, object]) -> dict[str, object]:
+    return {resource: amount for resource, amount in amounts.items() if amount}
+
+
+def _products(gpu: str) -> list[str]:
+    """Return the values of the label that names a GPU's generation."""
+    generation_of_gpu = generation(gpu)
+    if vendor(gpu) == "amd":
+        return [number.removeprefix("0x") for number in generation_of_gpu.device_ids]
+    return [name.replace(" ", "-") for name in generation_of_gpu.names]
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    """Return the pairs of KEY=VALUE."""
+    pairs = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        pairs[key] = value
+    return pairs
+
+
+def _environment(cluster: Cluster, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    variables = _pairs(cluster.environment)
+    rows = [row for row in filled(_COMMON["env"], values) if row["name"] not in variables]
+    for name, value in variables.items():
+        rows.append({"name": name, "value": value})
+    if cluster.token_secret:
+        rows.append(values["token"])
+    return rows
 
 
 def _script(plan: Plan, cluster: Cluster, name: str) -> str:
+    """Return what the shell of each pod runs."""
     files = _own_files(plan.recipe)
-    verb, recipe, *others = plan.command
+    verb, recipe, *options = plan.command
     if plan.recipe.by_path:
-        path = plan.recipe.path
+        recipe = plan.recipe.path.stem
         if files:
-            recipe = f"{_RECIPE}/{path.name}"
-        else:
-            recipe = path.stem
-    words = shlex.join([verb, recipe, *others])
-    resume = ""
-    if cluster.resume_from:
-        resume = f" --resume-from {shlex.quote(cluster.resume_from)}"
+            recipe = f"{_RECIPE}/{plan.recipe.path.name}"
+    words = shlex.join([verb, recipe, *options])
     # A job that is applied again has a new id, so neither its folder nor its ranks collide with
     # those of the earlier one.
     run = f"{name}-$RUN_ID"
-    written = []
-    for file_name, text in files.items():
-        target = PurePosixPath(_RECIPE, file_name)
-        parent = shlex.quote(str(target.parent))
-        file = shlex.quote(str(target))
-        written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
-    script = f'export RDZV_ID="{run}"; exec primus {words} --output "{RUNS}/{run}"{resume}'
     if cluster.claim and cluster.restarts:
         variables = {
             "name": run,
@@ -157,19 +181,37 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
             "resume": shlex.quote(cluster.resume_from),
         }
         script = bash("pods", variables, f'primus {words} "$@"')
+    else:
+        script = f'export RDZV_ID="{run}"; exec primus {words} --output "{RUNS}/{run}"'
+        if cluster.resume_from:
+            script += f" --resume-from {shlex.quote(cluster.resume_from)}"
+    script = _writing(files) + script
     # Kubernetes replaces $(NAME) by a variable of the pod, and $$( by $(.
-    return "".join([*written, script]).replace("$(", "$$(")
+    return script.replace("$(", "$$(")
+
+
+def _writing(files: Mapping[str, str]) -> str:
+    """Return the commands that write the recipe's files."""
+    commands = []
+    for name, text in files.items():
+        file = PurePosixPath(_RECIPE, name)
+        folder = shlex.quote(str(file.parent))
+        commands.append(
+            f"mkdir -p {folder} && printf %s {shlex.quote(text)} > {shlex.quote(str(file))} "
+            "|| exit\n"
+        )
+    return "".join(commands)
 
 
 def _own_files(recipe: Recipe) -> dict[str, str]:
-    """Return name → text of the recipe's files that are not in the image, relative to the folder of
-    the recipe.
+    """Return name → text of the recipe's files that are not in the image.
 
-    Raises InputError if such a file is outside of this folder or contains what looks like a secret.
+    Names are relative to the folder of the recipe. Raises InputError if a file is outside of this
+    folder, or contains what looks like a secret.
     """
     files: dict[str, str] = {}
     for path in recipe.files:
-        if path.resolve().is_relative_to(load.folder().resolve()):
+        if _in_image(path):
             continue
         name = os.path.relpath(path.absolute(), recipe.path.parent)
         if name.startswith("../"):
@@ -185,48 +227,47 @@ def _own_files(recipe: Recipe) -> dict[str, str]:
 
 def _refuse_unseen(recipe: Recipe) -> None:
     """Raise InputError for data or weights at a relative path that the image does not contain."""
-    key = f"{recipe.backend}.weights"
-    places = {f"assets.{name}": recipe.asset(name) for name in recipe.section("assets")} | {
-        key: recipe.weights
-    }
-    for key, path in places.items():
-        if path is None or str(recipe.settings[key].value).startswith("/"):
+    paths = {f"assets.{name}": recipe.asset(name) for name in recipe.section("assets")}
+    paths[f"{recipe.backend}.weights"] = recipe.weights
+    for key, path in paths.items():
+        if path is None or _in_image(path) or str(recipe.settings[key].value).startswith("/"):
             continue
-        if not path.resolve().is_relative_to(load.folder().resolve()):
-            raise InputError(
-                f"{key}: pods do not see {path}",
-                where=recipe.settings[key].origin,
-                hint=f"name the absolute path that it has in the pods; --claim NAME is at {RUNS} "
-                "there",
-            )
+        raise InputError(
+            f"{key}: pods do not see {path}",
+            where=recipe.settings[key].origin,
+            hint=f"name the absolute path that it has in the pods; --claim NAME is at {RUNS} there",
+        )
+
+
+def _in_image(path: Path) -> bool:
+    return path.resolve().is_relative_to(load.folder().resolve())
 
 
 def _kubectl(*words: str, stdin: str) -> None:
+    command = ["kubectl", "--request-timeout=20s", *words]
     try:
-        ended = captured(
-            ["kubectl", "--request-timeout=20s", *words], f"kubectl {words[0]}", text=stdin
-        )
+        ended = captured(command, f"kubectl {words[0]}", text=stdin)
     except FileNotFoundError:
         raise HostError(
             "kubectl is not installed",
             hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
         ) from None
-    if ended.returncode:
-        sentence = (
-            " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
-        )
-        # Any other error is the cluster's or the machine's.
-        bad = next((words for words in _COMMON["bad_input"] if words in sentence), None)
-        if bad:
-            raise InputError(f"kubectl: {sentence}", hint=_COMMON["bad_input"][bad])
-        raise HostError(
-            f"kubectl: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more"
-        )
+    if ended.returncode == 0:
+        return
+    reason = " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
+    for words_of_bad_input, hint in _COMMON["bad_input"].items():
+        if words_of_bad_input in reason:
+            raise InputError(f"kubectl: {reason}", hint=hint)
+    # Any other error is the cluster's or the machine's.
+    raise HostError(
+        f"kubectl: {reason}", hint="check KUBECONFIG; `kubectl cluster-info` shows more"
+    )
 
 
 def create(objects: Sequence[Manifest]) -> None:
-    """Create the objects. The server first judges all of them, so that none stays behind when one
-    is refused.
+    """Create the objects.
+
+    The server first judges all of them, so that none stays behind when one is refused.
     """
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)

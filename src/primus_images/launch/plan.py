@@ -1,9 +1,7 @@
-"""The plan of a job on several nodes: mesh, batch and tokens per step. Printed before anything is
-submitted.
-"""
+"""The plan of a job on several nodes, which is printed before anything is submitted."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +13,6 @@ from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import gpu_bytes, predict
 from primus_images.recipes.setting import CHOICES
-from primus_images.refusals import refusal
 from primus_images.yamlfile import read_values
 
 # Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub,
@@ -55,14 +52,15 @@ class Plan:
     @cached_property
     def memory(self) -> float | None:
         """The predicted peak in bytes per GPU; None for a CPU."""
-        if self.recipe.gpu != CPU:
-            return predict(self.recipe).peak
-        return None
+        if self.recipe.gpu == CPU:
+            return None
+        return predict(self.recipe).peak
 
     @property
     def resumable(self) -> int:
-        """An attempt continues from a checkpoint before this step (any, for epochs). A judged run
-        begins at step 1.
+        """An attempt continues from a checkpoint before this step.
+
+        For epochs, it is any; a judged run begins at step 1.
         """
         if "--judge" in self.options:
             return 0
@@ -77,30 +75,31 @@ class Plan:
 
     @cached_property
     def step_seconds(self) -> float | None:
-        """The seconds of a step at the rate measured for the recipe on one node; None if none was
-        measured.
-        """
+        """The seconds of a step at the rate measured on one node; None if none was measured."""
         rate = self.rate or self.recipe.find("validation.throughput", 0.0)
-        if self.recipe.architecture.of_images:
-            unit = 1
-        else:
-            unit = self.recipe.seq_len
-        if rate:
-            return self.recipe.global_batch * unit / (rate * self.recipe.world_size)
-        return None
+        if not rate:
+            return None
+        units = self.recipe.global_batch
+        if not self.recipe.architecture.of_images:
+            units *= self.recipe.seq_len
+        return units / (rate * self.recipe.world_size)
 
     def warnings(self, limit: float | None = None) -> list[str]:
-        """Return sentences about a job that does not fit its options. ``limit``: the seconds that
-        it may run.
+        """Return sentences about a job that does not fit its options.
+
+        ``limit`` are the seconds that it may run.
         """
         if "epochs" in self.recipe.settings:
             return []
         steps = self.recipe.steps
         every = self.checkpoint_interval
-        key = self.recipe.knows.key("checkpoint")
         sentences = []
         if every >= steps:
-            sentences.append(refusal("late_checkpoint", every=every, steps=steps, key=key).message)
+            key = self.recipe.knows.key("checkpoint")
+            sentences.append(
+                f"a checkpoint is due every {every} steps, and the job ends at step {steps}: "
+                f"{key} or --steps"
+            )
         if limit is None or self.step_seconds is None:
             return sentences
         needed = self.step_seconds * steps
@@ -112,20 +111,20 @@ class Plan:
                 f"{steps} steps take about {span(needed)}, and the limit is {span(limit)}: {then}"
             )
         elif needed < limit / 4:
-            whole = span(limit)
             sentences.append(
-                f"{steps} steps take about {span(needed)} of the {whole}: --train-for {whole} "
-                "uses them"
+                f"{steps} steps take about {span(needed)} of the {span(limit)}: "
+                f"--train-for {span(limit)} uses them"
             )
         return sentences
 
     @property
     def mesh(self) -> dict[str, int]:
         """Parallel degrees above 1: data, replicas, tensor, pipeline, context, expert."""
-        degrees = {kind: self.recipe.degree(kind) for kind in ("replicas", "tp", "pp", "cp", "ep")}
-        return {"dp": self.recipe.data_parallel} | {
-            kind: degree for kind, degree in degrees.items() if degree > 1
-        }
+        degrees = {"dp": self.recipe.data_parallel}
+        for kind in ("replicas", "tp", "pp", "cp", "ep"):
+            if self.recipe.degree(kind) > 1:
+                degrees[kind] = self.recipe.degree(kind)
+        return degrees
 
     @cached_property
     def command(self) -> tuple[str, ...]:
@@ -134,17 +133,16 @@ class Plan:
         Every choice is explicit, so that it does not depend on what a node detects.
         """
         recipe = self.recipe
-        chosen = [f"--{name}={recipe.get(name, str)}" for name in CHOICES[:4]]
+        name = recipe.name
+        if recipe.by_path:
+            # A file of the user is mounted at the same path.
+            name = str(recipe.path)
+        choices = [f"--{choice}={recipe.get(choice, str)}" for choice in CHOICES[:4]]
         proxy = "proxy=false"
         if recipe.get("proxy", bool):
             proxy = "--proxy"
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
-        # A file of the user is mounted at the same path.
-        if recipe.by_path:
-            name = str(recipe.path)
-        else:
-            name = recipe.name
-        command = ("train", name, *chosen, f"--nodes={self.nodes}", *self.options, proxy, *words)
+        command = ("train", name, *choices, f"--nodes={self.nodes}", *self.options, proxy, *words)
         refuse_secrets(
             command, "export it in the shell that starts the job, and leave it out of the settings"
         )
@@ -175,64 +173,55 @@ class Plan:
         """Return the plan as text, one line per subject."""
         recipe = self.recipe
         mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
-        unit = "sequences"
-        if recipe.architecture.of_images:
-            unit = "images"
-        if unit == "images":
-            tokens = ""
-        else:
-            tokens = f", {recipe.global_batch * recipe.seq_len:,} tokens"
-        has = gpu_bytes(recipe.gpu)
-        of = ""
-        if has:
-            of = f" of {has / 2**30:.0f}"
-        memory = "not predicted"
-        if self.memory is not None:
-            memory = f"{self.memory / 2**30:.1f}{of} GiB per GPU, predicted"
-        every = self.checkpoint_interval
-        seconds = self.step_seconds
-        return [
+        batch = f"{recipe.global_batch:,} images"
+        if not recipe.architecture.of_images:
+            tokens = recipe.global_batch * recipe.seq_len
+            batch = f"{recipe.global_batch:,} sequences, {tokens:,} tokens"
+        lines = [
             f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}",
             f"nodes        {self.nodes} × {self.ranks} ranks = {recipe.world_size}",
             f"mesh         {mesh}",
-            f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation "
-            f"{recipe.accumulation}",
-            f"memory       {memory}",
-            *(
-                [f"time         {recipe.steps} steps in about {span(seconds * recipe.steps)}"]
-                if seconds and "epochs" not in recipe.settings
-                else []
-            ),
-            f"checkpoints  every {every} steps"
-            if every
-            else (
-                "checkpoints  none: a restarted job begins at step 1 "
-                f"({recipe.knows.key('checkpoint')}=N writes them)"
-            ),
+            f"step         {batch}; gradient accumulation {recipe.accumulation}",
+            f"memory       {self._memory_line()}",
         ]
+        if self.step_seconds and "epochs" not in recipe.settings:
+            time = span(self.step_seconds * recipe.steps)
+            lines.append(f"time         {recipe.steps} steps in about {time}")
+        checkpoints = f"every {self.checkpoint_interval} steps"
+        if not self.checkpoint_interval:
+            key = recipe.knows.key("checkpoint")
+            checkpoints = f"none: a restarted job begins at step 1 ({key}=N writes them)"
+        return [*lines, f"checkpoints  {checkpoints}"]
+
+    def _memory_line(self) -> str:
+        if self.memory is None:
+            return "not predicted"
+        gib = f"{self.memory / 2**30:.1f}"
+        whole = gpu_bytes(self.recipe.gpu)
+        if whole:
+            gib = f"{gib} of {whole / 2**30:.0f}"
+        return f"{gib} GiB per GPU, predicted"
 
 
 def bash(name: str, variables: Mapping[str, object], command: str) -> str:
-    """Return the script ``NAME.sh`` of this package after what it reads: variables, and
-    ``run_ranks``, its command.
+    """Return the script ``NAME.sh`` of this package, with what it reads before it.
+
+    It reads ``variables``, and calls ``run_ranks``, which is ``command``.
     """
-    texts = (
-        Path(__file__).with_name(f"{part}.sh").read_text(encoding="utf-8")
-        for part in ("attempt", name)
-    )
-    head = [f"{key}={value}" for key, value in variables.items()]
-    return "\n".join([*head, f"run_ranks() {{ exec {command}; }}", *texts])
+    folder = Path(__file__).parent
+    lines = [f"{key}={value}" for key, value in variables.items()]
+    lines.append(f"run_ranks() {{ exec {command}; }}")
+    for part in ("attempt", name):
+        lines.append((folder / f"{part}.sh").read_text(encoding="utf-8"))
+    return "\n".join(lines)
 
 
 def span(seconds: float) -> str:
-    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m``, ``12h`` or
-    ``2d``.
-    """
-    unit, size = next(
-        (pair for pair in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * pair[1]),
-        ("s", 1),
-    )
-    return f"{seconds / size:.3g}{unit}"
+    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m`` or ``2d``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g}{unit}"
+    return f"{seconds:.3g}s"
 
 
 def vendor(gpu: str) -> str:
@@ -243,33 +232,35 @@ def vendor(gpu: str) -> str:
 
 
 def refuse_unfit(options: Mapping[str, object], job: str) -> None:
-    """Raise InputError for an option that does not match its pattern below ``job`` in
-    ``options.yaml``.
+    """Raise InputError for an option that does not match its pattern in ``options.yaml``.
 
-    An empty text is no option, and always matches.
+    The patterns are those of ``job``. An empty text is no option, and always matches.
     """
     for field, pattern, message, hint in _OPTIONS[job]:
-        several = options[field]
-        for word in map(str, several if isinstance(several, tuple) else filter(None, [several])):
-            if not re.fullmatch(pattern, word):
-                raise InputError(message.format(word), hint=hint)
+        value = options[field]
+        words: Iterable[object] = ()
+        if isinstance(value, tuple):
+            words = value
+        elif value:
+            words = (value,)
+        for word in words:
+            if not re.fullmatch(pattern, str(word)):
+                raise InputError(message.format(str(word)), hint=hint)
 
 
 def refuse_secrets(words: Sequence[str], hint: str) -> None:
-    """Raise InputError if a word looks like a secret, because other people can read scripts and
-    manifests.
+    """Raise InputError if a word looks like a secret: others can read scripts and manifests.
 
     ``hint`` tells how to pass a secret instead.
     """
     for word in words:
         name, equals, value = word.partition("=")
-        if _SECRET.search(word) or (
-            equals and value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)
-        ):
-            if equals:
-                shown = name[:40]
-            else:
-                shown = f"{word[:6]}…"
-            raise InputError(
-                f"{shown}: this looks like a secret, and others can read job files", hint=hint
-            )
+        named = value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)
+        if not named and not _SECRET.search(word):
+            continue
+        shown = f"{word[:6]}…"
+        if equals:
+            shown = name[:40]
+        raise InputError(
+            f"{shown}: this looks like a secret, and others can read job files", hint=hint
+        )

@@ -25,8 +25,9 @@ _REGISTRY = re.compile(r"^(docker://)?(\w[^/#]*[.:][^/#]*|localhost)/")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The options of `primus launch slurm`. An empty text leaves the choice to Slurm. ``grace`` is
-    in seconds.
+    """The options of `primus launch slurm`. An empty text leaves the choice to Slurm.
+
+    ``grace`` is in seconds.
     """
 
     container: Container = "none"
@@ -54,15 +55,7 @@ class Site:
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
         if self.container != "none":
-            image = self.image
-            # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user
-            # and a registry before #.
-            if self.container in ("pyxis", "apptainer"):
-                if _FILE.match(image):
-                    image = ""
-                else:
-                    image = _PROTOCOL.sub("", image).replace("#", "/", 1)
-            refuse_unfit({**vars(self), "image": image}, "containers")
+            refuse_unfit({**vars(self), "image": self._name_of_image()}, "containers")
         limit = limit_of(self.time)
         if limit and self.grace >= limit:
             raise InputError(
@@ -70,50 +63,85 @@ class Site:
                 f"{self.time}"
             )
 
+    def _name_of_image(self) -> str:
+        """Return the name of the image in a registry; empty for a file."""
+        if self.container not in ("pyxis", "apptainer"):
+            return self.image
+        # These also accept image files, and names with a protocol; pyxis a user and a registry
+        # before #.
+        if _FILE.match(self.image):
+            return ""
+        return _PROTOCOL.sub("", self.image).replace("#", "/", 1)
+
 
 def limit_of(text: str) -> float | None:
-    """Return the seconds of a time limit as Slurm reads it; None for 0 and words, which are no
-    limit.
+    """Return the seconds of a time limit as Slurm reads it.
+
+    None for 0 and words, which are no limit.
     """
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     # The first part is hours after days or of three parts, and minutes otherwise.
+    sizes = [60, 1]
     if dash or len(parts) == 3:
-        sizes = (3600, 60, 1)
-    else:
-        sizes = (60, 1)
-    return (
-        int(days or 0) * 86400 + sum(part * size for part, size in zip(parts, sizes, strict=False))
-        or None
-    )
+        sizes = [3600, 60, 1]
+    seconds = int(days or 0) * 86400
+    for part, size in zip(parts, sizes, strict=False):
+        seconds += part * size
+    return seconds or None
 
 
 def container_here() -> Container:
-    """Return the container runtime of this cluster: pyxis if srun supports it, else the first
-    installed program.
+    """Return the container runtime of this cluster.
+
+    It is pyxis if srun supports it, or else the first program that is installed.
     """
     srun = shutil.which("srun")
     if srun:
         with suppress(subprocess.TimeoutExpired, OSError):
             if "--container-image" in captured([srun, "--help"], "srun", timeout=20).stdout:
                 return "pyxis"
-    return next((program for program in CONTAINERS[1:4] if shutil.which(program)), "none")
+    for program in CONTAINERS[1:4]:
+        if shutil.which(program):
+            return program
+    return "none"
 
 
 def script(plan: Plan, site: Site) -> str:
-    """Return the batch script. It contains no secret, and does not depend on the machine that
-    renders it.
+    """Return the batch script.
+
+    It contains no secret, and does not depend on the machine that renders it.
     """
-    name = site.name or "primus-" + re.sub(
-        r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml")
-    )
-    gpus = None
+    lines = ["#!/bin/bash", *_flags(plan, site), "#"]
+    lines += [f"# {line}" for line in plan.lines()]
+    lines.append("")
+    for word in site.environment:
+        name, equals, value = word.partition("=")
+        if equals:
+            lines.append(f"export {name}={shlex.quote(value)}")
+    resume = ""
+    if site.resume_from:
+        resume = shlex.quote(site.resume_from)
+    variables = {
+        "steps": plan.resumable,
+        "restarts": site.restarts,
+        "root": shlex.quote(str(site.output)),
+        "resume": resume,
+        "port": site.port or "",
+        "task": shlex.quote(_task(plan, site)),
+    }
+    lines.append(bash("slurm", variables, _srun(plan, site)))
+    return "\n".join(lines)
+
+
+def _flags(plan: Plan, site: Site) -> list[str]:
+    gpus = 0
     if vendor(plan.recipe.gpu):
         gpus = plan.ranks
     options = {
-        "job-name": name,
+        "job-name": site.name or _default_name(plan),
         "nodes": plan.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": gpus,
@@ -126,71 +154,61 @@ def script(plan: Plan, site: Site) -> str:
         "signal": f"B:USR1@{site.grace}",
         "output": f"{site.output / 'slurm-%j.txt'}",
     }
-    chosen = {key: value for key, value in options.items() if value}
-    flags = (
-        f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}"
-        for key, value in chosen.items()
-    )
-    pairs = (word.partition("=") for word in site.environment)
-    exports = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
-    head = [
-        *(f"#SBATCH {option}" for option in (*flags, *site.extra)),
-        "#",
-        *(f"# {line}" for line in plan.lines()),
-    ]
-    resume = ""
-    if site.resume_from:
-        resume = shlex.quote(site.resume_from)
-    # What one node runs. Its quotes are evaluated there.
-    if site.container in ("none", "pyxis"):
-        engine = ""
-    else:
-        engine = f"{_engine(plan, site)} "
-    train = (
-        f'{shlex.join(plan.command)} --output "$OUTPUT" '
-        f'${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
-    )
+    flags = []
+    for option, value in options.items():
+        if value is True:
+            flags.append(f"#SBATCH --{option}")
+        elif value:
+            flags.append(f"#SBATCH --{option}={shlex.quote(str(value))}")
+    return flags + [f"#SBATCH {option}" for option in site.extra]
+
+
+def _default_name(plan: Plan) -> str:
+    recipe = Path(plan.recipe.name).name.removesuffix(".yaml")
+    return "primus-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", recipe)
+
+
+def _task(plan: Plan, site: Site) -> str:
+    """Return what one node runs. Its quotes are evaluated there."""
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
-    variables = {
-        "steps": plan.resumable,
-        "restarts": site.restarts,
-        "root": shlex.quote(str(site.output)),
-        "resume": resume,
-        "port": site.port or "",
-        "task": shlex.quote(f"{address}; exec {engine}primus {train}"),
-    }
-    return "\n".join(
-        ["#!/bin/bash", *head, "", *exports, bash("slurm", variables, _srun(plan, site))]
+    train = (
+        f'primus {shlex.join(plan.command)} --output "$OUTPUT" '
+        '${RESUME_FROM:+--resume-from "$RESUME_FROM"}'
     )
+    if site.container not in ("none", "pyxis"):
+        train = f"{_engine(plan, site)} {train}"
+    return f"{address}; exec {train}"
 
 
 def _names(site: Site) -> list[str]:
-    return list(
-        dict.fromkeys([*_DATA["forwarded"], *(word.partition("=")[0] for word in site.environment)])
-    )
+    """Return the names of the variables that a container gets."""
+    names = [*_DATA["forwarded"]]
+    names += [word.partition("=")[0] for word in site.environment]
+    return list(dict.fromkeys(names))
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
-    if plan.recipe.by_path:
-        recipe = [plan.recipe.path.parent]
-    else:
-        recipe = []
+    """Return the folders that a container sees."""
+    paths = [site.output, *site.mounts]
     if site.resume_from:
-        resumed = [Path(site.resume_from)]
-    else:
-        resumed = []
-    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *recipe)]
+        paths.append(Path(site.resume_from))
+    if plan.recipe.by_path:
+        paths.append(plan.recipe.path.parent)
+    return [shlex.quote(str(path)) for path in paths]
 
 
 def _engine(plan: Plan, site: Site) -> str:
+    """Return the command that runs another in a container."""
+    engine = _DATA["engines"][site.container]
+    words = [site.container, engine["run"]]
+    words += [engine.get(part, "") for part in (vendor(plan.recipe.gpu), "fabric")]
+    words += [engine["folder"].format(path) for path in _mounts(plan, site)]
+    words += [engine["variable"].format(name) for name in _names(site)]
     image = shlex.quote(site.image)
-    words = _DATA["engines"][site.container]
     if site.container == "apptainer" and not re.match(r"[./]|\w+://", site.image):
         image = f"docker://{image}"
-    own = (words.get(name, "") for name in ("run", vendor(plan.recipe.gpu), "fabric"))
-    folders = (words["folder"].format(path) for path in _mounts(plan, site))
-    variables = (words["variable"].format(name) for name in _names(site))
-    return " ".join(filter(None, [site.container, *own, *folders, *variables, image]))
+    words.append(image)
+    return " ".join(word for word in words if word)
 
 
 def _srun(plan: Plan, site: Site) -> str:
@@ -198,20 +216,22 @@ def _srun(plan: Plan, site: Site) -> str:
     # with a message; any that remain are killed afterwards.
     words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
     # The first node judges a run after the others have ended.
-    words += ["--kill-on-bad-exit=0", f"--wait={60 if plan.resumable else 0}", "--label"]
+    seconds = 60 if plan.resumable else 0
+    words += ["--kill-on-bad-exit=0", f"--wait={seconds}", "--label"]
     if site.container == "pyxis":
-        mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
         image = _REGISTRY.sub(r"\1\2#", site.image.removeprefix("docker.io/"))
+        mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
+        names = ",".join(_names(site))
         words += [f"--container-image={shlex.quote(image)}", f"--container-mounts={mounts}"]
-        words += ["--no-container-mount-home", f"--container-env={','.join(_names(site))}"]
+        words += ["--no-container-mount-home", f"--container-env={names}"]
     return " ".join([*words, 'bash -c "$task"'])
 
 
 def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
-    """Submit the script with sbatch. Returns an exit code, the job's with ``wait`` and else 0, and
-    the job's number.
+    """Submit the script with sbatch. Return an exit code, and the job's number.
 
-    Raises HostError if sbatch is missing or refuses the job.
+    The exit code is the job's with ``wait``, and else 0. Raises HostError if sbatch is missing or
+    refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise HostError(
@@ -219,18 +239,21 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
             hint="run it on a login node; --dry-run prints the script",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    done = captured(["sbatch", "--parsable", *(["--wait"] if wait else [])], "sbatch", text=text)
+    command = ["sbatch", "--parsable"]
+    if wait:
+        command.append("--wait")
+    done = captured(command, "sbatch", text=text)
     # A site's plugin may print lines of its own before the number.
-    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
+    last_line = done.stdout.strip().rpartition("\n")[2]
+    number = last_line.partition(";")[0]
     if not number.isdigit():
-        printed = (
-            " ".join((done.stderr or done.stdout).split())[:400] or f"exit code {done.returncode}"
-        )
+        output = " ".join((done.stderr or done.stdout).split())
+        reason = output[:400] or f"exit code {done.returncode}"
         if done.returncode:
-            raise HostError(
-                f"sbatch refused the job: {printed}", hint="--dry-run prints the script"
-            )
+            raise HostError(f"sbatch refused the job: {reason}", hint="--dry-run prints the script")
         raise HostError(
-            f"sbatch names no job: {printed}", hint="squeue --me lists what it submitted"
+            f"sbatch names no job: {reason}", hint="squeue --me lists what it submitted"
         )
-    return (done.returncode if wait else 0), number
+    if wait:
+        return done.returncode, number
+    return 0, number

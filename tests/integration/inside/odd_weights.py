@@ -313,7 +313,7 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         lambda _: b"version https://git-lfs.github.com/spec/v1",
         "git lfs pull",
     ),
-    "a byte order mark": ("config.json", lambda data: b"\xef\xbb\xbf" + data, "byte order mark"),
+    "a byte order mark": ("config.json", lambda data: b"\xef\xbb\xbf" + data, "is not JSON"),
     "a cut index": (INDEX, lambda data: data[:-5], "index of the weights cannot be read"),
     "an absent part": (INDEX, lambda data: data.replace(b"part-1", b"part-7"), "lack part-7"),
     "half of the tensors": (

@@ -338,3 +338,30 @@ def test_what_only_the_host_can_start_is_refused_with_the_command_that_does(
     assert "use `primus launch k8s`" in err
     assert err.count("hf download black-forest-labs/FLUX.1-dev") == 2
     assert main(["compat", "pytorch_benchmark_setup.sh"]) == 0
+
+
+def test_a_proxy_keeps_the_steps_and_the_seed_of_the_command() -> None:
+    words = ["--train_iters", "7", "--seed", "3", "--micro_batch_size", "2"]
+    request = requested(
+        "run_pretrain.sh", words, {"EXP": "examples/megatron/configs/llama3.1_8B-pretrain.yaml"}
+    )
+    kept = request.for_proxy()
+    assert set(kept.words) == {"megatron.training.steps=7", "megatron.training.seed=3"}
+    assert kept.choices.proxy is True
+    assert kept.says[-1].startswith("the proxy keeps its own sizes: ")
+    assert "megatron.training.micro_batch_size=2 left out" in kept.says[-1]
+
+
+def test_fsdp_runs_on_eight_ranks_unless_torchrun_says_otherwise() -> None:
+    words = ["configs/llama-3.1-8b-4k.json", "llama"]
+    for environment, ranks in (({}, "ranks=8"), ({"WORLD_SIZE": "2"}, "ranks=2")):
+        assert requested("train_fsdp.py", words, environment).words[0] == ranks
+
+
+@pytest.mark.parametrize(("text", "is_asked"), [("0", False), ("", False), ("1", True)])
+def test_deterministic_kernels_are_asked_for_by_any_value_but_zero(
+    text: str, is_asked: bool
+) -> None:
+    environment = {"EXP": "llama3.1-8b", "PRIMUS_DETERMINISTIC": text}
+    words = requested("run_pretrain.sh", [], environment).words
+    assert ("torchtitan.debug.deterministic=true" in words) is is_asked

@@ -270,3 +270,53 @@ def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
     assert models("NVIDIA H200", "NVIDIA H200") == "h200"
     (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
     assert detect.detect(tmp_path).generation == ""
+
+
+def test_firmware_is_named_unless_its_version_is_zero(tmp_path: Path) -> None:
+    node(tmp_path, 1, version=90402, device=0x74A1, simds=1216)
+    device = tmp_path / "sys/class/drm/card0/device"
+    (device / "fw_version").mkdir(parents=True)
+    (device / "vbios_version").write_text("113-M3000100-102\n")
+    (device / "fw_version/smc_fw_version").write_text("0x00557100\n")
+    (device / "fw_version/vce_fw_version").write_text("0x00000000\n")
+    assert detect.detect(tmp_path).firmware == "smc 0x00557100, vbios 113-M3000100-102"
+
+
+def test_the_memory_is_that_of_the_smallest_gpu_and_not_of_the_cpu(tmp_path: Path) -> None:
+    for number, (heap, size) in enumerate([(0, 1000), (1, 5000), (2, 4000)]):
+        bank = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}/mem_banks/0"
+        bank.mkdir(parents=True)
+        (bank / "properties").write_text(f"heap_type {heap}\nsize_in_bytes {size}\n")
+    assert detect.memory_bytes(tmp_path) == 4000
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, ("0", "1", "2", "3")),
+        ({"HIP_VISIBLE_DEVICES": "2, 3"}, ("2", "3")),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "2"}, ("2",)),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ("0", "1")),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
+    ],
+)
+def test_a_process_uses_the_devices_that_variables_leave(
+    environment: dict[str, str], devices: tuple[str, ...]
+) -> None:
+    assert detect.visible(4, environment) == devices
+
+
+def test_a_new_architecture_needs_the_variables_that_several_others_have() -> None:
+    known = table.load_table()
+    arch = replace(next(row for row in known.archs if row.arch == "gfx950"), arch="gfx9999")
+    gpu = replace(
+        table.generation("mi355x"), name="new", arch="gfx9999", names=("New",), device_ids=()
+    )
+    with pytest.raises(ValueError, match="new has no entry for the environment variables") as wrong:
+        replace(known, archs=(*known.archs, arch), generations=(*known.generations, gpu))
+    assert "HSA_NO_SCRATCH_RECLAIM" in str(wrong.value)
+    # Of one architecture alone.
+    assert "NVTE_ROCM_ENABLE_MXFP8" not in str(wrong.value)
+    without_image = replace(gpu, no_image="it is planned")
+    replace(known, archs=(*known.archs, arch), generations=(*known.generations, without_image))

@@ -118,6 +118,12 @@ def test_the_answers_of_a_chat_are_trained(
     assert trained(tokens, mask) == made.tokenizer.decode(tokens)
 
 
+def test_a_chat_may_begin_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = encoder_of(monkeypatch, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokens, mask = made.document(Document(messages=[SAID, ASKED]), "a:1")
+    assert trained(tokens, mask) == "Two."
+
+
 def test_options_and_tools_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     made = encoder_of(monkeypatch, "{{ greeting }}" + WITH_TOOLS)
     document = Document(messages=[ASKED, SAID], tools=[TOOL], options={"greeting": "Hi "})
@@ -145,6 +151,12 @@ def test_options_and_tools_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
             [ASKED, {"role": "tool", "content": "3"}, SAID],
             [],
             "leaves out a message of tool, '3'",
+        ),
+        (
+            CHATML.replace("m.content", "m.content if m.role != 'tool'"),
+            [ASKED, {"role": "tool", "content": "a result of several words"}, SAID],
+            [],
+            "leaves out a message of tool, 'a result of several words'",
         ),
         (
             CHATML.replace("m.content", "m.content.split('</think>')[-1]"),

@@ -3,7 +3,10 @@
 What can be read is compared with datasets and transformers in ``integration/inside/own_text.py``.
 """
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.backends.backend import backend_of
 from primus_images.training.text.corpus import Corpus, files_of, rows
 from primus_images.training.text.document import document_of, layout_of
+from primus_images.training.text.rows import form_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
 
@@ -129,3 +133,74 @@ def test_text_needs_a_tokenizer() -> None:
     recipe = resolve("llama3-proxy", ["assets.tokenizer=mock"], Choices(gpu="cpu"))
     with pytest.raises(InputError, match="mock, but the corpus is text"):
         backend_of(recipe).check_data(recipe)
+
+
+@pytest.mark.parametrize(
+    ("names", "choice", "split", "read"),
+    [
+        (["a.jsonl", "b.jsonl"], {}, None, ["a.jsonl", "b.jsonl"]),
+        (["test.jsonl", "train.jsonl"], {}, "train", ["train.jsonl"]),
+        (["test.jsonl", "train.jsonl"], {"split": "test"}, "test", ["test.jsonl"]),
+        (["train.jsonl", "dev.jsonl"], {"usual_split": "validation"}, "validation", ["dev.jsonl"]),
+        (["validation.jsonl"], {}, "validation", ["validation.jsonl"]),
+        (["train/a.jsonl", "test/a.jsonl"], {}, "train", ["train/a.jsonl"]),
+        (["dataset_dict.json", "x/a.jsonl", "y/a.jsonl"], {"split": "y"}, "y", ["y/a.jsonl"]),
+        (["README.md", "__pycache__/a.jsonl", "a.jsonl"], {}, None, ["a.jsonl"]),
+    ],
+)
+def test_the_files_of_a_split(
+    names: list[str], choice: dict[str, str], split: str | None, read: list[str], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    files = files_of(Corpus(name=str(tmp_path), **choice))
+    assert files.split == split
+    assert [str(file.relative_to(tmp_path)) for file in files.paths] == read
+    assert sorted([*read, *files.others]) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "choice", "words"),
+    [
+        (["train.jsonl", "test.jsonl", "extra.jsonl"], {}, "extra.jsonl belongs to no split"),
+        (["dev.jsonl", "test.jsonl"], {}, "has no split train, only test, validation"),
+        (["train.jsonl"], {"split": "test"}, "has no split test, only train"),
+        (["a.jsonl", "b.txt"], {}, "files of one form in the folder, found .jsonl, .txt"),
+        ([], {}, "found no files"),
+    ],
+)
+def test_a_folder_without_one_split_is_refused(
+    names: list[str], choice: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(InputError) as caught:
+        files_of(Corpus(name=str(tmp_path), **choice))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("a.txt", ".txt"),
+        ("a.txt.gz", ".txt"),
+        ("a.JSON", ".jsonl"),
+        ("a.v1.ndjson.zst", ".jsonl"),
+        ("a.parquet", ".parquet"),
+        ("a.gz", ""),
+        ("a", ""),
+    ],
+)
+def test_the_form_of_a_file(name: str, form: str) -> None:
+    assert form_of(Path(name)) == form
+
+
+def test_packed_text_is_read(tmp_path: Path) -> None:
+    for name, pack in (
+        ("a.jsonl.gz", gzip.compress),
+        ("b.bz2", bz2.compress),
+        ("c", lzma.compress),
+    ):
+        (tmp_path / name).write_bytes(pack(lines({"text": "one"})))
+        assert texts(tmp_path / name) == ["one"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 import tables
 from primus_images.errors import InputError
-from primus_images.training.run import failure, hang
+from primus_images.training.run import failure, hang, processes
 from primus_images.training.run.failure import _last_line, cause, share, text_of
 from tables import table_of
 
@@ -146,3 +147,24 @@ def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache" / "failures" / "1.json").unlink()
     assert hang.name_hung(tmp_path, 60, {0, 3}) == [3]
     assert str(failure.cause(tmp_path, 1)).endswith("no progress for 60 s; it left no stack")
+
+
+def test_a_stopped_rank_is_named_and_killed_and_the_others_are_ended(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": str(number)})
+        for number in range(2)
+    ]
+    try:
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while processes.processes()[ranks[1].pid][1] != "T" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert hang.end_ranks(os.getpid(), tmp_path, 9) == {0}
+        assert [rank.wait(10) for rank in ranks] == [-signal.SIGABRT, -signal.SIGKILL]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert str(failure.cause(tmp_path, 1)) == (
+        "rank 1: hung: no progress for 9 s; its process is stopped (SIGSTOP, or a debugger)"
+    )

@@ -135,3 +135,10 @@ def test_an_image_of_flux() -> None:
     )
     assert of_recipe_unit(flux, 0).causal / 1e12 == pytest.approx(64.4, abs=0.1)
     assert size(flux).total == pytest.approx(11.9e9, rel=0.001)
+
+
+def test_the_spread_is_between_the_outer_tenths() -> None:
+    assert metrics._spread([*map(float, range(20, 0, -1))]) == pytest.approx((18 - 3) / 10.5)
+    assert metrics._spread([1.0, 3.0]) == 1.0
+    assert metrics._spread([1.0]) is None
+    assert metrics._spread([0.0, 0.0]) is None

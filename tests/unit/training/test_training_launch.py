@@ -397,6 +397,12 @@ def test_the_current_folder_is_never_on_the_module_path(
     assert found.stdout.startswith(source)
 
 
+def test_the_current_folder_stays_if_this_package_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SRC)
+    assert processes.clean({"PYTHONPATH": f"{SRC}:."})["PYTHONPATH"] == str(SRC)
+    assert "PYTHONPATH" not in processes.clean({"PYTHONPATH": f"{SRC}/."})
+
+
 def test_variables_of_another_torchrun_are_dropped() -> None:
     theirs = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "x:1", "TORCHELASTIC_RUN_ID": "1"}
     kept = {

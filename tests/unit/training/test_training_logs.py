@@ -71,6 +71,19 @@ def test_exact_figures_replace_rounded_ones(
     assert bool(series.problems) is bool(problem)
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "problems"),
+    [
+        (7.378949, 0.67489, 0),
+        (7.37896, 0.6748, 1),
+        (7.37894, 0.6750, 1),
+    ],
+)
+def test_exact_figures_may_differ_by_rounding_only(loss: float, norm: float, problems: int) -> None:
+    series = logs.with_exact(logs.read_steps(line(1, "7.37894", "0.6748")), {1: (loss, norm)})
+    assert len(series.problems) == problems
+
+
 def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(line(1, "7.5", "0.5") + line(2, "7.0", "0.6"))
     (tmp_path / "exact.jsonl").write_text(

@@ -273,6 +273,7 @@ def test_each_comparison_fails_alone(
         ({"exit_code": 0, "passed": False}, 1, 0),
         ({"exit_code": 0, "passed": True}, 1, 1),
         ({"exit_code": 0, "passed": True}, 137, 137),
+        ({"exit_code": 0, "passed": False}, 137, 137),
         (None, 1, 1),
     ],
 )

@@ -6,6 +6,7 @@ import os
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -313,20 +314,23 @@ def write(
     sinks = [train]
     if held_out:
         sinks.append(_Sink(folder, "eval"))
-    for number, (tokens, mask) in enumerate(reader):
-        sink = train
-        if int((number + 1) * held_out) > int(number * held_out):
-            sink = sinks[-1]
-        sink.add(tokens, mask)
-        if (number + 1) % _EVERY == 0:
-            progress(f"{number + 1:,} documents are tokenized")
-    for sink in sinks:
-        if sink.empty:
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.discard)
+        for number, (tokens, mask) in enumerate(reader):
+            sink = train
+            if int((number + 1) * held_out) > int(number * held_out):
+                sink = sinks[-1]
+            sink.add(tokens, mask)
+            if (number + 1) % _EVERY == 0:
+                progress(f"{number + 1:,} documents are tokenized")
+        if any(sink.empty for sink in sinks):
             lacking = "no text"
             if held_out:
                 lacking = f"too few documents for eval.fraction={held_out}"
             raise InputError(f"the corpus contains {lacking}", where=reader.corpus.name)
-        sink.close(masked=reader.masked)
+        for sink in sinks:
+            sink.keep(masked=reader.masked)
 
 
 class _Sink:
@@ -355,12 +359,18 @@ class _Sink:
         self._total += len(tokens)
         self._ends.append(self._total)
 
-    def close(self, *, masked: bool) -> None:
+    def keep(self, *, masked: bool) -> None:
+        """Give the files their final names."""
         self._tokens_file.close()
         self._mask_file.close()
         self._tokens.replace(f"{self._final}.tokens")
         if masked:
             self._mask.replace(f"{self._final}.mask")
-        else:
-            self._mask.unlink()
         write_file(Path(f"{self._final}.ends"), self._ends.tobytes())
+
+    def discard(self) -> None:
+        """Remove what was not kept."""
+        self._tokens_file.close()
+        self._mask_file.close()
+        self._tokens.unlink(missing_ok=True)
+        self._mask.unlink(missing_ok=True)

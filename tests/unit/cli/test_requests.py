@@ -1,0 +1,103 @@
+"""What a command asks for: recipes by name or for weights, and options that exclude others."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from primus_images.cli.image import request as requests
+from primus_images.cli.image.request import Request, fine_tuning
+from primus_images.cli.image.train import checked_recipe
+from primus_images.errors import InputError
+from primus_images.gpus.detect import Found
+from primus_images.recipes.setting import Choices
+
+PUBLISHED = Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
+PROXY = Request(
+    recipe="llama3-proxy", choices=Choices(gpu="cpu"), words=("steps=20", "deterministic=false")
+)
+
+
+def options(**choices: Any) -> Any:
+    usual = {
+        "accept_change": [],
+        "judge": False,
+        "burn_in": None,
+        "no_preflight": False,
+        "verify_steps": 0,
+    }
+    return SimpleNamespace(**{**usual, **choices})
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(requests, "detect", Found)
+    config = json.loads(PUBLISHED.read_text())
+    del config["parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    return tmp_path
+
+
+def request(*words: str, **choices: str) -> Request:
+    return Request(recipe="", choices=Choices(gpu="mi300x", **choices), words=words)  # type: ignore[arg-type]
+
+
+def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
+    made = fine_tuning(request("corpus=mock"), str(weights))
+    assert (made.recipe, made.choices.backend) == ("llama3-8b", "finetune")
+    assert made.choices.mode in ("full", "lora")
+    assert made.words[:3] == ("corpus=mock", f"weights={weights}", f"tokenizer={weights}")
+    assert made.words[-1].startswith("local_batch=")
+    assert made.resolved().local_batch >= 1
+
+
+def test_what_the_user_sets_stays(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "detect", lambda: SimpleNamespace(names=("a", "b")))
+    words = ("local_batch=1", "ranks=1", "assets.tokenizer=mock")
+    made = fine_tuning(request(*words, mode="lora"), str(weights))
+    assert made.choices.mode == "lora"
+    assert made.words == (*words, f"weights={weights}")
+    assert "ranks=2" in fine_tuning(request(mode="lora"), str(weights)).words
+
+
+def test_weights_without_tokenizer_or_for_another_backend_are_refused(weights: Path) -> None:
+    with pytest.raises(InputError, match="--backend megatron does not fine-tune"):
+        fine_tuning(request(backend="megatron"), str(weights))
+    (weights / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="has no tokenizer"):
+        fine_tuning(request(), str(weights))
+
+
+def test_verified_steps_are_deterministic_and_at_most_those_of_the_run() -> None:
+    assert not checked_recipe(PROXY, options(), resumed=False).deterministic
+    plain = replace(PROXY, words=("steps=20",))
+    assert checked_recipe(plain, options(verify_steps=20), resumed=False).deterministic
+    with pytest.raises(InputError, match="--verify-steps 21 verifies nothing in 20 steps"):
+        checked_recipe(plain, options(verify_steps=21), resumed=False)
+
+
+@pytest.mark.parametrize(
+    ("choices", "resumed", "words"),
+    [
+        ({"accept_change": ["seed"]}, False, "--accept-change needs --resume-from"),
+        ({"accept_change": ["seed"]}, True, ""),
+        ({"judge": True}, True, "--judge: it needs a run from step 1"),
+        ({"judge": True}, False, ""),
+        ({"judge": True, "verify_steps": 2}, False, "exclude each other"),
+        ({"burn_in": 9.0}, False, "the recipe is resolved for a CPU"),
+        ({"burn_in": 9.0, "no_preflight": True}, False, "--no-preflight leaves it out"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    choices: dict[str, Any], resumed: bool, words: str
+) -> None:
+    plain = replace(PROXY, words=("steps=20",))
+    if not words:
+        checked_recipe(plain, options(**choices), resumed=resumed)
+        return
+    with pytest.raises(InputError, match=words):
+        checked_recipe(plain, options(**choices), resumed=resumed)

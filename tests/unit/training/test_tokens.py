@@ -1,0 +1,104 @@
+"""Which documents are written, and where, with a tokenizer of one token a character."""
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from primus_images.errors import InputError
+from primus_images.training.text import encoder, tokens
+from primus_images.training.text.corpus import Corpus
+
+ASKED = {"role": "user", "content": "How many?"}
+
+
+class Texts:
+    """What :func:`tokens.write` uses of a reader."""
+
+    corpus = Corpus(name="made")
+
+    def __init__(self, *documents: Sequence[int], masked: bool = False) -> None:
+        self.documents = documents
+        self.masked = masked
+
+    def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        return ((document, [1] * len(document)) for document in self.documents)
+
+
+def nothing(_line: str) -> None:
+    pass
+
+
+def numbers(file: Path, kind: str) -> list[int]:
+    values = array(kind)
+    values.frombytes(file.read_bytes())
+    return list(values)
+
+
+def test_tokens_and_ends_of_documents_are_written(tmp_path: Path) -> None:
+    tokens.write(Texts([5, 6], [], [7]), tmp_path, progress=nothing)  # type: ignore[arg-type]
+    assert numbers(tmp_path / "train.tokens", "I") == [5, 6, 7]
+    assert numbers(tmp_path / "train.ends", "q") == [2, 2, 3]
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.ends", "train.tokens"]
+
+
+def test_the_mask_is_kept_if_only_some_tokens_are_trained(tmp_path: Path) -> None:
+    made = Texts([5, 6], masked=True)
+    tokens.write(made, tmp_path, name="mine", progress=nothing)  # type: ignore[arg-type]
+    assert (tmp_path / "mine.mask").read_bytes() == b"\1\1"
+
+
+def test_held_out_documents_are_evenly_spread(tmp_path: Path) -> None:
+    made = Texts(*([number] for number in range(10)))
+    tokens.write(made, tmp_path, held_out=0.3, progress=nothing)  # type: ignore[arg-type]
+    assert numbers(tmp_path / "eval.tokens", "I") == [3, 6, 9]
+    assert numbers(tmp_path / "train.tokens", "I") == [0, 1, 2, 4, 5, 7, 8]
+
+
+def test_too_few_documents_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="contains no text"):
+        tokens.write(Texts([]), tmp_path, progress=nothing)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"too few documents for eval\.fraction=0\.1"):
+        tokens.write(Texts([5]), tmp_path, held_out=0.1, progress=nothing)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_chat_without_answers_is_refused_if_only_they_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = SimpleNamespace(
+        bos_token_id=None,
+        eos_token_id=None,
+        eos_token="",
+        chat_template="{{ messages[0].content }}",
+        get_chat_template=lambda *_: "",
+        apply_chat_template=lambda chats, **_: [chat[0]["content"] for chat in chats],
+    )
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text: str, **_: object) -> "Encoding":
+            return Encoding(input_ids=[*map(ord, text)])
+
+        def __len__(self) -> int:
+            return 256
+
+    class Encoding(dict[str, list[int]]):
+        def char_to_token(self, place: int) -> int:
+            return place
+
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: Tokenizer(**vars(tokenizer)))
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": [ASKED]}) + "\n")
+    whole = tokens.Reader(Corpus(name=str(file), completions=False))
+    assert [mask for _, mask in whole] == [[1] * len(ASKED["content"])]
+    with pytest.raises(InputError, match="the roles are user"):
+        list(tokens.Reader(Corpus(name=str(file))))
+
+
+def test_packs_fill_the_sample_with_the_least_room() -> None:
+    assert tokens.packs([4, 3, 3, 2, 1], 6) == [[0, 3], [1, 2], [4]]
+    assert tokens.packs([6, 6], 6) == [[0], [1]]
+    assert tokens.packs([], 6) == []

@@ -1,5 +1,4 @@
-"""The fastest solution of every GEMM, by PyTorch's TunableOp: shapes, measurement on all GPUs,
-merged result.
+"""The fastest solution of every GEMM, by PyTorch's TunableOp.
 
 PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and
 reads the result in later runs. A result begins with lines that name the versions it is valid for;
@@ -133,14 +132,20 @@ def measure(
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         files = list(pool.map(work, range(len(parts))))
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    rows = [line for line in lines if line.startswith(_RECORDED) and line.count(",") >= 2]
+    validators: dict[str, None] = {}
+    rows = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith("Validator,"):
+                # The parts have the same ones: the key of their folder names PyTorch's version.
+                validators[line] = None
+            elif line.startswith(_RECORDED) and line.count(",") >= 2:
+                rows.append(line)
     if not rows:
         raise CheckFailed(
             f"PyTorch measured none of {len(shapes)} GEMMs", hint="it skips products with a vector"
         )
-    # The parts have the same validators, because the key of their folder names PyTorch's version.
-    return list(dict.fromkeys(line for line in lines if line.startswith("Validator,"))), rows
+    return list(validators), rows
 
 
 def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: str) -> Path:
@@ -155,38 +160,42 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
     raw = folder / f"part-{number}.{os.getpid()}-%d.csv"
     result = _of_device(raw, 0)
     result.unlink(missing_ok=True)
-    environment = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("PYTORCH_TUNABLEOP_")
-        },
-        **_READING,
-        "PYTORCH_TUNABLEOP_TUNING": "1",
-        "PYTORCH_TUNABLEOP_FILENAME": str(raw),
-        # Each vendor's driver reads its own variable.
-        "HIP_VISIBLE_DEVICES": gpu,
-        "CUDA_VISIBLE_DEVICES": gpu,
-    }
     ended = subprocess.run(
         [python, "-c", _WORKER, str(todo)],
-        env=environment,
+        env=_tuning(raw, gpu),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         errors="replace",
         check=False,
     )
     if ended.returncode or not result.is_file():
-        lines = [line[:300] for line in ended.stderr.splitlines() if line.strip()] or [
+        said = [line for line in ended.stderr.splitlines() if line.strip()] or [
             "it wrote no result"
         ]
-        reason = lines[-1]
         raise CheckFailed(
-            f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: {reason}",
+            f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: {said[-1][:300]}",
             hint="finished parts are kept; run it again to continue",
         )
     result.replace(done)
     return done
+
+
+def _tuning(result: Path, gpu: str) -> dict[str, str]:
+    """Return the environment of a process that writes what it measures on ``gpu`` to ``result``."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTORCH_TUNABLEOP_")
+    }
+    return {
+        **inherited,
+        **_READING,
+        "PYTORCH_TUNABLEOP_TUNING": "1",
+        "PYTORCH_TUNABLEOP_FILENAME": str(result),
+        # Each vendor's driver reads its own variable.
+        "HIP_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": gpu,
+    }
 
 
 def merge(place: Place, key: Key, lines: Sequence[str]) -> None:
@@ -205,18 +214,12 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
 
     Raises InputError if there is no result, or one of another key.
     """
-    if not (tuned := _of_device(place.tuned, 0)).is_file():
+    tuned = _of_device(place.tuned, 0)
+    if not tuned.is_file():
         raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
     try:
         stored: Any = json.loads(place.key.read_text(encoding="utf-8"))
-        differences = [
-            # The recipe's part is a hash, which tells a reader nothing.
-            "other settings of the recipe"
-            if name == "recipe"
-            else f"{name} {stored.get(name)} instead of {value}"
-            for name, value in vars(key).items()
-            if stored.get(name) != value
-        ]
+        differences = _differences(stored, key)
     except (OSError, ValueError, AttributeError):
         raise InputError(
             f"{tuned} has no valid key: {place.key} is missing or damaged", hint="tune again"
@@ -224,6 +227,19 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
     if differences:
         raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
     return {**_READING, "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
+
+
+def _differences(stored: Any, key: Key) -> list[str]:
+    differences = []
+    for name, value in vars(key).items():
+        if stored.get(name) == value:
+            continue
+        if name == "recipe":
+            # This part is a hash, which tells a reader nothing.
+            differences.append("other settings of the recipe")
+        else:
+            differences.append(f"{name} {stored.get(name)} instead of {value}")
+    return differences
 
 
 def _of_device(name: Path, device: int) -> Path:

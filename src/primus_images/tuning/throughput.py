@@ -1,5 +1,6 @@
-"""The search for a recipe's fastest settings: the candidates, the order of trying them, and the
-file to write.
+"""The search for a recipe's fastest settings.
+
+It has the candidates, the order of trying them, and the file to write.
 
 The tokens of an optimizer step never change: a candidate with a smaller micro batch accumulates
 more of them. Each is measured by a short training run in a process of its own, whose result is
@@ -13,11 +14,11 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import read_sealed, write_sealed
@@ -68,73 +69,103 @@ def candidates(
     ``available`` are the bytes of a rank that may be used, None on a CPU. ``missing`` returns the
     packages that optimizations need and this machine lacks.
     """
-    knows = start.knows
     share = start.global_batch // start.data_parallel
     batches = [size for size in range(1, share + 1) if share % size == 0]
     points = []
-    for (turbo, of_turbo), (checkpointing, of_checkpointing), batch in product(
-        _turbo(start), _checkpointing(start), batches
-    ):
-        words = [*of_turbo, *of_checkpointing]
-        if words or batch != start.local_batch:
-            # Named even where it is the start's: with other settings, another of a recipe's list
-            # may fit.
-            words.append(f"{knows.key('local_batch')}={batch}")
-        if batch != start.local_batch:
-            # Otherwise the backend would use the new micro batch times the ranks as the global
-            # batch.
-            words.append(f"{knows.key('global_batch')}={start.global_batch}")
-        if batch % start.find("validation.accumulation", 1):
-            # Turn off checks that add accumulation steps.
-            words.append("validation.accumulation=1")
-        peak: float | None = None
-        out = ""
-        recipe = None
+    for turbo, checkpointing, batch in product(_turbo(start), _checkpointing(start), batches):
+        words = [*turbo.words, *checkpointing.words]
+        words += _batch_words(start, batch, others=bool(words))
+        point = Point(turbo.title, checkpointing.title, batch, tuple(words))
         try:
-            recipe = changed(start, words)
-            # With `auto`, a missing package only turns its optimization off.
-            if not isinstance(requested(recipe), str) and (lacking := missing(chosen(recipe))):
-                out = f"{' and '.join(lacking)} not installed"
-            if available is not None and (peak := predict(recipe).peak) > available:
-                out = f"does not fit: {available / _GIB:,.1f} GiB can be used"
+            point = point._replace(recipe=changed(start, words))
+            points.append(_judged(point, available, missing))
         except InputError as error:
-            out = error.message
-        points.append(Point(turbo, checkpointing, batch, tuple(words), recipe, peak, out))
+            points.append(point._replace(out=error.message))
     return sorted(points, key=lambda point: bool(point.words))
 
 
-def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    names = chosen(start)
+def _batch_words(start: Recipe, batch: int, *, others: bool) -> list[str]:
+    words = []
+    if others or batch != start.local_batch:
+        # Named even where it is the start's: with other settings, another of a recipe's list may
+        # fit.
+        words.append(f"{start.knows.key('local_batch')}={batch}")
+    if batch != start.local_batch:
+        # Otherwise the backend would use the new micro batch times the ranks as the global batch.
+        words.append(f"{start.knows.key('global_batch')}={start.global_batch}")
+    if batch % start.find("validation.accumulation", 1):
+        # Turn off checks that add accumulation steps.
+        words.append("validation.accumulation=1")
+    return words
+
+
+def _judged(
+    point: Point,
+    available: float | None,
+    missing: Callable[[tuple[str, ...]], Sequence[str]],
+) -> Point:
+    """Return ``point`` with its predicted memory, and the reason why it cannot run here."""
+    recipe = point.recipe
+    assert recipe is not None
+    # With `auto`, a missing package only turns its optimization off.
+    if not isinstance(requested(recipe), str):
+        lacking = missing(chosen(recipe))
+        if lacking:
+            point = point._replace(out=f"{' and '.join(lacking)} not installed")
+    if available is not None:
+        point = point._replace(peak=predict(recipe).peak)
+        if point.peak is not None and point.peak > available:
+            point = point._replace(out=f"does not fit: {available / _GIB:,.1f} GiB can be used")
+    return point
+
+
+class _Choice(NamedTuple):
+    """One value of a setting: its title, and the words that differ from the start."""
+
+    title: str
+    words: tuple[str, ...] = ()
+
+
+def _turbo(start: Recipe) -> list[_Choice]:
     setting = start.settings.get("turbo")
-    if setting and isinstance(setting.value, str):
-        title = setting.value
-    elif setting:
-        title = ",".join(names)
-    else:
-        title = AUTO
-    searched = usable(start) and not (setting and setting.origin.startswith("command line"))
-    others = [word for word in (OFF, AUTO) if searched and word != title]
-    return [(title, ()), *((word, (f"turbo={word}",)) for word in others)]
+    title = AUTO
+    if setting:
+        title = ",".join(chosen(start))
+        if isinstance(setting.value, str):
+            title = setting.value
+    choices = [_Choice(title)]
+    asked = setting is not None and setting.origin.startswith("command line")
+    if usable(start) and not asked:
+        for word in (OFF, AUTO):
+            if word != title:
+                choices.append(_Choice(word, (f"turbo={word}",)))
+    return choices
 
 
-def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
+def _checkpointing(start: Recipe) -> list[_Choice]:
     head = start.backend
-    rows = start.knows.checkpointing
     current = "as the recipe"
     others = []
-    for row in rows:
-        key = next(iter(row))
+    for row in start.knows.checkpointing:
         title = " ".join(map(str, row.values()))
-        values = {
-            name: start.settings[f"{head}.{name}"].value
-            for name in row
-            if f"{head}.{name}" in start.settings
-        }
-        if values == row or (row[key] == "none" and f"{head}.{key}" not in start.settings):
+        if _has(start, row):
             current = title
         else:
-            others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
-    return [(current, ()), *others]
+            words = [f"{head}.{key}={value}" for key, value in row.items()]
+            others.append(_Choice(title, tuple(words)))
+    return [_Choice(current), *others]
+
+
+def _has(start: Recipe, row: Mapping[str, Any]) -> bool:
+    """Whether the start has the settings of ``row``; without a setting, it recomputes nothing."""
+    keys = {name: f"{start.backend}.{name}" for name in row}
+    first = next(iter(row))
+    if row[first] == "none" and keys[first] not in start.settings:
+        return True
+    return all(
+        keys[name] in start.settings and start.settings[keys[name]].value == value
+        for name, value in row.items()
+    )
 
 
 def search(points: Sequence[Point], measure: Callable[[Point], float | None]) -> Point | None:
@@ -144,54 +175,66 @@ def search(points: Sequence[Point], measure: Callable[[Point], float | None]) ->
     batch and smaller ones, as long as that helps; once more if something changed. ``measure``
     returns tokens per second, or None for a point that failed; it is called once for each point.
     """
-    rates: dict[tuple[str, ...], float | None] = {}
+    rates: dict[tuple[str, ...], float] = {}
 
     def rate(point: Point) -> float:
         if point.words not in rates:
-            rates[point.words] = measure(point)
-        return rates[point.words] or 0.0
+            rates[point.words] = measure(point) or 0.0
+        return rates[point.words]
 
     best = points[0]
     if not rate(best):
         return None
-    usable = [point for point in points if not point.out]
+    tried = [point for point in points if not point.out]
     while True:
         before = best
-        for point in usable:
-            if (point.checkpointing, point.batch) == (before.checkpointing, before.batch):
-                best = max(best, point, key=rate)
+        best = _best_turbo(best, tried, rate)
         turbo = best.turbo
-        for checkpointing in dict.fromkeys(point.checkpointing for point in usable):
-            last = 0.0
+        for checkpointing in dict.fromkeys(point.checkpointing for point in tried):
             row = [
                 point
-                for point in usable
-                if (point.turbo, point.checkpointing) == (turbo, checkpointing)
+                for point in tried
+                if point.turbo == turbo and point.checkpointing == checkpointing
             ]
-            for point in sorted(row, key=lambda point: -point.batch):
-                best = max(best, point, key=rate)
-                if rate(point) < last:
-                    break
-                last = rate(point)
+            best = _best_batch(best, row, rate)
         if best is before:
             return best
 
 
+def _best_turbo(best: Point, points: Sequence[Point], rate: Callable[[Point], float]) -> Point:
+    start = best
+    for point in points:
+        if point.checkpointing == start.checkpointing and point.batch == start.batch:
+            best = max(best, point, key=rate)
+    return best
+
+
+def _best_batch(best: Point, row: Sequence[Point], rate: Callable[[Point], float]) -> Point:
+    """Try the largest micro batch of ``row`` first, and smaller ones as long as they are faster."""
+    last = 0.0
+    for point in sorted(row, key=lambda point: -point.batch):
+        best = max(best, point, key=rate)
+        if rate(point) < last:
+            break
+        last = rate(point)
+    return best
+
+
 def different(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str:
-    """Return how ``losses`` of the first steps differ from ``wanted`` by more than ``tolerance``
-    (relative), or "".
+    """Return how the first ``losses`` differ from ``reference``, or "" if they agree.
+
+    ``tolerance`` is relative.
     """
-    for step, (here, there) in enumerate(
-        zip(losses[:_COMPARED], reference[:_COMPARED], strict=False), 1
-    ):
-        if not abs(here - there) <= tolerance * abs(there):
+    if not losses:
+        return "it reported no loss"
+    pairs = zip(losses[:_COMPARED], reference[:_COMPARED], strict=False)
+    for step, (loss, start_loss) in enumerate(pairs, 1):
+        if not abs(loss - start_loss) <= tolerance * abs(start_loss):
             return (
-                f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than "
+                f"the loss of step {step} is {loss:.5f}, at the start {start_loss:.5f}: more than "
                 f"{tolerance:.0e} apart"
             )
-    if losses:
-        return ""
-    return "it reported no loss"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,36 +253,39 @@ def overlay(
     It uses the recipe of ``winner``. ``leave`` are keys that only the measurement set. The user's
     key=value arguments become part of the file.
     """
-    keys = []
+    keys = [key for key in _override_keys(winner) if key not in leave]
+    use = winner.path.name
+    if is_path(source):
+        use = os.path.relpath(winner.path, file.absolute().parent)
+    when = {choice: winner.settings[choice].value for choice in CHOICES}
+    lines = [f"# Written by: {evidence.command}", f"uses: [{json.dumps(use)}]"]
+    for name in winner.section("assets"):
+        if f"assets.{name}" not in keys:
+            lines += _asset_lines(winner, name, file)
+    lines.append("cases:")
+    lines.append(f"  - when: {json.dumps(when)}")
+    lines.append(f"    because: {json.dumps(evidence.because, ensure_ascii=False)}")
+    for key in dict.fromkeys(keys):
+        lines.append(f"    {key}: {json.dumps(winner.settings[key].value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _override_keys(winner: Recipe) -> Iterator[str]:
     for word in winner.overrides:
         key = word.partition("=")[0]
         if key not in winner.settings:
             key = f"{winner.backend}.{key}"
-        if key not in leave:
-            keys.append(key)
-    below = file.absolute().parent
-    if is_path(source):
-        use = os.path.relpath(winner.path, below)
-    else:
-        use = winner.path.name
-    when = {choice: winner.settings[choice].value for choice in CHOICES}
-    lines = [f"# Written by: {evidence.command}", f"uses: [{json.dumps(use)}]"]
-    for name in winner.section("assets"):
-        asset = winner.asset(name)
-        written = winner.get(f"assets.{name}", str)
-        if (
-            asset is not None
-            and f"assets.{name}" not in keys
-            and beside(file.absolute(), written) != asset
-        ):
-            lines.append(f"assets.{name}: {json.dumps(os.path.relpath(asset, below))}")
-    lines += [
-        "cases:",
-        f"  - when: {json.dumps(when)}",
-        f"    because: {json.dumps(evidence.because, ensure_ascii=False)}",
-    ]
-    lines += [f"    {key}: {json.dumps(winner.settings[key].value)}" for key in dict.fromkeys(keys)]
-    return "\n".join(lines) + "\n"
+        yield key
+
+
+def _asset_lines(winner: Recipe, name: str, file: Path) -> list[str]:
+    """Return the line of an asset that ``file`` would look for in another place."""
+    asset = winner.asset(name)
+    written = winner.get(f"assets.{name}", str)
+    if asset is None or beside(file.absolute(), written) == asset:
+        return []
+    path = os.path.relpath(asset, file.absolute().parent)
+    return [f"assets.{name}: {json.dumps(path)}"]
 
 
 # Begins the lines that the command itself prints of an error.
@@ -327,9 +373,7 @@ class Search:
                     )
                 rates.append(result.tokens_per_second)
         before, after = map(statistics.median, self.finals)
-        return after / before - 1, max(
-            (max(rates) - min(rates)) / statistics.median(rates) for rates in self.finals
-        )
+        return after / before - 1, max(map(_spread, self.finals))
 
     def _result(self, point: Point, number: int) -> Result:
         if point.recipe is None:
@@ -338,14 +382,13 @@ class Search:
         suffix = ""
         if result:
             suffix = " (kept from before)"
-        if result is None:
+        else:
             self._say(f"run {self._runs + 1} of at most {self._most}: {point.title}")
             result = self.run(point.recipe, number)
         self._runs += 1
+        rate = result.reason
         if result.tokens_per_second:
             rate = f"{result.tokens_per_second:,.0f} tokens/s/rank"
-        else:
-            rate = result.reason
         self._say(f"  {point.title}: {rate}{suffix}")
         return result
 
@@ -385,51 +428,59 @@ class Search:
         return self._folder / f"{recipe.digest[:16]}-{number}"
 
     def _train(self, recipe: Recipe, output: Path) -> tuple[Result, int]:
-        words = [
-            self._source,
-            *recipe.choices.words(),
-            *recipe.overrides,
-            "--output",
-            str(output),
-            "--json",
-        ]
-        words += ["--compile-cache", str(self._folder / "compiled")]
+        command = [sys.executable, "-m", "primus_images.cli.main", "train", self._source]
+        command += [*recipe.choices.words(), *recipe.overrides]
+        command += ["--output", str(output), "--json"]
+        command += ["--compile-cache", str(self._folder / "compiled")]
         end = time.monotonic() + self._effort.limit
         lines = list[str]()
         ended = processes.run(
-            [sys.executable, "-m", "primus_images.cli.main", "train", *words],
+            command,
             log=output.with_suffix(".log"),
             environment=os.environ,
             watch=processes.Watch(on_line=lines.append, hopeless=lambda: time.monotonic() > end),
         )
-        try:
-            run = read_result(output)
-        except (OSError, InputError):
-            run = RunResult(exit_code=1)
         series = read_run(output)
         rates = [step.tokens_per_second for step in series.steps[self._effort.warmup :]]
-        reason = run.cause
-        late = ended.seconds > self._effort.limit
-        if late:
+        code = ended.exit_code
+        if ended.seconds > self._effort.limit:
+            code = 1
             reason = f"it took longer than {self._effort.limit:g} s"
-        elif not reason and not run.passed:
-            failed = (
-                f"{verdict.name}: {verdict.reason}"
-                for verdict in run.verdicts
-                if not verdict.passed
-            )
-            errors = (line.removeprefix(_SAID).strip() for line in lines if line.startswith(_SAID))
-            code = ended.exit_code
-            reason = next(failed, None) or (
-                next(errors, f"exit code {code}") if code else "no result"
-            )
-        elif not reason and not rates:
+        else:
+            reason = _failure(output, code, lines)
+        if not reason and not rates:
             reason = f"no step was left to measure after {self._effort.warmup} of warm-up"
+        rate = None
+        if not reason:
+            rate = statistics.median(rates)
         result = Result(
-            tokens_per_second=statistics.median(rates) if rates and not reason else None,
+            tokens_per_second=rate,
             memory_gib=max((step.memory_gib for step in series.steps), default=None),
             losses=series.losses,
             reason=reason,
             seconds=round(ended.seconds, 1),
         )
-        return result, 1 if late else ended.exit_code
+        return result, code
+
+
+def _failure(output: Path, code: int, lines: Sequence[str]) -> str:
+    """Return why the run in ``output`` did not pass; empty if it did."""
+    try:
+        run = read_result(output)
+    except (OSError, InputError):
+        run = RunResult(exit_code=1)
+    if run.cause or run.passed:
+        return run.cause
+    for verdict in run.verdicts:
+        if not verdict.passed:
+            return f"{verdict.name}: {verdict.reason}"
+    if not code:
+        return "no result"
+    for line in lines:
+        if line.startswith(_SAID):
+            return line.removeprefix(_SAID).strip()
+    return f"exit code {code}"
+
+
+def _spread(rates: Sequence[float]) -> float:
+    return (max(rates) - min(rates)) / statistics.median(rates)

@@ -34,7 +34,6 @@ _LONG = {
     "{keys}": "".join(f"k{n}: 1\n" for n in range(40_000)),
     "{huge}": "# " + "x" * 3_000_000,
     "{dashes}": "- " * 200_000,
-    "{long alias}": "a: &a " + "x" * 100_000 + "\nb: [" + ",".join(["*a"] * 15_000) + "]\n",
     "{deep}": "name: " + "{a: " * 5000 + "1" + "}" * 5000,
     "{bomb}": "a0: &a0 {k: 1, l: 2}\n"
     + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),

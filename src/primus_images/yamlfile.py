@@ -200,7 +200,10 @@ def scalar(text: str) -> Scalar:
     if text in _BOOL:
         return _BOOL[text]
     if re.fullmatch(_INT, text):
-        return int(text)
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"a number of {len(text)} characters is too long") from None
     if re.fullmatch(_OCTAL_OR_HEXADECIMAL, text):
         return int(text, 0)
     if re.fullmatch(_SPECIAL_FLOAT, text):

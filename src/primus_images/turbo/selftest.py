@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from primus_images.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo, sharded
+from primus_images.turbo import (
+    attention,
+    experts,
+    fp8,
+    fp8_kernels,
+    kernels,
+    packed,
+    primus_turbo,
+    sharded,
+)
 from primus_images.turbo.compared import (
     SCALE_FP8,
     Compared,
@@ -411,8 +420,19 @@ def real_rope(shapes: Shapes, make: Maker) -> Rows:
     yield from three_ways(("rotated", "gradient"), ways, inputs, make)
 
 
-def _attention(attend: Callable[..., Tensor], shapes: Shapes, make: Maker, **options: Any) -> Rows:
-    """Attention of the run: its heads, window and mask. ``options`` are passed to ``attend``."""
+def _attention(
+    attend: Callable[..., Tensor],
+    shapes: Shapes,
+    make: Maker,
+    *,
+    documents: Tensor | None = None,
+    **options: Any,
+) -> Rows:
+    """Attention of the run: its heads, window and mask.
+
+    ``documents`` [tokens] are the numbers of packed documents, which do not see each other.
+    ``options`` are passed to ``attend``.
+    """
     batch = min(shapes.batch, _MOST_SEQUENCES)
     length = min(shapes.seq_len, _LONGEST)
     group = shapes.heads // shapes.kv_heads
@@ -422,6 +442,9 @@ def _attention(attend: Callable[..., Tensor], shapes: Shapes, make: Maker, **opt
     masked: dict[str, Any] = {"is_causal": shapes.causal}
     if _window(shapes):
         seen = seen.triu(1 - _window(shapes))
+        masked = {"attn_mask": seen}
+    if documents is not None:
+        seen = seen & (documents[:, None] == documents)
         masked = {"attn_mask": seen}
 
     def plain(*tensors: Tensor) -> Tensor:
@@ -468,6 +491,22 @@ def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     yield from _attention(attention.flash_attention_4, shapes, make, **options)
 
 
+def packed_attention(shapes: Shapes, make: Maker) -> Rows:
+    """Four documents in each sample: a single token, two of usual lengths, and what is left."""
+    length = min(shapes.seq_len, _LONGEST)
+    ends = torch.tensor([1, length // 3, length // 3 + 100, length], device=make.device)
+    ends = ends.clamp(max=length)
+    documents = torch.searchsorted(ends, torch.arange(length, device=make.device), right=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bounds = packed.bounds_of(ends.int().expand(len(q), -1), length)
+        tokens_first = tuple(part.flatten(0, 1) for part in (q, k, v))
+        out = packed.packed_attention(*tokens_first, bounds, length, window=_window(shapes))
+        return out.view_as(q)
+
+    yield from _attention(attend, shapes, make, documents=documents)
+
+
 TESTS: Mapping[str, Callable[[Shapes, Maker], Rows]] = {
     "linear-cross-entropy": linear_cross_entropy,
     "fp8-weight-cast": fp8_weight_cast,
@@ -484,6 +523,7 @@ TESTS: Mapping[str, Callable[[Shapes, Maker], Rows]] = {
     "turbo-attention": partial(_without_mask, primus_turbo.attention),
     "flash-attention-4": flash_attention_4,
     "flash-attention-2": partial(_without_mask, attention.flash_attention_2),
+    "packed-attention": packed_attention,
 }
 """Optimization → its test."""
 

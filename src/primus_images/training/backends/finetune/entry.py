@@ -11,7 +11,7 @@ from primus_images.training.backends.loop import checkpoint, data, process, trai
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.evaluation import Evaluation
 from primus_images.training.backends.loop.session import Sharded, shard
-from primus_images.turbo.attention import FLASH, attend_in_transformers
+from primus_images.turbo import attention, packed
 
 
 def main(job: RankJob, device: torch.device) -> None:
@@ -37,12 +37,7 @@ def main(job: RankJob, device: torch.device) -> None:
 
 
 def _model(job: RankJob, config: FinetuneConfig, source: Path | None) -> models.FineTuned:
-    attention: str = config.attention
-    for name in FLASH:
-        if name in job.turbo:
-            attention = attend_in_transformers(name)
-            break
-    causal = models.causal_model(job.model, attention, source)
+    causal = models.causal_model(job.model, _attention(job, config), source)
     if job.mode == "lora":
         causal = models.adapted(causal, config.lora)
     kind = models.WholeLogits
@@ -51,6 +46,16 @@ def _model(job: RankJob, config: FinetuneConfig, source: Path | None) -> models.
     model = kind(causal, config.loss_chunk)
     model.choose_loss(job)
     return model
+
+
+def _attention(job: RankJob, config: FinetuneConfig) -> str:
+    """Return Hugging Face's name of the implementation of attention."""
+    if "packed-attention" in job.turbo:
+        return packed.attend_in_transformers()
+    for name in attention.FLASH:
+        if name in job.turbo:
+            return attention.attend_in_transformers(name)
+    return config.attention
 
 
 def _is_wide(layer: str) -> bool:

@@ -12,6 +12,7 @@ from primus_images.recipes import family
 from primus_images.recipes.architecture import Architecture
 from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.session import IGNORED, LanguageModel
+from primus_images.turbo.packed import bounds_of
 
 if TYPE_CHECKING:
     from primus_images.training.backends.finetune.backend import LoraConfig
@@ -137,13 +138,17 @@ class FineTuned(LanguageModel):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
-        options = {}
+        options: dict[str, Any] = {}
         if balance:
             options["output_router_logits"] = True
-        # Where positions begin again, transformers masks what lies before.
+        # Where positions begin again, transformers masks what lies before, unless its attention
+        # takes the bounds of documents.
+        if ends is not None:
+            options["document_bounds"] = bounds_of(ends, tokens.shape[1])
         output = causal.model(input_ids=tokens, position_ids=positions, use_cache=False, **options)
         if not balance or labels is None:
             return output.last_hidden_state, None
@@ -166,7 +171,11 @@ class WholeLogits(FineTuned):
 
     @override
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
         logits = self.causal(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
         return functional.cross_entropy(

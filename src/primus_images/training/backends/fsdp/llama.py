@@ -71,7 +71,7 @@ class Llama(LanguageModel):
 
     @override
     def hidden(
-        self, tokens: Tensor, positions: Any = None, labels: Any = None
+        self, tokens: Tensor, positions: Any = None, labels: Any = None, ends: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         assert positions is None
         states = self.embedding(tokens)

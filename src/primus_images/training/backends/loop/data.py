@@ -21,7 +21,7 @@ _MOCK_STEPS = (1, 3, 7, 19)
 def held_out(job: RankJob, *, packing: bool = False) -> "Documents":
     """Return the documents that the job evaluates on."""
     tokens = stored(job.output / "cache", "eval")
-    return Documents(tokens, job.training.seq_len, job.training.seed, packing=packing)
+    return _documents(tokens, job, packing)
 
 
 def text(job: RankJob, *, packing: bool = False) -> Data:
@@ -35,7 +35,17 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
         samples = (len(tokens.tokens) - 1) // length
         end = samples * length + 1
         tokens = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
-    return Documents(tokens, length, job.training.seed, packing=packing)
+    return _documents(tokens, job, packing)
+
+
+def _documents(tokens: Tokens, job: RankJob, packing: bool) -> "Documents":
+    return Documents(
+        tokens,
+        job.training.seq_len,
+        job.training.seed,
+        packing=packing,
+        with_ends=packing and "packed-attention" in job.turbo,
+    )
 
 
 class Documents(Data):
@@ -43,10 +53,20 @@ class Documents(Data):
 
     Without a mask, long documents are several; with one, they are cut, and those without a trained
     label are left out. Labels behind the end of the last one are ignored. Packed samples have
-    ``positions``, which begin again at 0 with each document, and behind the last one.
+    ``positions``, which begin again at 0 with each document, and behind the last one. They have
+    ``ends`` with ``with_ends``: where each document ends, and the end of the sample in all further
+    columns. Every batch has the same number of columns, so a compiled model is compiled once.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int, *, packing: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        seed: int,
+        *,
+        packing: bool = False,
+        with_ends: bool = False,
+    ) -> None:
         self._tokens = tokens
         self._firsts, self._ends = tokens.pieces(seq_len)
         lengths = self._ends - self._firsts - 1
@@ -55,6 +75,10 @@ class Documents(Data):
         if packing:
             self._packs = packs(lengths.tolist(), seq_len)
             self.samples = len(self._packs)
+        self._columns = 0
+        if with_ends and self._packs is not None:
+            # One more for what is behind the last document.
+            self._columns = max(map(len, self._packs)) + 1
         self._seed = seed
         self._seq_len = seq_len
 
@@ -63,19 +87,24 @@ class Documents(Data):
         inputs = torch.zeros(count, self._seq_len, dtype=torch.int64)
         labels = torch.full_like(inputs, IGNORED)
         positions = torch.arange(self._seq_len).repeat(count, 1)
+        ends = torch.full((count, self._columns), self._seq_len, dtype=torch.int32)
         for row in range(count):
             sample = place_of(first + row, self.samples, self._seed)
             start = 0
-            for number in self._numbers(sample):
+            for column, number in enumerate(self._numbers(sample)):
                 tokens, next_tokens = self._document(number)
                 end = start + len(tokens)
                 inputs[row, start:end] = tokens
                 labels[row, start:end] = next_tokens
                 positions[row, end:] = torch.arange(self._seq_len - end)
+                if self._columns:
+                    ends[row, column] = end
                 start = end
         batch = {"input_ids": inputs, "labels": labels}
         if self._packs is not None:
             batch["positions"] = positions
+        if self._columns:
+            batch["ends"] = ends
         return batch
 
     def _numbers(self, sample: int) -> Sequence[int]:

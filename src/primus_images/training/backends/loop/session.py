@@ -26,7 +26,8 @@ IGNORED = -100
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
 # and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
 # Packed samples have ``positions``, too, which begin again at 0 with each document; a document sees
-# only itself.
+# only itself. With the optimization packed-attention, they also have ``ends``, int32 [samples,
+# documents]: where each document ends in its sample.
 Batch = Mapping[str, Tensor]
 
 
@@ -130,11 +131,16 @@ class LanguageModel(nn.Module):
             self._fused = linear_cross_entropy
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [samples, seq_len, hidden], and an additional loss.
 
-        The additional loss is per label. It is None if the model has none.
+        The additional loss is per label. It is None if the model has none. ``positions`` and
+        ``ends`` are those of :data:`Batch`.
         """
         raise NotImplementedError
 
@@ -143,9 +149,15 @@ class LanguageModel(nn.Module):
         """The output layer."""
         raise NotImplementedError
 
-    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> Tensor:
         """Return the sum of the cross entropies of all labels."""
-        hidden, besides = self.hidden(input_ids, positions, labels)
+        hidden, besides = self.hidden(input_ids, positions, labels, ends)
         states = hidden.flatten(0, 1)
         targets = labels.flatten()
         total = self._loss(states, targets)

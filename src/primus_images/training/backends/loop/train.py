@@ -194,6 +194,7 @@ def _witness(job: RankJob, session: Session) -> Witness:
 def _show(witness: Witness, batches: list[Batch]) -> None:
     for batch in batches:
         parts = dict(batch)
+        parts.pop("ends", None)  # the reference finds documents by their positions
         if "input_ids" in parts:
             parts = {"inputs": parts.pop("input_ids"), **parts}
         witness.batch(**parts)

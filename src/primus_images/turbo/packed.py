@@ -1,0 +1,214 @@
+"""Attention of packed documents, each of which sees itself alone.
+
+Where several documents share a sample, transformers masks all pairs of tokens of different
+documents, and PyTorch then computes every pair. PyTorch's Flash Attention for sequences of varying
+lengths computes the pairs inside of documents only. It is wrapped as operators that a compiled
+model can call, and that count their calls.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from primus_images.turbo.optimizations import CALLS
+
+
+@torch.library.custom_op("primus::packed_forward", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS["packed_forward"] += 1
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        0.0,  # no dropout
+        True,  # causal
+        False,  # no debug mask
+        scale=scale,
+        **_window(window),
+    )
+    return output, sums
+
+
+@_forward.register_fake
+def _(q: Any, _k: Any, _v: Any, bounds: Any, longest: int, *_: Any) -> Any:
+    tokens, heads, _size = q.shape
+    shape = (heads, tokens)
+    if torch.version.hip:
+        shape = (len(bounds) - 1, heads, longest)
+    sums = q.new_empty(shape, dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), sums
+
+
+@torch.library.custom_op("primus::packed_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    CALLS["packed_backward"] += 1
+    # The states of the random numbers that dropout would use.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        torch.ops.aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            output,
+            sums,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            True,
+            random_state,
+            unused,
+            scale=scale,
+            **_window(window),
+        )
+    )
+    return gradients
+
+
+@_backward.register_fake
+def _(_grad: Any, *tensors: Any) -> Any:
+    q, k, v = tensors[:3]
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+
+
+def _window(window: int) -> dict[str, int]:
+    if not window:
+        return {}
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _save(context: Any, inputs: Any, outputs: Any) -> None:
+    q, k, v, bounds, context.longest, context.scale, context.window = inputs
+    context.save_for_backward(q, k, v, *outputs, bounds)
+
+
+def _gradients(context: Any, grad: torch.Tensor, _: Any) -> Any:
+    q, k, v, output, sums, bounds = context.saved_tensors
+    settings = (context.longest, context.scale, context.window)
+    gradients = _backward(grad.contiguous(), q, k, v, output, sums, bounds, *settings)
+    return *gradients, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def bounds_of(ends: torch.Tensor, length: int) -> torch.Tensor:
+    """Return where documents begin and end in the concatenated samples: int32 [documents + 1].
+
+    ``ends`` [samples, documents] are the ends of each sample's documents, in tokens from the
+    beginning of the sample; the last ones of a sample of ``length`` tokens may repeat.
+    """
+    samples, _ = ends.shape
+    first_tokens = torch.arange(samples, device=ends.device, dtype=torch.int32) * length
+    absolute = (ends + first_tokens[:, None]).flatten()
+    return functional.pad(absolute, (1, 0))
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+) -> torch.Tensor:
+    """Return causal attention inside of each document.
+
+    ``q`` is [tokens, heads, size]; ``k`` and ``v`` may have fewer heads. ``bounds`` are those of
+    :func:`bounds_of`, and no document has more than ``longest`` tokens. ``scale`` multiplies the
+    logits (default: size ** -0.5). ``window`` is the number of tokens that each token sees,
+    including itself; 0 for all before it. On a CPU, it is computed with a mask of all pairs.
+    """
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
+    if q.is_cuda:
+        output, _ = _forward(q, k, v, bounds, longest, scale, window)
+        return output
+    CALLS["packed_forward"] += 1
+    CALLS["packed_backward"] += 1
+    return _masked(q, k, v, bounds, scale, window)
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    places = torch.arange(len(q), device=q.device)
+    documents = torch.searchsorted(bounds, places.int(), right=True)
+    distance = places[:, None] - places
+    mask = (documents[:, None] == documents) & (distance >= 0)
+    if window:
+        mask &= distance < window
+    heads_first = tuple(part.transpose(0, 1)[None] for part in (q, k, v))
+    output = functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return output[0].transpose(0, 1)
+
+
+def attend_in_transformers() -> str:
+    """Register :func:`packed_attention` with Hugging Face's models.
+
+    Returns the name for ``attn_implementation``. A model gets the bounds of its documents as the
+    argument ``document_bounds``.
+    """
+    from transformers import AttentionInterface
+
+    def attend(
+        _module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        document_bounds: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if attention_mask is not None or document_bounds is None:
+            raise RuntimeError("packed-attention takes the bounds of documents, and no mask")
+        samples, heads, length, size = query.shape
+        window = 0
+        if sliding_window and sliding_window < length:
+            window = sliding_window
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+        output = packed_attention(
+            q, k, v, document_bounds, length, scale=scaling, window=window
+        )
+        return output.view(samples, length, heads, size), None
+
+    AttentionInterface.register("primus_packed", attend)
+    return "primus_packed"

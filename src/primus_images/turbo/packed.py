@@ -205,9 +205,7 @@ def attend_in_transformers() -> str:
         if sliding_window and sliding_window < length:
             window = sliding_window
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
-        output = packed_attention(
-            q, k, v, document_bounds, length, scale=scaling, window=window
-        )
+        output = packed_attention(q, k, v, document_bounds, length, scale=scaling, window=window)
         return output.view(samples, length, heads, size), None
 
     AttentionInterface.register("primus_packed", attend)

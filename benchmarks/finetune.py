@@ -285,7 +285,9 @@ def run_variant(
         row |= figures(output)
         row["first_step_seconds"] = round(first_step or float("nan"), 1)
     else:
-        row["log"] = log.read_text(errors="replace")[-1500:]
+        row["log"] = log.read_text(errors="replace")[-800:]
+        if (output / "log.txt").exists():
+            row["log"] += (output / "log.txt").read_text(errors="replace")[-1500:]
     return row
 
 

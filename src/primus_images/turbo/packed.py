@@ -1,17 +1,25 @@
 """Attention of packed documents, each of which sees itself alone.
 
 Where several documents share a sample, transformers masks all pairs of tokens of different
-documents, and PyTorch then computes every pair. PyTorch's Flash Attention for sequences of varying
-lengths computes the pairs inside of documents only. It is wrapped as operators that a compiled
-model can call, and that count their calls.
+documents, and PyTorch then computes every pair. Flash Attention for sequences of varying lengths
+computes the pairs inside of documents only. Two of its versions are wrapped as operators that a
+compiled model can call, and that count their calls: Flash Attention 4, and the one that is part of
+PyTorch, for any GPU.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from primus_images.turbo.optimizations import CALLS
+
+# Versions of Flash Attention. PyTorch has its own copy of version 2.
+OF_PYTORCH = 2
+FLASH_4 = 4
+VERSIONS: Mapping[str, int] = {"packed-attention-4": FLASH_4, "packed-attention": OF_PYTORCH}
+"""Optimization → version, in the order of preference."""
 
 
 @torch.library.custom_op("primus::packed_forward", mutates_args=())
@@ -23,8 +31,26 @@ def _forward(
     longest: int,
     scale: float,
     window: int,
+    version: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    CALLS["packed_forward"] += 1
+    CALLS[f"packed_forward_{version}"] += 1
+    if version == FLASH_4:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        results = _flash_attn_fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+            causal=True,
+            return_lse=True,
+            **_window(window),
+        )
+        return results[0], results[1]
     output, sums, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -64,8 +90,28 @@ def _backward(
     longest: int,
     scale: float,
     window: int,
+    version: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    CALLS["packed_backward"] += 1
+    CALLS[f"packed_backward_{version}"] += 1
+    if version == FLASH_4:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        results = _flash_attn_bwd(
+            q,
+            k,
+            v,
+            output,
+            grad,
+            sums,
+            softmax_scale=scale,
+            causal=True,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            **_window(window),
+        )
+        return results[0], results[1], results[2]
     # The states of the random numbers that dropout would use.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
@@ -104,16 +150,15 @@ def _window(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _save(context: Any, inputs: Any, outputs: Any) -> None:
-    q, k, v, bounds, context.longest, context.scale, context.window = inputs
-    context.save_for_backward(q, k, v, *outputs, bounds)
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, bounds, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
 
 
-def _gradients(context: Any, grad: torch.Tensor, _: Any) -> Any:
-    q, k, v, output, sums, bounds = context.saved_tensors
-    settings = (context.longest, context.scale, context.window)
-    gradients = _backward(grad.contiguous(), q, k, v, output, sums, bounds, *settings)
-    return *gradients, None, None, None, None
+def _gradients(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    q, k, v, output, sums, bounds = ctx.saved_tensors
+    gradients = _backward(grad.contiguous(), q, k, v, output, sums, bounds, *ctx.settings)
+    return *gradients, *(None for _ in (bounds, *ctx.settings))
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -138,10 +183,11 @@ def packed_attention(
     bounds: torch.Tensor,
     longest: int,
     *,
+    version: int = OF_PYTORCH,
     scale: float | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Return causal attention inside of each document.
+    """Return causal attention inside of each document, by a version of Flash Attention.
 
     ``q`` is [tokens, heads, size]; ``k`` and ``v`` may have fewer heads. ``bounds`` are those of
     :func:`bounds_of`, and no document has more than ``longest`` tokens. ``scale`` multiplies the
@@ -151,10 +197,10 @@ def packed_attention(
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     if q.is_cuda:
-        output, _ = _forward(q, k, v, bounds, longest, scale, window)
+        output, _ = _forward(q, k, v, bounds, longest, scale, window, version)
         return output
-    CALLS["packed_forward"] += 1
-    CALLS["packed_backward"] += 1
+    CALLS[f"packed_forward_{version}"] += 1
+    CALLS[f"packed_backward_{version}"] += 1
     return _masked(q, k, v, bounds, scale, window)
 
 
@@ -179,7 +225,7 @@ def _masked(
     return output[0].transpose(0, 1)
 
 
-def attend_in_transformers() -> str:
+def attend_in_transformers(version: int) -> str:
     """Register :func:`packed_attention` with Hugging Face's models.
 
     Returns the name for ``attn_implementation``. A model gets the bounds of its documents as the
@@ -205,7 +251,9 @@ def attend_in_transformers() -> str:
         if sliding_window and sliding_window < length:
             window = sliding_window
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
-        output = packed_attention(q, k, v, document_bounds, length, scale=scaling, window=window)
+        output = packed_attention(
+            q, k, v, document_bounds, length, version=version, scale=scaling, window=window
+        )
         return output.view(samples, length, heads, size), None
 
     AttentionInterface.register("primus_packed", attend)

@@ -491,7 +491,7 @@ def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     yield from _attention(attention.flash_attention_4, shapes, make, **options)
 
 
-def packed_attention(shapes: Shapes, make: Maker) -> Rows:
+def _packed_attention(version: int, shapes: Shapes, make: Maker) -> Rows:
     """Four documents in each sample: a single token, two of usual lengths, and what is left."""
     length = min(shapes.seq_len, _LONGEST)
     ends = torch.tensor([1, length // 3, length // 3 + 100, length], device=make.device)
@@ -501,7 +501,9 @@ def packed_attention(shapes: Shapes, make: Maker) -> Rows:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bounds = packed.bounds_of(ends.int().expand(len(q), -1), length)
         tokens_first = tuple(part.flatten(0, 1) for part in (q, k, v))
-        out = packed.packed_attention(*tokens_first, bounds, length, window=_window(shapes))
+        out = packed.packed_attention(
+            *tokens_first, bounds, length, version=version, window=_window(shapes)
+        )
         return out.view_as(q)
 
     yield from _attention(attend, shapes, make, documents=documents)
@@ -523,7 +525,8 @@ TESTS: Mapping[str, Callable[[Shapes, Maker], Rows]] = {
     "turbo-attention": partial(_without_mask, primus_turbo.attention),
     "flash-attention-4": flash_attention_4,
     "flash-attention-2": partial(_without_mask, attention.flash_attention_2),
-    "packed-attention": packed_attention,
+    "packed-attention-4": partial(_packed_attention, packed.FLASH_4),
+    "packed-attention": partial(_packed_attention, packed.OF_PYTORCH),
 }
 """Optimization → its test."""
 

@@ -50,8 +50,9 @@ def _model(job: RankJob, config: FinetuneConfig, source: Path | None) -> models.
 
 def _attention(job: RankJob, config: FinetuneConfig) -> str:
     """Return Hugging Face's name of the implementation of attention."""
-    if "packed-attention" in job.turbo:
-        return packed.attend_in_transformers()
+    for name, version in packed.VERSIONS.items():
+        if name in job.turbo:
+            return packed.attend_in_transformers(version)
     for name in attention.FLASH:
         if name in job.turbo:
             return attention.attend_in_transformers(name)

@@ -12,6 +12,7 @@ from primus_images.recipes.recipe import MOCK
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.session import IGNORED, Batch, Data
 from primus_images.training.text.tokens import Tokens, packs, stored
+from primus_images.turbo.packed import VERSIONS
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
@@ -44,7 +45,7 @@ def _documents(tokens: Tokens, job: RankJob, packing: bool) -> "Documents":
         job.training.seq_len,
         job.training.seed,
         packing=packing,
-        with_ends=packing and "packed-attention" in job.turbo,
+        with_ends=packing and not VERSIONS.keys().isdisjoint(job.turbo),
     )
 
 

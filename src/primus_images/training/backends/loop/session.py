@@ -26,7 +26,7 @@ IGNORED = -100
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
 # and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
 # Packed samples have ``positions``, too, which begin again at 0 with each document; a document sees
-# only itself. With the optimization packed-attention, they also have ``ends``, int32 [samples,
+# only itself. With an optimization of packed attention, they also have ``ends``, int32 [samples,
 # documents]: where each document ends in its sample.
 Batch = Mapping[str, Tensor]
 

@@ -103,6 +103,8 @@ PLACES = (
         for index in range(3)
     ),
     Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_fwd"),
+    Place("packed-attention-4", "primus_images.turbo.packed", "packed_attention"),
+    Place("packed-attention", "primus_images.turbo.packed", "packed_attention"),
 )
 
 

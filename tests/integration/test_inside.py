@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 # Unit tests that a Python without torch skips.
-KERNELS = ("selftest", "sharded", "turbo_experts", "turbo_kernels")
+KERNELS = ("packed", "selftest", "sharded", "turbo_experts", "turbo_kernels")
 
 SCRIPTS = (
     "tutorial",

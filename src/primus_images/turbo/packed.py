@@ -71,7 +71,7 @@ def _forward(
 @_forward.register_fake
 def _(q: Any, _k: Any, _v: Any, bounds: Any, longest: int, *_: Any) -> Any:
     tokens, heads, _size = q.shape
-    shape = (heads, tokens)
+    shape: tuple[int, ...] = (heads, tokens)
     if torch.version.hip:
         shape = (len(bounds) - 1, heads, longest)
     sums = q.new_empty(shape, dtype=torch.float32)

@@ -500,9 +500,9 @@ def _packed_attention(version: int, shapes: Shapes, make: Maker) -> Rows:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bounds = packed.bounds_of(ends.int().expand(len(q), -1), length)
-        tokens_first = tuple(part.flatten(0, 1) for part in (q, k, v))
+        queries, keys, values = (part.flatten(0, 1) for part in (q, k, v))
         out = packed.packed_attention(
-            *tokens_first, bounds, length, version=version, window=_window(shapes)
+            queries, keys, values, bounds, length, version=version, window=_window(shapes)
         )
         return out.view_as(q)
 

@@ -555,7 +555,10 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
         "x.json: the signature does not name it",
     ),
     "validation more": (
-        added("validation", lambda d: replace(edited(d, OTHER_KEY), name="validation-x.json")),
+        added(
+            "validation",
+            lambda d: replace(edited(d, put("made", value="2020")), name="validation-x.json"),
+        ),
         "validation-x.json: no signed statement",
     ),
     "document of no name": (

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from primus_images.cli.host.common import resolved_targets
@@ -16,6 +17,7 @@ from primus_images.release import policy
 from primus_images.release.publish import Needs, Ready, move_tag, prepare, publish as upload
 from primus_images.release.reference import require_repository
 from primus_images.release.registry import Repository
+from primus_images.release.statement import Signer
 from primus_images.terminal import Screen
 
 
@@ -26,17 +28,8 @@ def publish(args: argparse.Namespace) -> int:
     targets, workspace = resolved_targets(args)
     if not args.preview:
         _warn_of_previews(targets)
-    if args.sign_later and (args.key or args.keyless):
-        raise InputError(
-            "--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless"
-        )
-    signer = signer_of(args)
-    root = targets[0].root
-    needs = Needs(
-        records=(args.records or root / "out" / "validation").absolute(),
-        policy=policy.of_project(root, args.policy),
-        preview=args.preview,
-    )
+    signing = _signing(args)
+    needs = _needs(args, targets[0].root)
     published = []
     with choose_progress(args.json) as progress:
         plans = plan_images(targets, workspace.stats)
@@ -44,26 +37,43 @@ def publish(args: argparse.Namespace) -> int:
         refused = any(ready.objections for ready in images)
         if not refused and not args.dry_run:
             for ready in images:
-                published.append(
-                    upload(ready, workspace.store, args.to, progress, args.sign_later or signer)
-                )
+                published.append(upload(ready, workspace.store, args.to, progress, signing))
     lines = []
-    if refused or args.dry_run:
-        screen = Screen.of()
-        for ready in images:
-            lines += [screen.fit(line) for line in _judgement(ready, args.to)]
     for row in published:
         lines += _sent(row, args.to)
         if row["to_sign"]:
             note(
                 args, f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`"
             )
+    if not published:
+        screen = Screen.of()
+        for ready in images:
+            lines += [screen.fit(line) for line in _judgement(ready, args.to)]
     document = {
         "published": published,
         "judged": [_judged(ready) for ready in images],
         "passed": not refused,
     }
     return answer(args, document, lines, passed=not refused)
+
+
+def _signing(args: argparse.Namespace) -> Signer | Path | None:
+    """Return who signs, or the folder for what is signed later."""
+    if not args.sign_later:
+        return signer_of(args)
+    if args.key or args.keyless:
+        raise InputError(
+            "--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless"
+        )
+    return Path(args.sign_later)
+
+
+def _needs(args: argparse.Namespace, root: Path) -> Needs:
+    return Needs(
+        records=(args.records or root / "out" / "validation").absolute(),
+        policy=policy.of_project(root, args.policy),
+        preview=args.preview,
+    )
 
 
 def tag(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from primus_images.release.vulnerabilities import audit
+from primus_images.release.vulnerabilities import Accepted, Vulnerability, audit
 from project_kit import Kit
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -146,3 +147,24 @@ def statement(path: Path) -> Any:
     ).validate(document)
     (only,) = document["statements"]
     return only
+
+
+def test_on_the_day_of_its_review_a_finding_is_still_accepted() -> None:
+    accepted = Accepted(id="CVE-2026-1", reason="it is never called", review="2026-11-20")
+    finding = Vulnerability(
+        id="CVE-2026-1",
+        aliases=(),
+        summary="It breaks",
+        package="small",
+        version="1.0",
+        purl="",
+        fixed="",
+        accepted=accepted,
+    )
+    assert not finding.is_open(date(2026, 11, 20))
+    assert finding.is_open(date(2026, 11, 21))
+    assert "it was accepted until 2026-11-20: review it" in finding.sentence(date(2026, 11, 21))
+    assert finding.sentence(date(2026, 11, 20)).endswith(
+        "small 1.0: CVE-2026-1: It breaks (no version is known to mend it); accepted until "
+        "2026-11-20: it is never called"
+    )

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from primus_images.release.policy import Evidence, Policy, objections
+from primus_images.release.policy import Evidence, Policy, objections, unmet
+from primus_images.training.judge.record import Machine, Rates
 from records import RUNS, jobs, recipe, record, verdicts
 
 GOOD = Evidence(
@@ -113,3 +114,43 @@ def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
 )
 def test_a_preview_may_lack_nothing_else(changes: dict[str, Any]) -> None:
     assert objections(replace(GOOD, **changes), Policy(), preview=True)
+
+
+RATES = Rates(faults=100, named=99, healthy=100, refused=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rates", "reasons"),
+    [
+        (Policy(found=0.99, alarms=0.01), RATES, []),
+        (Policy(found=0.991), RATES, ["the suite finds 99 of 100 faults, less than 99.1%"]),
+        (
+            Policy(alarms=0.009),
+            RATES,
+            ["the suite refuses 1 of 100 healthy runs, more than 0.9%"],
+        ),
+        (
+            Policy(found=0.5),
+            None,
+            ["the validation of one says nothing about its suite's own faults"],
+        ),
+        (Policy(), None, []),
+    ],
+)
+def test_the_suite_itself_must_be_good_enough(
+    policy: Policy, rates: Rates | None, reasons: list[str]
+) -> None:
+    made = record()
+    made = replace(made, suite=replace(made.suite, rates=rates))
+    assert list(unmet(made, policy)) == reasons
+
+
+def test_a_gpu_must_have_the_driver_and_firmware_of_the_policy() -> None:
+    policy = Policy(driver="6.12", firmware="7")
+    good = Machine(driver="6.12", firmware="7")
+    assert list(unmet(record(gpu="mi300x", machine=good), policy)) == []
+    assert list(unmet(record(gpu="mi300x", machine=Machine(driver="6.10")), policy)) == [
+        "one was validated with driver 6.10, not 6.12",
+        "one was validated with firmware unknown, not 7",
+    ]
+    assert list(unmet(record(), policy)) == [], "a CPU has neither"

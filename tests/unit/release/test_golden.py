@@ -200,3 +200,19 @@ def test_a_side_without_curves_is_named() -> None:
     assert golden.changes(None, some, "v1", "v2") == (
         "v1 has no golden curves, so training was not compared",
     )
+
+
+@pytest.mark.parametrize(("step", "gap", "passed"), [(7, 2e-4, True), (7, 3e-4, False)])
+def test_the_tolerance_of_a_step_is_that_of_its_growth(
+    tmp_path: Path, step: int, gap: float, passed: bool
+) -> None:
+    losses = [6.0] * step
+    curves = kept(tmp_path, evidence(losses))
+    assert verdict(curves, evidence([*losses[:-1], 6.0 * (1 + gap)])).passed is passed
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_run_of_another_length_leaves_the_curve(tmp_path: Path, count: int) -> None:
+    found = verdict(kept(tmp_path, evidence()), evidence([*LOSSES, 4.0][:count]))
+    assert not found.passed
+    assert found.reason.endswith(f"at step {min(count, 4) + 1}, by inf")

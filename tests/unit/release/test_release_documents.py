@@ -19,7 +19,7 @@ from primus_images.gates.examined import LayerFacts
 from primus_images.oci.store import digest_of
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
-from primus_images.release.bills import contents, cyclonedx, listing, purl, spdx
+from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx
 from primus_images.release.documents import provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licences
@@ -129,6 +129,23 @@ def declared(lock: Lock) -> Licences:
     return Licences(declared=dict(zip(names, expressions, strict=True)), texts=found.texts)
 
 
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        ("GPL-2+", "GPL-2.0-or-later"),
+        ("GPL-3", "GPL-3.0-only"),
+        ("LGPL-2.1+", "LGPL-2.1-or-later"),
+        ("AGPL v3", "AGPL-3.0-only"),
+        ("GFDL-1.3", "GFDL-1.3-only"),
+        ("GFDL-2", "GFDL-2-only"),
+        ("  MIT\nand more", "MIT"),
+        ("", ""),
+    ],
+)
+def test_short_names_become_spdx_names(name: str, expression: str) -> None:
+    assert Licences().named(name, name) == expression
+
+
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
 def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     lock = read(path)
@@ -162,6 +179,15 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     }
     assert kinds["GENERATED_FROM"] == {"transformer_engine_torch-2.20.2.tar.gz"}
     assert any(name.startswith("g++") for name in kinds["BUILD_TOOL_OF"])
+    scopes: dict[str, set[str]] = {}
+    components = cyclonedx(inside)
+    for component in components["components"]:
+        scopes.setdefault(component["scope"], set()).add(component["bom-ref"])
+    tools = {part.identifier for part in inside.parts if part.relation == "BUILD_TOOL_OF"}
+    assert scopes["excluded"] == tools
+    image_of, *_ = [row for row in components["dependencies"] if row["ref"] == IMAGE]
+    contained = {part.identifier for part in inside.parts if part.relation == "CONTAINS"}
+    assert set(image_of["dependsOn"]) == contained
     lines = listing(inside).splitlines()
     assert len(lines) == len(lock.files)
     assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [

@@ -1,6 +1,7 @@
 """The published releases: all of them are there, as published, and nothing is made up."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from primus_images.cli.main import main
 from primus_images.errors import InputError
 from primus_images.gpus.table import generation
 from primus_images.release import diff as differences
-from primus_images.release.history import History, load_history, select
+from primus_images.release.history import History, load_history, select, spread
+from primus_images.release.sides import Side
 from primus_images.schema import build
 from primus_images.yamlfile import parse
 from project_kit import make_project
@@ -154,3 +156,25 @@ def test_page_holds_every_tag() -> None:
             assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", before)), (
                 line
             )
+
+
+def test_targets_are_named_where_their_values_differ() -> None:
+    rows = [("b", "1", "cpu"), ("a", "2", "cpu"), ("a", "3", "h200"), ("b", "1", "h200")]
+    assert spread(rows) == {"a": "2 (cpu), 3 (h200)", "b": "1"}
+    assert list(spread(rows)) == ["a", "b"]
+
+
+def test_a_section_of_a_page_has_sixty_changes_at_most() -> None:
+    def side(count: int) -> Side:
+        release = replace(HISTORY.releases[0], components={})
+        return Side(release=release, parts={"files": {f"f{n}": "1" for n in range(count)}})
+
+    page = differences.diff_page(differences.diff(side(0), side(60)))
+    assert "f59 " in page
+    assert "more, which --json lists" not in page
+    page = differences.diff_page(differences.diff(side(0), side(62)))
+    assert "f59 " in page
+    assert "f60" not in page
+    assert "and 2 more, which --json lists" in page
+    page = differences.diff_page(differences.diff(side(2), side(1)))
+    assert "files: 1 only on the old side, 1 the same" in page

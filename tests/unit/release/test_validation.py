@@ -6,8 +6,10 @@ from threading import Barrier, Event
 import pytest
 
 from primus_images.cli.main import main
-from primus_images.release.summary import Validated, table
+from primus_images.release.summary import Validated, outcome_text, table
 from primus_images.release.validation import _each, _no_run
+from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import RecordedJob
 from primus_images.training.run import outcome
 from records import jobs, record, verdicts
 
@@ -40,6 +42,38 @@ def test_a_failed_gate_does_not_hide_that_every_job_passed(
 
 def test_all_passed() -> None:
     assert table([cell("one")]).splitlines()[-1] == "passed: 1 of 1 passed"
+
+
+def test_one_cell_is_told_with_causes_first_and_what_was_skipped_last(tmp_path: Path) -> None:
+    found = record(
+        passed=False,
+        verdicts=(
+            Verdict("base: finite", True, "it is"),
+            Verdict("base: loss falls", True, "it does"),
+            Verdict("repeat: exit code", False, "out of memory"),
+            Verdict("resume", False, "repeat failed", skipped=True),
+            Verdict("gate budget", False, "too large"),
+        ),
+        jobs=(
+            RecordedJob(name="base", ran=True, series=({"loss": 7.0}, {"loss": 3.0})),
+            *jobs("repeat"),
+        ),
+        not_run=("the GPU part",),
+    )
+    lines = outcome_text(found, tmp_path).splitlines()
+    assert lines[:-1] == [
+        "  ✗ repeat failed: out of memory",
+        "  ✓ base: finite, loss falls",
+        "  ✗ gate budget: too large",
+        "  – repeat failed: resume",
+        "  – not run: the GPU part",
+        "  loss 7.0000 → 3.0000 over 2 steps  █▁",
+        "FAILED: 2 checks passed, 2 failed, 1 skipped",
+    ]
+    assert outcome_text(record(), tmp_path).splitlines()[:-1] == [
+        "  ✓ loss falls: why",
+        "passed: 1 checks passed, 0 failed",
+    ]
 
 
 def test_two_cells_are_validated_at_the_same_time_and_listed_in_their_order(tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ def test_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again.sha256(str(file)) == hashlib.sha256(b"one").hexdigest()
 
 
+def test_a_file_of_the_same_size_is_read_again_if_a_time_of_it_changed(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    index = StatIndex(tmp_path / "index")
+    for text in ("one", "two"):
+        file.write_text(text)
+        settle(file)
+        assert index.sha256(str(file)) == hashlib.sha256(text.encode()).hexdigest()
+
+
 def test_file_written_just_now_is_not_remembered(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("one")

@@ -6,7 +6,6 @@ import pytest
 
 from primus_images.errors import HostError
 from primus_images.patch import replace
-from tables import table_of
 
 
 def library() -> ModuleType:
@@ -26,7 +25,12 @@ def test_the_replacement_gets_what_was_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "takes", "message"), table_of("patch.a_moved_or_changed_function_is_named")
+    ("name", "takes", "message"),
+    [
+        ("sum_of", None, "lib.sums has no sum_of, which"),
+        ("total", "values", "lib.sums has total\\(values, start\\), which"),
+        ("total", "values, start, dtype", "lib.sums has total\\(values, start\\), which"),
+    ],
 )
 def test_a_moved_or_changed_function_is_named(name: str, takes: str | None, message: str) -> None:
     lib = library()

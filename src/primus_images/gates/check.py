@@ -11,6 +11,7 @@ from primus_images.gates.rules.coverage import GpuLibrary, gpu_libraries
 from primus_images.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
+_FINDING_INDENT = " " * 8
 _PASSED = Styled("✓", "green")
 
 
@@ -55,11 +56,13 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
         sign = screen.paint(_sign_of(report))
-        head = f"  {sign} {report.gate:<{width}}  "
-        lines += screen.wrap(report.summary, head, " " * (width + 6))
+        name = report.gate.ljust(width)
+        indent = " " * (width + 6)
+        lines += screen.wrap(report.summary, f"  {sign} {name}  ", indent)
         for finding in report.findings:
             sign = screen.paint(_SIGNS[finding.severity])
-            lines += screen.wrap(_sentence_of(finding), f"      {sign} ", " " * 8)
+            sentence = _sentence_of(finding)
+            lines += screen.wrap(sentence, f"      {sign} ", _FINDING_INDENT)
     return "\n".join(lines)
 
 

@@ -47,6 +47,9 @@ Form = Literal[
 
 PATTERNS: Mapping[str, Any] = read_values(Path(__file__).with_name("patterns.yaml")).data
 NAMES = {name: re.compile(pattern) for name, pattern in PATTERNS["names"].items()}
+_METADATA_ROW = re.compile(PATTERNS["metadata_rows"], re.M)
+_OF_EXTRA = re.compile(PATTERNS["of_extra"])
+_LOGIN = re.compile(PATTERNS["login"])
 _HEADERS = PATTERNS["headers"]
 _LIBRARIES = {
     name: (component, re.compile(pattern.encode()))
@@ -139,19 +142,30 @@ def _installed_debs(path: str, text: str) -> list[Stated]:
 
 
 def _wheel(path: str, text: str) -> list[Stated]:
-    rows = re.findall(PATTERNS["metadata_rows"], text.partition("\n\n")[0], re.M)
-    head = dict(rows)
-    if "Name" not in head or "Version" not in head:
+    head = text.partition("\n\n")[0]
+    rows = _METADATA_ROW.findall(head)
+    values = dict(rows)
+    name = values.get("Name")
+    version = values.get("Version")
+    if name is None or version is None:
         return []
     requires = []
     licence = []
-    for key, value in rows:
-        if key == "Requires-Dist" and not re.search(PATTERNS["of_extra"], value):
+    for row in rows:
+        key, value = row
+        if key == "Requires-Dist" and not _OF_EXTRA.search(value):
             requires.append(value)
         if key.startswith("License") or value.startswith("License ::"):
-            licence.append((key, value))
-    name = normalised(head["Name"])
-    return [Stated("wheel", name, head["Version"], path, tuple(requires), tuple(licence))]
+            licence.append(row)
+    wheel = Stated(
+        kind="wheel",
+        name=normalised(name),
+        version=version,
+        path=path,
+        requires=tuple(requires),
+        licence=tuple(licence),
+    )
+    return [wheel]
 
 
 def _component_of_header(path: str, text: str) -> list[Stated]:
@@ -248,7 +262,7 @@ def may_hold_login(path: str) -> bool:
 
 def login_in(path: str, text: str) -> list[Trace]:
     """Return the trace of a login in a file that may hold one."""
-    if may_hold_login(path) and re.search(PATTERNS["login"], text):
+    if may_hold_login(path) and _LOGIN.search(text):
         return [Trace("credentials", path, "a login")]
     return []
 
@@ -313,7 +327,8 @@ def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
 def _code_of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
     elf = read_elf(stream)
     if elf.machine == AMDGPU:
-        return Code(path, "code object", size, (of_flags(elf.flags, elf.abi),))
+        target = of_flags(elf.flags, elf.abi)
+        return Code(path, "code object", size, (target,))
     sections = elf.places()
     if ".rocm_kpack_ref" in sections:
         offset, length = sections[".rocm_kpack_ref"]
@@ -322,7 +337,8 @@ def _code_of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
         return _host_of_pack(path, size, reference)
     if ".hip_fatbin" in sections:
         offset, length = sections[".hip_fatbin"]
-        return Code(path, "fat binary", size, _bundle_targets(stream, offset, length))
+        targets = _bundle_targets(stream, offset, length)
+        return Code(path, "fat binary", size, targets)
     return None
 
 
@@ -347,20 +363,23 @@ def _host_of_pack(path: str, size: int, reference: object) -> Code:
 
 def _code_of_pack(path: str, stream: IO[bytes], size: int) -> Code:
     stream.seek(0)
-    _, _, start = struct.unpack("<4sIQ", stream.read(16))
+    head = stream.read(16)
+    _, _, start = struct.unpack("<4sIQ", head)
     if not 16 <= start < size:
         raise ValueError("a kernel pack has its table outside the file")
     stream.seek(start)
     table = _unpacked(stream.read())
     if not isinstance(table, dict) or "toc" not in table:
         raise ValueError("a kernel pack has no table")
+    libraries = dict(table["toc"])
     kernels = {}
     targets: set[str] = set()
-    for name, by_target in dict(table["toc"]).items():
-        names = sorted(map(str, by_target))
-        kernels[str(name)] = tuple(names)
-        targets.update(names)
-    return Code(path, "kernel pack", size, tuple(sorted(targets)), kernels=kernels)
+    for name, by_target in libraries.items():
+        library = str(name)
+        kernels[library] = tuple(sorted(map(str, by_target)))
+        targets.update(kernels[library])
+    in_order = tuple(sorted(targets))
+    return Code(path, "kernel pack", size, in_order, kernels=kernels)
 
 
 def _unpacked(data: bytes) -> Any:

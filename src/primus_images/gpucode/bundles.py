@@ -128,10 +128,11 @@ def _compressed(stream: IO[bytes], at: int) -> Bundle | None:
     head = stream.read(struct.calcsize(_HEADS[3]))
     try:
         _, version, method = struct.unpack_from("<4sHH", head)
-        *_, length, unpacked, _ = struct.unpack_from(_HEADS[version], head)
+        form = _HEADS[version]
+        *_, length, unpacked, _ = struct.unpack_from(form, head)
     except (struct.error, KeyError):
         return None
-    if length <= struct.calcsize(_HEADS[version]):
+    if length <= struct.calcsize(form):
         return None
     bundle = Bundle(at, length, (), version, method, unpacked)
     data = _Inflated(stream, bundle).read_all(_LIST_SIZE)
@@ -249,10 +250,11 @@ def _exactly(source: IO[bytes] | _Inflated, amount: int) -> Iterator[bytes]:
 
 
 def _list_of(parts: Sequence[Part]) -> bytes:
-    rows = [PLAIN, struct.pack("<Q", len(parts))]
+    data = PLAIN + struct.pack("<Q", len(parts))
     for part in parts:
-        rows += [struct.pack("<QQQ", part.offset, part.size, len(part.id)), part.id.encode()]
-    return b"".join(rows)
+        data += struct.pack("<QQQ", part.offset, part.size, len(part.id))
+        data += part.id.encode()
+    return data
 
 
 def _write_plain(

@@ -63,7 +63,11 @@ class Elf(NamedTuple):
 
     def places(self) -> dict[str, tuple[int, int]]:
         """Name → offset and size of each section that has bytes in the file."""
-        return {s.name: (s.offset, s.size) for s in self.sections if s.kind != _NOBITS}
+        places = {}
+        for section in self.sections:
+            if section.kind != _NOBITS:
+                places[section.name] = (section.offset, section.size)
+        return places
 
 
 def read_elf(stream: IO[bytes]) -> Elf:
@@ -81,24 +85,32 @@ def _read(stream: IO[bytes]) -> Elf:
     head, row, entry = (order + form for form in _FORMS[ident[4]])
     fields = struct.unpack(head, stream.read(struct.calcsize(head)))
     kind, machine, _, _, _, at, flags, *_, size, count, names_index = fields
-    sections: list[Section] = []
+    rows: list[tuple[int, ...]] = []
+    names = b""
     if at:
         if size != struct.calcsize(row):
             raise ValueError(f"a damaged ELF file: section headers of {size} bytes")
-        first = struct.unpack(row, _bytes(stream, at, size))
+        data = _bytes(stream, at, size)
+        first = struct.unpack(row, data)
         # If there are more sections than the header's field can hold, the first, empty section has
         # the number.
         count = count or first[5]
         if names_index == 0xFFFF:
             names_index = first[6]
-        rows = list(struct.iter_unpack(row, _bytes(stream, at, count * size)))
-        names = b""
+        data = _bytes(stream, at, count * size)
+        rows = list(struct.iter_unpack(row, data))
         if names_index:
-            names = _bytes(stream, rows[names_index][4], rows[names_index][5])
-        for name_at, section_kind, _, _, offset, length, link, *_ in rows:
-            name = _text(names, name_at) if names else ""
-            sections.append(Section(name, section_kind, link, offset, length))
-    return Elf(kind, machine, flags, ident[8], entry, tuple(sections))
+            _, _, _, _, offset, length, *_ = rows[names_index]
+            names = _bytes(stream, offset, length)
+    sections = []
+    for name_at, section_kind, _, _, offset, length, link, *_ in rows:
+        name = ""
+        if names:
+            name = _text(names, name_at)
+        section = Section(name, section_kind, link, offset, length)
+        sections.append(section)
+    abi = ident[8]
+    return Elf(kind, machine, flags, abi, entry, tuple(sections))
 
 
 def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
@@ -116,9 +128,9 @@ def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
         strings = elf.sections[section.link]
         names = _bytes(stream, strings.offset, strings.size)
         data = _bytes(stream, section.offset, section.size)
-        entries = len(data) // struct.calcsize(elf.form)
-        for number in range(entries):
-            tag, value = struct.unpack_from(elf.form, data, number * struct.calcsize(elf.form))
+        size = struct.calcsize(elf.form)
+        whole = len(data) - len(data) % size
+        for tag, value in struct.iter_unpack(elf.form, data[:whole]):
             if tag == _DT_SONAME:
                 soname = _text(names, value)
             elif tag == _DT_NEEDED:
@@ -143,14 +155,18 @@ def _text(data: bytes, at: int) -> str:
     if at >= len(data):
         raise ValueError("a damaged ELF file: a name lies outside its table")
     end = data.find(b"\0", at)
-    return data[at : end if end >= 0 else None].decode("utf-8", "replace")
+    if end < 0:
+        end = len(data)
+    return data[at:end].decode("utf-8", "replace")
 
 
 def in_path(path: str) -> tuple[str, ...]:
     """Return the architectures in a path, in order. ``gfx94X``, a family, stands for gfx942."""
     if "gfx" not in path:
         return ()
-    return tuple(dict.fromkeys(re.findall(_NAME, re.sub("gfx94[xX]", "gfx942", path))))
+    path = re.sub("gfx94[xX]", "gfx942", path)
+    names = re.findall(_NAME, path)
+    return tuple(dict.fromkeys(names))
 
 
 def in_entry_id(entry: str) -> str | None:

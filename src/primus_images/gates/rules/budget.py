@@ -15,11 +15,16 @@ def judge(examined: Examined) -> GateReport:
     summary = f"{size} compressed of {bytes_text(budget)}"
     if image.size <= budget:
         return GateReport(summary=summary)
-    ranked = sorted(image.rows, key=lambda row: -row[1].blob.size)
-    largest = [f"{action.name} {bytes_text(layer.blob.size)}" for action, layer in ranked[:5]]
+    sizes = {action.name: layer.blob.size for action, layer in image.rows}
+    ranked = sorted(sizes, key=lambda name: -sizes[name])
+    largest = []
+    for name in ranked[:5]:
+        layer_size = bytes_text(sizes[name])
+        largest.append(f"{name} {layer_size}")
     message = f"the image has {size}, its budget is {bytes_text(budget)}: {', '.join(largest)}"
     channel = resolved.choice.channel
     where = resolved.place("budget_gb")
     if channel in resolved.target.budgets_gb:
         where = resolved.place("budgets_gb", channel)
-    return GateReport(summary=summary, findings=[Finding("error", message, path=where)])
+    finding = Finding("error", message, path=where)
+    return GateReport(summary=summary, findings=[finding])

@@ -36,21 +36,29 @@ class _Part(NamedTuple):
 def gpu_libraries(examined: Examined) -> list[GpuLibrary]:
     """Return the image's GPU libraries. The code of host libraries is looked up in their packs."""
     parts = []
+    packs = {}
     for layer, facts in examined.facts.items():
-        parts += [_Part(layer, code) for code in facts.code]
-    packs = {code.path: code for _, code in parts if code.form == "kernel pack"}
+        for code in facts.code:
+            if code.form == "kernel pack":
+                packs[code.path] = code
+            else:
+                parts.append(_Part(layer, code))
     libraries = []
     folders: dict[str, list[_Part]] = {}
     for part in parts:
         layer, code = part
         if code.form in _PARTS:
-            folders.setdefault(_kernel_folder(code.path), []).append(part)
-        elif code.form == "host of a pack":
+            folder = _kernel_folder(code.path)
+            folders.setdefault(folder, []).append(part)
+            continue
+        targets = code.targets
+        problem = ""
+        if code.form == "host of a pack":
             targets, problem = _in_packs(code, packs, examined.arch)
-            libraries.append(GpuLibrary(layer, code.path, code.form, targets, problem))
-        elif code.form == "fat binary":
-            libraries.append(GpuLibrary(layer, code.path, code.form, code.targets))
-    libraries += [_folder_library(folder, inside) for folder, inside in folders.items()]
+        library = GpuLibrary(layer, code.path, code.form, targets, problem)
+        libraries.append(library)
+    for folder, inside in folders.items():
+        libraries.append(_folder_library(folder, inside))
     return sorted(libraries)
 
 

@@ -15,17 +15,21 @@ _PUBLISHED = ("secret", "build path")
 def judge(examined: Examined) -> GateReport:
     """Return errors for secrets in the image's settings, and for what must leave its files."""
     findings = []
-    here = tuple(path.decode("utf-8", "replace") for path in machine_paths(examined.workspace))
+    paths = machine_paths(examined.workspace)
+    here = tuple(path.decode("utf-8", "replace") for path in paths)
     for action in examined.image.plan.layers:
         layer = action.name
-        for trace in examined.facts[layer].traces:
+        traces = examined.facts[layer].traces
+        for trace in traces:
             message = f"{trace.rule}: {trace.seen}"
-            if trace.rule not in _PUBLISHED or _is_ours(action, trace, here):
+            is_ours = _is_ours(action, trace, here)
+            if is_ours or trace.rule not in _PUBLISHED:
                 findings.append(Finding("error", message, layer, trace.path))
             elif trace.rule == "secret":
                 message += " (as its package is published)"
                 findings.append(Finding("warning", message, layer, trace.path))
-    for kind in dict.fromkeys(secrets_in(examined.image.config)):
+    kinds = secrets_in(examined.image.config)
+    for kind in dict.fromkeys(kinds):
         message = f"secret: {kind} in the image's settings"
         findings.append(Finding("error", message, path="config"))
     return GateReport(summary="secrets, logins, caches, build paths", findings=findings)

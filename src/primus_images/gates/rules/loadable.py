@@ -96,10 +96,16 @@ def _missing(library: Library, names: set[str]) -> list[str]:
 
 
 def _finding(problem: _Problem, libraries: list[tuple[str, Library]]) -> Finding:
-    layer, largest = max(libraries, key=lambda row: row[1].size)
-    size = sum(library.size for _, library in libraries)
+    layer, largest = libraries[0]
+    size = 0
+    for other_layer, library in libraries:
+        size += library.size
+        if library.size > largest.size:
+            layer = other_layer
+            largest = library
     message = problem.message
-    if len(libraries) > 1:
-        message += f" (and {len(libraries) - 1} more beside it)"
+    others = len(libraries) - 1
+    if others:
+        message += f" (and {others} more beside it)"
     message += f"; {bytes_text(size)} unpacked"
     return Finding(problem.severity, message, layer, largest.path)

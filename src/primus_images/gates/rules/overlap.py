@@ -19,17 +19,20 @@ def judge(examined: Examined) -> GateReport:
                 count += 1
             owner = owner_of(layer, library.path)
             for name in library.names:
-                places.setdefault(name, {}).setdefault(owner, (layer, library.path))
+                owners = places.setdefault(name, {})
+                owners.setdefault(owner, (layer, library.path))
     names_at: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, owners in sorted(places.items()):
         if len(owners) > 1:
-            names_at.setdefault(tuple(owners.values()), []).append(name)
+            paths = tuple(owners.values())
+            names_at.setdefault(paths, []).append(name)
     findings = []
-    for ((layer, path), *others), names in names_at.items():
+    for (first, *others), names in names_at.items():
+        layer, path = first
         beside = ", ".join(f"{other_layer} as /{other}" for other_layer, other in others)
+        shared = " and ".join(names)
         message = (
-            f"{' and '.join(names)} is also in {beside}: a process that loads both gets "
-            "one of them for both"
+            f"{shared} is also in {beside}: a process that loads both gets one of them for both"
         )
         findings.append(Finding("warning", message, layer, path))
     return GateReport(summary=f"{count} shared libraries", findings=findings)

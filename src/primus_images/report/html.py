@@ -1,5 +1,4 @@
-"""Self-contained HTML pages, from the templates beside this file: of a validation record, and of
-several runs compared.
+"""Self-contained HTML pages of a validation record, and of several runs compared.
 
 uPlot draws the charts and provides zoom, live values and a legend that hides lines. ``charts.js``
 adds smoothing, a log axis, touch, and marks for missing values.
@@ -45,89 +44,102 @@ def page(record: Record) -> str:
 
 def comparison(runs: Sequence[Run]) -> str:
     """Return the page for at most ``MOST_RUNS`` runs. The first run is the baseline."""
+    title = f"{len(runs)} runs compared"
     if len(runs) == 1:
         title = f"{runs[0].label}: {runs[0].recipe}"
-    else:
-        title = f"{len(runs)} runs compared"
+    cells = {}
+    for run in runs:
+        for verdict in run.verdicts:
+            cells[run.label, verdict.name] = asdict(verdict)
     return rendered(
         "runs.html",
         title=title,
         runs=runs,
         figures=figures(runs),
-        unit="/".join(dict.fromkeys(r.unit for r in runs)),
+        unit="/".join(dict.fromkeys(run.unit for run in runs)),
         series={run.label: run.series for run in runs},
-        cells={
-            (run.label, verdict.name): asdict(verdict) for run in runs for verdict in run.verdicts
-        },
+        cells=cells,
     )
 
 
 def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the rows of a table: the name of a figure, then its value in each run. Rows without
-    values are omitted.
+    """Return the rows of a table: the name of a figure, then its value in each run.
+
+    Rows without values are omitted.
     """
-    cells = [
-        (name, *(_figure(form, run, runs[0]) for run in runs))
-        for name, form in COLUMNS["figures"].items()
-    ]
-    return [row for row in cells if any(value != _NONE for value in row[1:])]
+    rows = []
+    for name, form in COLUMNS["figures"].items():
+        values = [_figure(form, run, runs[0]) for run in runs]
+        if any(value != _NONE for value in values):
+            rows.append((name, *values))
+    return rows
 
 
 def _figure(form: str, run: Run, first: Run) -> str:
-    summary = run.summary
-    gain = None
-    shares = (run.summary.no_mfu or _NONE).removeprefix("no MFU: ")
-    mfu = summary.mfu
-    if mfu:
-        shares = (
-            f"{mfu.causal:.1%} / {mfu.non_causal:.1%} of {mfu.peak_tflops:,g} TFLOP/s "
-            f"{mfu.dtype.upper()}"
-        )
-    speed = summary.tokens_per_second
-    others = first.summary.tokens_per_second
-    if (
-        run is not first
-        and speed
-        and others
-        and (run.unit, run.recipe) == (first.unit, first.recipe)
-    ):
-        gain = speed / others - 1
+    nodes = ""
+    if run.nodes > 1:
+        nodes = f" on {run.nodes} nodes"
     try:
         text = form.format(
             run=run,
-            summary=summary,
-            mfu=shares,
-            gain=gain,
+            summary=run.summary,
+            mfu=_mfu(run),
+            gain=_gain(run, first),
             gpu=run.product or "none: CPU",
             settings=shlex.join(run.arguments[2:]) or _NONE,
-            nodes=f" on {run.nodes} nodes" if run.nodes > 1 else "",
+            nodes=nodes,
         )
     except TypeError:  # a figure that is None has no digits
         return _NONE
     return text.replace("%", " %")
 
 
+def _mfu(run: Run) -> str:
+    mfu = run.summary.mfu
+    if not mfu:
+        return (run.summary.no_mfu or _NONE).removeprefix("no MFU: ")
+    peak = f"{mfu.peak_tflops:,g} TFLOP/s {mfu.dtype.upper()}"
+    return f"{mfu.causal:.1%} / {mfu.non_causal:.1%} of {peak}"
+
+
+def _gain(run: Run, first: Run) -> float | None:
+    """Return how much faster a run is than the first one, if the two can be compared."""
+    speed = run.summary.tokens_per_second
+    base = first.summary.tokens_per_second
+    comparable = run.unit == first.unit and run.recipe == first.recipe
+    if run is first or not comparable or not speed or not base:
+        return None
+    return speed / base - 1
+
+
 def chart(
     title: str, y_title: str, series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
 ) -> str:
-    """Return the HTML element of a chart of ``key`` by step with its data, or a sentence if there
-    is nothing to draw.
+    """Return the HTML element of a chart of ``key`` by step, or a sentence if there is no data.
 
     ``series`` is name of a line → its steps. A value that is None or not finite is missing: the
     chart has a gap there, and a cross on its axis. Later lines are drawn above earlier ones, and
     thinner, so that equal lines do not hide each other.
     """
     lines: list[dict[str, Any]] = []
+    empty = True
     for number, (label, steps) in enumerate(series.items()):
-        points = [(step["step"], step[key]) for step in steps]
-        finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
+        points = [(step["step"], _finite(step[key])) for step in steps]
+        empty = empty and all(value is None for _, value in points)
         width = min(1 + len(series) - number, _WIDEST)
-        lines.append({"label": label, "colour": number, "width": width, "points": finite})
-    empty = all(y is None for line in lines for _, y in line["points"])
-    # Escaped, because "</script>" in a label would end the element.
-    data = {"title": title, "x": "step", "y": y_title, "lines": lines}
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    return rendered("chart.html", title=title, y_title=y_title, data="" if empty else text)
+        lines.append({"label": label, "colour": number, "width": width, "points": points})
+    text = ""
+    if not empty:
+        data = {"title": title, "x": "step", "y": y_title, "lines": lines}
+        # Escaped, because "</script>" in a label would end the element.
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    return rendered("chart.html", title=title, y_title=y_title, data=text)
+
+
+def _finite(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -141,13 +153,23 @@ def _templates() -> Any:
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    templates.globals |= dict[str, Any](
-        asset=lambda name: Markup((Path(__file__).parent / name).read_text(encoding="utf-8")),
-        chart=lambda *arguments: Markup(chart(*arguments)),
-        by_job=lambda verdicts: {
-            tuple(row["name"].split(": ", 1)): row for row in verdicts if ": " in row["name"]
-        },
-        shown=shlex.join,
-    )
+    folder = Path(__file__).parent
+
+    def asset(name: str) -> Any:
+        return Markup((folder / name).read_text(encoding="utf-8"))
+
+    def drawn(*arguments: Any) -> Any:
+        return Markup(chart(*arguments))
+
+    templates = Environment(loader=FileSystemLoader(folder), autoescape=True)
+    templates.globals |= {"asset": asset, "chart": drawn, "by_job": _by_job, "shown": shlex.join}
     return templates
+
+
+def _by_job(verdicts: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
+    """Return (job, check) → verdict of those verdicts that name a job."""
+    by_job = {}
+    for row in verdicts:
+        if ": " in row["name"]:
+            by_job[tuple(row["name"].split(": ", 1))] = row
+    return by_job

@@ -49,15 +49,10 @@ class Run:
     image: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = (
-            self.ranks,
-            self.nodes,
-            self.local_batch,
-            self.seq_len,
-            *(step["step"] or 0 for step in self.series),
-        )
-        if min(counts) < 1:
-            raise ValueError(f"{min(counts)} is not a whole number of at least 1")
+        steps = [step["step"] or 0 for step in self.series]
+        least = min(self.ranks, self.nodes, self.local_batch, self.seq_len, *steps)
+        if least < 1:
+            raise ValueError(f"{least} is not a whole number of at least 1")
 
     @property
     def unit(self) -> str:
@@ -72,10 +67,10 @@ class NoResult(InputError):
 
 
 def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
-    """Read the runs and give each a unique label. Of several, those without a result are left out,
-    with the reasons.
+    """Read the runs and give each a unique label.
 
-    Raises InputError as :func:`read`, and if no run remains.
+    Of several, those without a result are left out, with the reasons. Raises InputError as
+    :func:`read`, and if no run remains.
     """
     runs: list[Run] = []
     left_out: list[NoResult] = []
@@ -87,11 +82,10 @@ def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ..
     if not runs:
         raise left_out[0]
     labels = [run.label for run in runs]
-    labelled = (
-        run if labels.count(run.label) == 1 else replace(run, label=f"{run.label} ({number})")
-        for number, run in enumerate(runs, 1)
-    )
-    return tuple(labelled), tuple(left_out)
+    for index, label in enumerate(labels):
+        if labels.count(label) > 1:
+            runs[index] = replace(runs[index], label=f"{label} ({index + 1})")
+    return tuple(runs), tuple(left_out)
 
 
 def read(path: Path) -> Run:
@@ -106,20 +100,26 @@ def read(path: Path) -> Run:
     if path.is_dir() and not (path / "job.json").is_file():
         raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
     try:
-        run = build_typed(Run, _job(path) if path.is_dir() else _recorded(path), str(path))
-    except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, KeyError):
-            reason = f"{error.args[0]} is missing"
+        if path.is_dir():
+            data = _job(path)
         else:
-            reason = str(error)
-        if isinstance(error, TypeError | IndexError | AttributeError):
-            reason = "a field has another type than primus writes"
+            data = _recorded(path)
+        run = build_typed(Run, data, str(path))
+    except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
-            f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS
+            f"not a file that primus wrote: {_reason(error)}", where=str(path), hint=_NOT_OURS
         ) from None
     if not run.series:
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return run
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error.args[0]} is missing"
+    if isinstance(error, TypeError | IndexError | AttributeError):
+        return "a field has another type than primus writes"
+    return str(error)
 
 
 def _recorded(path: Path) -> Any:
@@ -129,46 +129,61 @@ def _recorded(path: Path) -> Any:
 
 def _job(folder: Path) -> dict[str, Any]:
     job = _json(folder / "job.json").data
-    ended = (folder / RESULT_FILE).is_file()
+    recipe = job["recipe"]
+    facts = {}
     if (folder / "facts.json").is_file():
         facts = _json(folder / "facts.json").data
-    else:
-        facts = {}
-    metrics = folder / "metrics.jsonl"
-    text = b""
-    if metrics.is_file():
-        text = read_bytes(metrics)
-    # Without an end, the last line may be incomplete.
-    lines = (text if ended else text[: text.rfind(b"\n") + 1]).splitlines()
-    steps = [
-        _readable(parse_json(line, f"{metrics}:{number}").data)
-        for number, line in enumerate(lines, 1)
-    ]
-    recipe = job["recipe"]
+    ended = (folder / RESULT_FILE).is_file()
+    steps = _steps(folder / "metrics.jsonl", whole=ended)
     if ended:
-        result = _json(folder / RESULT_FILE)
-        if (whole := build(RunResult, result)).passed is None or whole.summary is None:
-            raise KeyError("passed")
-        outcome = {key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")}
+        outcome = _outcome(folder)
     else:
-        verdict = Verdict("exit code", False, "the run has not ended, or was interrupted")
-        summary = of_rows(steps, job["settings"]["validation.warmup_steps"]["value"])
-        until = (metrics if steps else folder / "job.json").stat().st_mtime
-        outcome = {
-            "passed": False,
-            "verdicts": [asdict(verdict)],
-            "summary": asdict(summary),
-            "seconds": max(0.0, until - (folder / "job.json").stat().st_mtime),
-        }
+        warmup = job["settings"]["validation.warmup_steps"]["value"]
+        outcome = _unfinished(folder, steps, warmup)
+    settings = {key: entry["value"] for key, entry in job["settings"].items()}
     return {
         "label": str(_readable(folder.resolve().name)),
         "recipe": recipe["name"],
         "arguments": ["train", recipe["name"], *recipe["overrides"]],
         "ranks": job["world_size"],
         **outcome,
-        **_common(
-            job, {key: entry["value"] for key, entry in job["settings"].items()}, facts, steps
-        ),
+        **_common(job, settings, facts, steps),
+    }
+
+
+def _steps(metrics: Path, *, whole: bool) -> list[Any]:
+    """Return the steps of a run. Unless it is ``whole``, the last line may be incomplete."""
+    if not metrics.is_file():
+        return []
+    text = read_bytes(metrics)
+    if not whole:
+        text = text[: text.rfind(b"\n") + 1]
+    steps = []
+    for number, line in enumerate(text.splitlines(), 1):
+        steps.append(_readable(parse_json(line, f"{metrics}:{number}").data))
+    return steps
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    result = _json(folder / RESULT_FILE)
+    whole = build(RunResult, result)
+    if whole.passed is None or whole.summary is None:
+        raise KeyError("passed")
+    return {key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")}
+
+
+def _unfinished(folder: Path, steps: Sequence[Any], warmup: int) -> dict[str, Any]:
+    verdict = Verdict("exit code", False, "the run has not ended, or was interrupted")
+    start = folder / "job.json"
+    last = start
+    if steps:
+        last = folder / "metrics.jsonl"
+    seconds = last.stat().st_mtime - start.stat().st_mtime
+    return {
+        "passed": False,
+        "verdicts": [asdict(verdict)],
+        "summary": asdict(of_rows(steps, warmup)),
+        "seconds": max(0.0, seconds),
     }
 
 

@@ -1,6 +1,4 @@
-"""Two CSV formats of other tools: madengine's perf.csv, and that of
-``pytorch_benchmark_report.sh``.
-"""
+"""Two CSV formats of other tools: madengine's, and that of ``pytorch_benchmark_report.sh``."""
 
 import csv
 import io
@@ -8,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from primus_images.gpus.table import arch_of, by_product_name
+from primus_images.gpus.table import Generation, arch_of, by_product_name
 from primus_images.report.run import Run
 from primus_images.yamlfile import read_values
 
@@ -16,24 +14,35 @@ COLUMNS: Any = read_values(Path(__file__).with_name("columns.yaml")).data
 
 
 def perf_row(run: Run) -> dict[str, str]:
-    """Return the row of a run: its throughput, and whether every check passed. Columns without a
-    value are empty.
+    """Return the row of a run: its throughput, and whether every check passed.
+
+    Columns without a value are empty.
     """
     metric, value = _throughput(run)
-    gpu = None
-    if run.product:
-        gpu = by_product_name(run.product)
+    status = "FAILURE"
+    if run.passed and value is not None:
+        status = "SUCCESS"
+    arch = ""
+    gpu = _gpu(run)
+    if gpu:
+        arch = arch_of(gpu).arch
     return _row(
         "perf",
         run,
         metric=metric,
         performance=_number(value),
         per_node=run.ranks // run.nodes,
-        status="SUCCESS" if run.passed and value is not None else "FAILURE",
+        status=status,
         arguments=" ".join(run.arguments),
         image={"manifest": "", "ref": "", **run.image},
-        arch=arch_of(gpu).arch if gpu else "",
+        arch=arch,
     )
+
+
+def _gpu(run: Run) -> Generation | None:
+    if run.product:
+        return by_product_name(run.product)
+    return None
 
 
 def _row(sheet: str, run: Run, **values: object) -> dict[str, str]:
@@ -43,35 +52,43 @@ def _row(sheet: str, run: Run, **values: object) -> dict[str, str]:
 def benchmark_rows(
     run: Run, *, model: str | None = None, mode: str | None = None
 ) -> list[dict[str, str]]:
-    """Return one row per metric with the names of MAD's script: throughput, TFLOP/s (non-causal
-    count) and GiB.
+    """Return one row per metric with the names of MAD's script.
 
-    ``model`` and ``mode`` replace the recipe's names if the user's command called them differently.
-    A missing figure is an empty field. If a check failed, all figures are empty, because readers of
-    the file take a number for success.
+    The metrics are throughput, TFLOP/s (non-causal count) and GiB. ``model`` and ``mode`` replace
+    the recipe's names if the user's command called them differently. A missing figure is an empty
+    field. If a check failed, all figures are empty, because readers of the file take a number for
+    success.
     """
     metric, speed = _throughput(run)
-    gpu = None
-    if run.product:
-        gpu = by_product_name(run.product)
+    tflops = "TFLOPS_per_gpu"
+    if metric == _IMAGES:
+        tflops = "TFLOPS_per_GPU"
     figures = {
         metric: speed,
-        "TFLOPS_per_GPU" if metric == _IMAGES else "TFLOPS_per_gpu": run.summary.tflops_non_causal,
+        tflops: run.summary.tflops_non_causal,
         "GPU_memory_usage": run.summary.memory_gib,
     }
-    return [
-        _row(
+    device = run.product or "CPU"
+    gpu = _gpu(run)
+    if gpu:
+        device = gpu.name.upper()
+    rows = []
+    for name, value in figures.items():
+        performance = ""
+        if run.passed:
+            performance = _number(value)
+        row = _row(
             "benchmark",
             run,
             model=model or run.recipe,
             mode=mode or run.mode,
             precision=run.precision.upper(),
             metric=name,
-            performance=_number(value if run.passed else None),
-            device=gpu.name.upper() if gpu else run.product or "CPU",
+            performance=performance,
+            device=device,
         )
-        for name, value in figures.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 _TOKENS = "tok_per_s_per_gpu"
@@ -86,18 +103,14 @@ def _throughput(run: Run) -> tuple[str, float | None]:
 
 
 def _number(value: float | None) -> str:
-    """Format with six digits and no thousands separator or exponent: madengine reads neither
-    ``1,444`` nor ``nan``.
-    """
+    """Format with six digits: madengine reads no thousands separator, exponent or ``nan``."""
     if value is None:
         return ""
     return f"{float(f'{value:.6g}'):.10f}".rstrip("0").rstrip(".")
 
 
 def text_of(sheet: str, rows: Iterable[Mapping[str, str]], *, header: bool = True) -> str:
-    """Return the rows of the sheet "perf" or "benchmark" as CSV. Leave out the header to append
-    them to a file.
-    """
+    """Return the rows of the sheet "perf" or "benchmark" as CSV, to append without a header."""
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS[sheet], lineterminator="\n")
     if header:

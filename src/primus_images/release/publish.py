@@ -78,11 +78,7 @@ def prepare(
     image = examined.image
     source = checkout(resolved.root)
     papers = documents(image, judge(examined), examined.facts, source)
-    content = digest_of(image.config)
-    validations = []
-    for record in _records(needs.records / resolved.name):
-        if record.image.content == content:
-            validations.append(_validation(record))
+    validations = _validations(needs.records / resolved.name, digest_of(image.config))
     every = (*papers, *validations)
     evidence = replace(evidence_in(every), commit=source.commit, edited=source.edited)
     tag = resolved.ref
@@ -298,6 +294,12 @@ def _push(
                 raise HostError(damage, hint="primus build --rehash rebuilds it") from None
         raise
     progress.finish("push")
+
+
+def _validations(folder: Path, content: str) -> list[Document]:
+    """Return the validations of the image with this config as documents."""
+    records = _records(folder)
+    return [_validation(record) for record in records if record.image.content == content]
 
 
 def _records(folder: Path) -> list[Record]:

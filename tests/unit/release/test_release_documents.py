@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from primus_images.errors import InputError
 from primus_images.gates.contents import Kind, Stated
 from primus_images.gates.examined import LayerFacts
 from primus_images.oci.store import digest_of
+from primus_images.recipes.recipe import digest_of_recipe
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
 from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx
@@ -24,7 +26,9 @@ from primus_images.release.documents import provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licences
 from primus_images.release.reference import plain_http
+from primus_images.training.judge.record import RecordedImage
 from primus_images.versions.lock import Lock, LockedFile, load
+from records import recipe, record
 from tables import text_of
 
 ROOT = Path(__file__).parents[3]
@@ -278,3 +282,27 @@ def test_what_is_no_record_of_a_validation_is_a_sentence(
         match=r"record.json(:1:2)?: (this is not a regular file|not JSON|not a validation)",
     ):
         publish._records(tmp_path)
+
+
+def test_only_validations_of_this_image_are_published(tmp_path: Path) -> None:
+    described = recipe(
+        settings={
+            "name": "one",
+            "backend": "megatron",
+            "mode": "pretrain",
+            "precision": "fp32",
+            "gpu": "cpu",
+        }
+    )
+    described = replace(described, sha256=digest_of_recipe(described.settings, described.assets))
+    for name, content in (("a", "sha256:1"), ("b", "sha256:2")):
+        made = record(recipe=described, image=RecordedImage(content=content))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(json.dumps(made.as_json()))
+    (document,) = publish._validations(tmp_path, "sha256:2")
+    assert document.name == "validation-one-megatron-pretrain-fp32-4-runs.json"
+    assert json.loads(document.data)["image"]["content"] == "sha256:2"
+    other = record(recipe=replace(described, sha256="0" * 64))
+    (tmp_path / "a/record.json").write_text(json.dumps(other.as_json()))
+    with pytest.raises(InputError, match="its settings are not those of recipe"):
+        publish._validations(tmp_path, "sha256:2")

@@ -177,21 +177,6 @@ def test_the_progress_of_a_job_outlives_its_reader() -> None:
     assert (done.returncode, done.stdout) == (0, b"here\n")
 
 
-def test_a_finished_train_whose_output_is_closed_ends_with_3() -> None:
-    code = (
-        "import sys; from primus_images.cli.image import train; from primus_images.cli.main "
-        "import main\n"
-    )
-    code += (
-        "train._run = lambda request, options: train.answer(options, {}, "
-        "['✓'])\nsys.exit(main(['train', 'llama3-proxy']))"
-    )
-    ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "", sys.executable, "-c", code], stderr=-1, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (3, b"primus train: standard output is closed\n")
-
-
 def test_a_job_goes_on_when_its_log_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,8 +184,8 @@ class Clock:
         if step is None:
             return
         if step.step not in self.arrivals:
-            self.close()
             self.arrivals[step.step] = time.monotonic()
+            self.close()
             self._newest = step.step
         if step.step == self._newest:
             self._lines += text

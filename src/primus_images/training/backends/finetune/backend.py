@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Literal
 from primus_images.errors import InputError
 from primus_images.files import read_bytes
 from primus_images.recipes import tensors
-from primus_images.recipes.architecture import Architecture, architecture, shapes
+from primus_images.recipes.architecture import Architecture
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import bounded
 from primus_images.recipes.weights import FILES, HUB, config_of, downloaded, model_of
@@ -57,11 +56,6 @@ class FinetuneConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
-_HEAD = "lm_head.weight"
-# Tensors that are no parameters. transformers reports them where its model has no such buffer.
-_BUFFERS = ("rotary_emb.inv_freq", "mlp.gate.e_score_correction_bias")
-
-
 def source_of(name: str, *, offline: bool) -> Path | None:
     """Return the folder of initial weights, None if they are random.
 
@@ -98,12 +92,9 @@ def check(folder: Path, model: Architecture) -> None:
     their headers. Then transformers itself builds the model of the folder's ``config.json`` and
     loads the headers' shapes into it, in a process of its own.
     """
-    sizes = {}
-    for key, setting in model_of(folder, model.family).items():
-        sizes[key.removeprefix("model.")] = setting.value
+    model_of(folder, model.family)
     _check_generation(folder / "generation_config.json")
-    with suppress(ArithmeticError):  # of sizes that transformers refuses
-        _check_headers(folder, architecture(sizes))
+    _check_headers(folder)
     if not importable("transformers"):
         return  # the check of the backend's packages, which comes next, names it
     objection = _objection_of_transformers(folder, model)
@@ -141,40 +132,18 @@ def _objection_of_transformers(folder: Path, model: Architecture) -> dict[str, s
     return objection
 
 
-def _check_headers(folder: Path, model: Architecture) -> None:
-    expected: Mapping[str, tuple[int, ...]] = {}
-    if model.has_formula:
-        expected = shapes(model)
+def _check_headers(folder: Path) -> None:
     names: dict[str, str] = {}
-    unknown: dict[str, Path] = {}
     for file in tensors.tensor_files(folder):
-        head = tensors.header(file)
-        for name, dtype in head.dtypes.items():
+        for name, dtype in tensors.header(file).dtypes.items():
             _check_dtype(name, dtype, file)
             if not tensors.is_for_text(name):
                 continue
-            plain = tensors.canonical_name(name)
-            if plain in expected:
-                _check_twin(names.setdefault(plain, name), name, file)
-                _check_shape(name, head.shapes[name], expected[plain], file)
-            elif plain != _HEAD and not plain.endswith(_BUFFERS):
-                unknown[name] = file
-    if not model.has_formula:
-        return
-    if model.moe.experts and any(".experts." in name for name in unknown):
-        return  # transformers stacks the matrices of all experts, also in files
-    if unknown:
-        first = min(unknown)
-        raise InputError(
-            f"primus's model of the family {model.family} has no place for {_with_count(unknown)}",
-            where=str(unknown[first]),
-            hint=f"unless config.json asks for it, {tensors.OTHER_MODEL}",
-        )
-    missing = expected.keys() - names.keys()
-    if missing:
-        raise InputError(
-            f"the weights lack {_with_count(missing)}", where=str(folder), hint=tensors.OTHER_MODEL
-        )
+            first = names.setdefault(tensors.canonical_name(name), name)
+            if first != name:
+                raise InputError(
+                    f"{name} and {first} are the same weight", where=file, hint="remove one of them"
+                )
 
 
 def _check_dtype(name: str, dtype: str, file: Path) -> None:
@@ -185,25 +154,3 @@ def _check_dtype(name: str, dtype: str, file: Path) -> None:
             where=file,
             hint="name the weights that these were quantized from, or dequantize them",
         )
-
-
-def _check_twin(first: str, name: str, file: Path) -> None:
-    if first != name:
-        raise InputError(
-            f"{name} and {first} are the same weight", where=file, hint="remove one of them"
-        )
-
-
-def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
-    if shape != expected:
-        raise InputError(
-            f"{name} is {[*shape]} in the file, and {[*expected]} in the model of config.json",
-            where=file,
-            hint=tensors.OTHER_MODEL,
-        )
-
-
-def _with_count(names: Collection[str]) -> str:
-    if len(names) == 1:
-        return min(names)
-    return f"{min(names)} and {len(names) - 1} more tensors"

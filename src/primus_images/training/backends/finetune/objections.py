@@ -7,7 +7,7 @@ JSON) prints the first objection as JSON, or null.
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         yield files
         return
     built, report = _loaded(folder, config)
-    for finding in ("mismatched_keys", "unexpected_keys", "missing_keys"):
-        names = sorted(report[finding], key=str)
-        if names:
-            yield Objection(
-                why=f"transformers reports {finding}: {names[0]}",
-                where=str(files.get(names[0], folder)),
-                hint=OTHER_MODEL,
-            )
+    yield from _reported(report, folder, files)
     tensors = weights.Files(folder)
     if config.tie_word_embeddings and _ties_unequal(tensors):
         yield Objection(
@@ -116,6 +109,36 @@ def _loaded(folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
         output_loading_info=True,
     )
     return model, report
+
+
+def _reported(
+    report: Mapping[str, Any], folder: Path, files: Mapping[str, Path]
+) -> Iterator[Objection]:
+    """Yield what transformers reports of a load into the model of config.json."""
+    for name, shape, expected in sorted(report["mismatched_keys"]):
+        yield Objection(
+            why=f"{name} is {[*shape]} in the file, and {[*expected]} in the model of config.json",
+            where=str(files.get(name, folder)),
+            hint=OTHER_MODEL,
+        )
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected:
+        yield Objection(
+            why=f"transformers' model has no place for {_with_count(unexpected)}",
+            where=str(files.get(unexpected[0], folder)),
+            hint=f"unless config.json asks for it, {OTHER_MODEL}",
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        yield Objection(
+            why=f"the weights lack {_with_count(missing)}", where=str(folder), hint=OTHER_MODEL
+        )
+
+
+def _with_count(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more tensors"
 
 
 def _ties_unequal(tensors: weights.Files) -> bool:

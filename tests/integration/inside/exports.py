@@ -30,7 +30,7 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends import gloo
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.backends.finetune import backend, models
 from primus_images.training.backends.fsdp.llama import Llama
 from primus_images.training.backends.loop import weights

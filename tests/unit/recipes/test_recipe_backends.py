@@ -11,7 +11,7 @@ from primus_images.cli.verb import parser_of
 from primus_images.recipes.choose import values_of
 from primus_images.recipes.rules import RULES
 from primus_images.recipes.schema import backends
-from primus_images.training.backends.backend import BACKENDS
+from primus_images.training.backends.protocol import BACKENDS
 
 SOURCE = Path(__file__).parents[3] / "src/primus_images"
 # The reference is written apart from what it judges; facts lists packages, one of which has a

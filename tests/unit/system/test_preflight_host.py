@@ -210,7 +210,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
 ) -> None:
     from primus_images.gpus.detect import detect
     from primus_images.system import host
-    from primus_images.training.backends.backend import Backend
+    from primus_images.training.backends.protocol import Backend
 
     machine = Machine(tmp_path / "host")
     machine.write("proc/self/limits", "Max processes 100 100 processes\n")

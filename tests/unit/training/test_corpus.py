@@ -14,7 +14,7 @@ import pytest
 from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text.corpus import Corpus, files_of, rows
 from primus_images.training.text.document import document_of, layout_of
 from primus_images.training.text.rows import form_of

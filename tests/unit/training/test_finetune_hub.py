@@ -15,9 +15,9 @@ from primus_images.recipes import weights
 from primus_images.recipes.architecture import Architecture, architecture, size
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
-from primus_images.training.backends.backend import backend_of
 from primus_images.training.backends.finetune import backend
 from primus_images.training.backends.flux.backend import check_weights
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.judge import proof
 from primus_images.training.run import metrics
 from tables import table_of

@@ -18,7 +18,6 @@ from primus_images.recipes.setting import Choices
 from primus_images.release import statement
 from primus_images.release.summary import outcome_text
 from primus_images.report.html import page
-from primus_images.training.backends import backend
 from primus_images.training.judge import suite
 from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run import outcome, ranks, start
@@ -340,39 +339,6 @@ def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
     assert inductor(replace(job, compiled=None)) == own
     assert inductor(replace(job, judged=True)) == own, "a proof must not depend on an earlier run"
     assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Choices(gpu="cpu")))) == own
-
-
-def test_runs_share_tokens_that_nobody_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Path] = []
-
-    def written(job: Job, *_: object) -> dict[str, str]:
-        calls.append(job.output)
-        for kind, data in (("tokens", b"1" * 8), ("ends", b"2" * 8)):
-            (job.output / "cache" / f"train.{kind}").write_bytes(data)
-        return {"train": "two tokens"}
-
-    def run(number: int, *overrides: str) -> list[str]:
-        recipe = resolve("llama3.1-8b", overrides, Choices(gpu="mi300x"))
-        job, lines = Job(name="run", recipe=recipe, output=tmp_path / f"{number}"), list[str]()
-        (job.output / "cache").mkdir(parents=True)
-        backend.backend_of(recipe).tokenize(job, tmp_path / "kept", lines.append)
-        assert (job.output / "cache" / "train.tokens").read_bytes() == b"1" * 8
-        return lines
-
-    monkeypatch.setattr(backend, "_written", written)
-    monkeypatch.setattr(backend, "_check_tokens", lambda *_: None)
-    monkeypatch.setattr(backend.tokens, "stored", lambda *_: None)
-    assert run(1) == run(2) == ["two tokens"]
-    assert len(calls) == 1
-    run(3, "training.seq_len=4096")
-    assert len(calls) == 2, "the line says how many documents are longer than a sequence"
-    for file in (tmp_path / "kept" / "tokens").glob("*/train.tokens"):
-        file.unlink()
-        file.write_bytes(b"3" * 8)
-    run(4)
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -17,7 +17,7 @@ from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.recipe import MOCK
 from primus_images.terminal import Screen
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text import encoder, tokens
 from primus_images.training.text.corpus import corpus_of
 from primus_images.turbo.optimizations import importable

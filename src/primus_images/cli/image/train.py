@@ -21,7 +21,7 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.system.host import lost_warning
 from primus_images.terminal import Screen, counted
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.judge import proof
 from primus_images.training.run import (
     identity,

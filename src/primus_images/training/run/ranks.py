@@ -15,7 +15,7 @@ from primus_images.recipes.choose import CPU
 from primus_images.recipes.rules import rules_of
 from primus_images.system import fabric
 from primus_images.system.host import Host
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.run import identity
 from primus_images.training.run.job import Job
 from primus_images.training.run.processes import clean

@@ -16,7 +16,7 @@ from pathlib import Path
 import primus_images
 from primus_images.errors import HostError, InputError
 from primus_images.files import json_if_readable, write_file
-from primus_images.training.backends.backend import backend_of
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.judge import checks
 from primus_images.training.run import failure, hang, metrics, outcome, processes, ranks
 from primus_images.training.run.job import Job

@@ -1,4 +1,4 @@
-"""One rank of a FLUX job: ``python -m primus_images.training.backends.flux.entry OUTPUT_FOLDER``."""
+"""One rank of FLUX: ``python -m primus_images.training.backends.flux.entry OUTPUT_FOLDER``."""
 
 import math
 import sys

@@ -1,6 +1,4 @@
-"""Rendering a job for torchtitan 0.2.2: its TOML file, and its model's arguments from the recipe's
-sizes.
-"""
+"""A job for torchtitan 0.2.2: its TOML file, and the arguments of its model."""
 
 import json
 from pathlib import Path
@@ -22,42 +20,43 @@ DATASET = "recipe_corpus"
 
 
 def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
-    """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as
-    mappings.
+    """Return the arguments of torchtitan's model class.
+
+    ``moe_args`` and ``rope_scaling_args`` are mappings.
     """
-    values = arguments_of(model, _ARGUMENTS, "model")
+    name = model_name(model)
+    values = arguments_of(model, _ARGUMENTS, "model", name)
     if model.max_seq_len:
         values["max_seq_len"] = model.max_seq_len
-    name = model_name(model)
     if name == "llama3":
-        scaled = model.rope_scaling.kind == "llama3"
-        # Its model always scales; a factor of 1 changes nothing.
-        if scaled:
-            turned = arguments_of(model, _ARGUMENTS, "llama_rope")
-        else:
-            turned = {"scaling_factor": 1.0}
-        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it
-        # is the multiple.
-        return (
-            values
-            | arguments_of(model, _ARGUMENTS, name)
-            | {"ffn_dim_multiplier": 0.01, "rope_scaling_args": turned}
-        )
-    values |= arguments_of(model, _ARGUMENTS, name)
+        return values | _of_llama(model)
     if name == "deepseek_v3":
-        scaling = model.rope_scaling
-        rope = {"rope_factor": 1.0}
-        if scaling.kind == "yarn":
-            betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
-            rope = arguments_of(model, _ARGUMENTS, "yarn") | betas
-        return values | rope | {"moe_args": _experts(model, precision)}
+        return values | _rope_of_deepseek(model) | {"moe_args": _experts(model, precision)}
     if model.moe.experts:
-        values |= {
-            "moe_enabled": True,
-            "moe_inter_dim": model.moe.ffn_size,
-            "moe_args": _experts(model, precision),
-        }
+        values["moe_enabled"] = True
+        values["moe_inter_dim"] = model.moe.ffn_size
+        values["moe_args"] = _experts(model, precision)
     return values
+
+
+def _of_llama(model: Architecture) -> dict[str, Any]:
+    # Its model always scales; a factor of 1 changes nothing.
+    rope: dict[str, Any] = {"scaling_factor": 1.0}
+    if model.rope_scaling.kind == "llama3":
+        rope = arguments_of(model, _ARGUMENTS, "llama_rope")
+    # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it is
+    # the multiple.
+    return {"ffn_dim_multiplier": 0.01, "rope_scaling_args": rope}
+
+
+def _rope_of_deepseek(model: Architecture) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling.kind != "yarn":
+        return {"rope_factor": 1.0}
+    rope = arguments_of(model, _ARGUMENTS, "yarn")
+    rope["beta_fast"] = int(scaling.beta_fast)
+    rope["beta_slow"] = int(scaling.beta_slow)
+    return rope
 
 
 def model_name(model: Architecture) -> str:
@@ -66,14 +65,20 @@ def model_name(model: Architecture) -> str:
 
 
 def _experts(model: Architecture, precision: str) -> dict[str, Any]:
-    return {
-        **arguments_of(model, _ARGUMENTS, "experts", *(["groups"] if model.moe.groups > 1 else [])),
-        "score_before_experts": False,
-        "load_balance_coeff": model.moe.auxiliary_loss or None,
-        # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision
-        # of the run.
-        "use_grouped_mm": precision != "fp32",
-    }
+    values = arguments_of(model, _ARGUMENTS, "experts")
+    if model.moe.groups > 1:
+        values |= arguments_of(model, _ARGUMENTS, "groups")
+    values["score_before_experts"] = False
+    values["load_balance_coeff"] = model.moe.auxiliary_loss or None
+    # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of
+    # the run.
+    values["use_grouped_mm"] = precision != "fp32"
+    return values
+
+
+def files(job: Job) -> dict[str, str]:
+    """Return name → text of the files that the ranks read."""
+    return {FILE: toml(job)}
 
 
 def toml(job: Job) -> str:
@@ -96,13 +101,14 @@ def toml(job: Job) -> str:
     }
     if job.resume_from is not None or recipe.find(INITIAL, False):
         # Otherwise, torchtitan trains random weights without a word if no checkpoint is saved.
-        settings |= {"checkpoint.load_only": not enabled, "checkpoint.enable": True}
+        settings["checkpoint.load_only"] = not enabled
+        settings["checkpoint.enable"] = True
     if job.resume_from is not None:
-        settings |= {**tables["resuming"], "checkpoint.initial_load_path": str(job.resume_from)}
-    # JSON's lists, text, numbers and booleans are valid TOML.
-    texts = {
-        key: json.dumps(value, ensure_ascii=False)
-        for key, value in settings.items()
-        if value is not None
-    }
-    return "".join(f"{key} = {text}\n" for key, text in texts.items())
+        settings |= tables["resuming"]
+        settings["checkpoint.initial_load_path"] = str(job.resume_from)
+    lines = []
+    for key, value in settings.items():
+        if value is not None:
+            # JSON's lists, text, numbers and booleans are valid TOML.
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
+    return "".join(lines)

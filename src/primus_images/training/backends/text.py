@@ -1,0 +1,192 @@
+"""The text of a run: the check of its corpora, and the tokens that its ranks read."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from primus_images.errors import InputError
+from primus_images.files import read_sealed, require_readable, sha256_of, write_sealed
+from primus_images.recipes.recipe import MOCK, Recipe
+from primus_images.recipes.rules import rules_of
+from primus_images.recipes.weights import HUB
+from primus_images.terminal import counted
+from primus_images.training.run.job import Job
+from primus_images.training.text import tokens
+from primus_images.training.text.corpus import Corpus, corpus_of, files_of, held_out_corpus_of
+from primus_images.training.text.mock import texts
+
+Progress = Callable[[str], None]
+
+
+def check(recipe: Recipe) -> None:
+    """Raise InputError if a corpus is missing, or has no tokenizer."""
+    corpus = corpus_of(recipe)
+    if corpus.tokenizer == MOCK and corpus.name != MOCK:
+        raise InputError(
+            "assets.tokenizer is mock, but the corpus is text",
+            where=recipe.settings["assets.tokenizer"].origin,
+            hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for "
+            "synthetic tokens",
+        )
+    for it in (corpus, held_out_corpus_of(recipe)):
+        if it and it.name != MOCK and not it.name.startswith(HUB):
+            for file in files_of(it).paths:
+                require_readable(file)
+
+
+def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
+    """Write the tokens of the job's corpora to its folder ``cache``.
+
+    They are taken from the folder ``shared``, and kept there, if there is one.
+    """
+    recipe = job.recipe
+    corpus = corpus_of(recipe)
+    held_out = held_out_corpus_of(recipe)
+    if corpus.name == MOCK and not rules_of(recipe).divides_documents:
+        return
+    cache = job.output / "cache"
+    entry = None
+    if shared and not held_out:
+        entry = _entry_of(recipe, corpus, shared)
+    lines: dict[str, str] = {}
+    if entry:
+        lines = _linked(entry, cache)
+    if not lines:
+        lines = _written(recipe, corpus, held_out, cache, progress)
+        if entry:
+            with suppress(OSError):  # what cannot be stored is made again
+                _store(entry, cache, lines)
+    for name, line in lines.items():
+        progress(line)
+        source = corpus.name
+        if held_out and name == "eval":
+            source = held_out.name
+        _check_tokens(recipe, name, tokens.stored(cache, name), source)
+
+
+def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
+    """Return the folder of these tokens; None if the contents of the files are unknown."""
+    digests = [recipe.asset_digests[name] for name in ("corpus", "tokenizer")]
+    if not all(digests):
+        return None
+    fraction = recipe.find("eval.fraction", 0.0)
+    settings = [recipe.backend, recipe.seq_len, fraction, asdict(corpus)]
+    key = json.dumps([settings, *digests])
+    return shared / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _written(
+    recipe: Recipe, corpus: Corpus, held_out: Corpus | None, cache: Path, progress: Progress
+) -> dict[str, str]:
+    """Write the tokens, and return a line about each kind: "train", and maybe "eval"."""
+    synthetic = None
+    if corpus.name == MOCK:
+        synthetic = texts(max(0, recipe.seed))
+    reader = tokens.Reader(corpus, synthetic)
+    if reader.masked and rules_of(recipe).divides_documents:
+        raise InputError(
+            f"{recipe.backend} trains every token of a corpus, not only answers",
+            where=corpus.name,
+            hint="--backend finetune trains answers only; data.train_on=all trains every token",
+        )
+    tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
+    lines = {"train": _line(recipe, reader, cache, "train")}
+    if held_out:
+        reader = tokens.Reader(held_out)
+        tokens.write(reader, cache, name="eval", progress=progress)
+    if held_out or "eval.fraction" in recipe.settings:
+        line = _line(recipe, reader, cache, "eval", "held out for evaluation: ")
+        repeated = tokens.stored(cache, "eval").repeated(tokens.stored(cache))
+        if repeated:
+            line += f"; {repeated:,} of them in the training text, too"
+        lines["eval"] = line
+    return lines
+
+
+def _line(recipe: Recipe, reader: tokens.Reader, cache: Path, name: str, prefix: str = "") -> str:
+    figures = tokens.figures_of(tokens.stored(cache, name), recipe.seq_len, reader.encoder)
+    return reader.sentence(figures, recipe.seq_len, prefix)
+
+
+def _link(source: Path, target: Path) -> None:
+    waiting = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
+    try:
+        waiting.hardlink_to(source)
+    except OSError:  # another file system
+        shutil.copyfile(source, waiting)
+    waiting.replace(target)
+
+
+def _store(entry: Path, cache: Path, lines: Mapping[str, str]) -> None:
+    entry.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for name in lines:
+        for file in cache.glob(f"{name}.*"):
+            digests[file.name] = sha256_of(file)
+            _link(file, entry / file.name)
+    write_sealed(entry / "entry.json", {"lines": lines, "files": digests})
+
+
+def _linked(entry: Path, cache: Path) -> dict[str, str]:
+    """Link stored tokens into the job's folder, and return their lines.
+
+    There are none if the tokens are not there, or damaged.
+    """
+    content = read_sealed(entry / "entry.json")
+    if content is None:
+        return {}
+    try:
+        for name, sha256 in content["files"].items():
+            if sha256_of(entry / name) != sha256:
+                return {}
+        for name in content["files"]:
+            _link(entry / name, cache / name)
+    except (OSError, InputError):
+        return {}
+    return dict(content["lines"])
+
+
+def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str) -> None:
+    """Raise InputError if the model cannot be trained on the tokens ``written``."""
+    vocabulary = recipe.architecture.vocab_size
+    largest = int(written.tokens.max())
+    if largest >= vocabulary:
+        raise InputError(
+            f"the tokenizer produces token {largest}, but the model's vocabulary has "
+            f"{vocabulary} tokens",
+            where=source,
+            hint="name the tokenizer of the model",
+        )
+    length = recipe.seq_len
+    packing = recipe.find(f"{recipe.backend}.packing", False)
+    if rules_of(recipe).divides_documents:
+        _check_documents(len(written.ends), recipe.data_parallel, source)
+    elif name == "eval" or written.mask is not None or packing:
+        firsts, _ = written.pieces(length)
+        if not len(firsts):
+            raise InputError(
+                "no document has an answer within seq_len tokens",
+                where=source,
+                hint="see `primus data`; raise seq_len",
+            )
+    elif len(written.tokens) <= length:
+        raise InputError(
+            f"the corpus has {len(written.tokens)} tokens, fewer than one sample of {length} + 1",
+            where=source,
+            hint="add text, or lower seq_len",
+        )
+
+
+def _check_documents(documents: int, ranks: int, source: str) -> None:
+    if documents < ranks:
+        raise InputError(
+            f"the corpus has {counted(documents, 'document')}, and each of the {ranks} "
+            "data-parallel ranks needs one",
+            where=source,
+            hint=f"add documents, or train on fewer ranks (--ranks {documents})",
+        )

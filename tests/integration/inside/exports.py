@@ -30,12 +30,12 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends import gloo
-from primus_images.training.backends.protocol import backend_of
 from primus_images.training.backends.finetune import backend, models
 from primus_images.training.backends.fsdp.llama import Llama
 from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.config import read_job
 from primus_images.training.backends.megatron import cpu
+from primus_images.training.backends.protocol import backend_of
 from primus_images.training.backends.torchtitan import cpu as on_cpu, render, spec as specs
 from primus_images.training.judge.reference.names import to_canonical
 from primus_images.training.run import identity, ranks

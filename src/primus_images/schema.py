@@ -144,6 +144,7 @@ def _scalar(hint: type, data: Any, place: _Place) -> object:
             value = scalar(data)
         except ValueError as error:
             raise place.error(str(error)) from None
+        _require_pattern(data, place)
     if type(value) is int and abs(value) > LARGEST:
         raise place.wrong("a number that fits into 64 bits", data)
     # bool does not count as a number, and a whole number is one.
@@ -153,12 +154,16 @@ def _scalar(hint: type, data: Any, place: _Place) -> object:
     return hint(value)
 
 
+def _require_pattern(text: str, place: _Place) -> None:
+    pattern = place.note.get("pattern")
+    if pattern and not re.fullmatch(pattern, text):
+        raise place.wrong(place.note.get("shape") or f"text like {pattern}", text)
+
+
 def _text(data: Any, place: _Place) -> str:
     if not isinstance(data, str):
         raise place.wrong("text", data)
-    pattern = place.note.get("pattern")
-    if pattern and not re.fullmatch(pattern, data):
-        raise place.wrong(place.note.get("shape") or f"text like {pattern}", data)
+    _require_pattern(data, place)
     return data
 
 

@@ -37,7 +37,11 @@ OFF = "off"
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """One entry. An empty requirement accepts everything. ``replaces`` is what runs without it."""
+    """One entry. An empty requirement accepts everything.
+
+    ``replaces`` is what runs without it. With the backends in ``sharded``, weights must be sharded
+    over at least two ranks.
+    """
 
     name: str
     title: str
@@ -55,7 +59,7 @@ class Optimization:
     excludes: Sequence[str] = ()
     settings: Mapping[str, str | bool] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
-    sharded: bool = False
+    sharded: Sequence[str] = ()
 
     def objections(self, recipe: Recipe) -> Iterator[str]:
         """Yield the reasons why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
@@ -73,7 +77,7 @@ class Optimization:
         for kind, degree in self.degrees.items():
             if recipe.degree(kind) != degree:
                 yield f"{kind.upper()} = {degree}, not {recipe.degree(kind)}"
-        if self.sharded and _shards(recipe) < 2:
+        if recipe.backend in self.sharded and _shards(recipe) < 2:
             yield "weights sharded over at least 2 ranks"
 
     def _runs_on(self, gpu: str) -> bool:

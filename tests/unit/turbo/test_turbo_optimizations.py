@@ -84,6 +84,34 @@ def test_each_optimization_is_on_or_off_with_its_reason(
     assert {one for one, (switched, _) in found.items() if switched} == set(chosen(recipe))
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpu", "words", "used"),
+    [
+        # On one rank, torchtitan keeps weights in float32, and the loss takes one type.
+        ("torchtitan", "h200", ["ranks=1"], {"real-rope", "flash-attention-4"}),
+        ("finetune", "h200", ["ranks=1"], {"linear-cross-entropy", "flash-attention-4"}),
+        (
+            "finetune",
+            "h200",
+            ["ranks=1", "packing=true"],
+            {"linear-cross-entropy", "packed-attention-4"},
+        ),
+        (
+            "finetune",
+            "mi300x",
+            ["ranks=1", "packing=true"],
+            {"linear-cross-entropy", "packed-attention"},
+        ),
+    ],
+)
+def test_one_rank_uses_what_needs_no_shards(
+    backend: str, gpu: str, words: list[str], used: set[str]
+) -> None:
+    mode = "full" if backend == "finetune" else "pretrain"
+    choices = Choices(backend=backend, mode=mode, precision="bf16", gpu=gpu)
+    assert set(chosen(resolve("llama3.2-1b", words, choices))) == used
+
+
 def test_show_says_what_is_on_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "llama3.1-8b", "--gpu", "mi355x", "--turbo", "turbo-attention"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -1,5 +1,4 @@
-"""What ranks on CPUs need of torch.distributed: a store, collectives in 16-bit floats, and a safe
-exit.
+"""What ranks on CPUs need of torch.distributed: a store, 16-bit floats, and a safe exit.
 
 Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as
 float32, which represents all its values; a sum over ranks is rounded once, at the end. Send and
@@ -44,23 +43,18 @@ def lacks(dtype: torch.dtype) -> bool:
 
 
 def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
-    """Add the 16-bit floats that gloo lacks (or both, with ``always``) in this process, and return
-    them.
+    """Add the 16-bit floats that gloo lacks in this process, and return them.
 
-    Rank 0 prints a message to standard error with the first such tensor. Call it once, after
-    GLOO_SOCKET_IFNAME is set and before any collective.
+    With ``always``, both are added. Rank 0 prints a message to standard error with the first such
+    tensor. Call it once, after GLOO_SOCKET_IFNAME is set and before any collective.
     """
     missing = tuple(dtype for dtype in _DTYPES if always or lacks(dtype))
     if not missing:
         return ()
     library = torch.library.Library("c10d", "IMPL")
     for name in _OPERATIONS:
-        library.impl(
-            name,
-            _widened(getattr(torch.ops.c10d, name).default, missing),
-            "CPU",
-            allow_override=True,
-        )
+        operation = getattr(torch.ops.c10d, name).default
+        library.impl(name, _widened(operation, missing), "CPU", allow_override=True)
     _KEPT.append(library)
     return missing
 

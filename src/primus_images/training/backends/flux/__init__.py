@@ -1,3 +1,1 @@
-"""FLUX.1 on diffusers' transformer, trained by flow matching on precomputed latents and text
-embeddings.
-"""
+"""FLUX.1 on diffusers' transformer, trained by flow matching on precomputed latents."""

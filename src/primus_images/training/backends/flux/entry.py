@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,7 @@ def main(job: RankJob, device: torch.device) -> None:
     if "flash-attention-4" in job.turbo:
         attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-    shard(
-        model,
-        blocks,
-        job,
-        device,
-        wide=lambda name: "transformer_blocks" not in name or "norm" in name,
-    )
+    shard(model, blocks, job, device, wide=_is_wide)
     if config.weights == "random":
         # The prediction starts at 0, as is usual for diffusion transformers.
         weights.draw_all(model, job.training.seed, zero=("proj_out.weight", "proj_out.bias"))
@@ -45,14 +40,16 @@ def main(job: RankJob, device: torch.device) -> None:
         files = weights.Files(Path(config.weights))
         for name, parameter in model.named_parameters():
             weights.fill(parameter, files.rows_of(name))
+    guidance = None
+    if job.model.dit.guidance:
+        guidance = config.guidance
     side = math.isqrt(job.model.dit.image_tokens)
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return flow_matching(
-            model, batch, side, config.guidance if job.model.dit.guidance else None
-        )
-
+    loss = partial(flow_matching, side=side, guidance=guidance)
     train.run(job, device, Sharded(model, job, device, loss), data)
+
+
+def _is_wide(layer: str) -> bool:
+    return "transformer_blocks" not in layer or "norm" in layer
 
 
 def transformer(model: Architecture) -> Any:
@@ -66,12 +63,14 @@ def transformer(model: Architecture) -> Any:
 
 
 def rotary_axes(size: int) -> tuple[int, int, int]:
-    """Return how many elements of a head encode index, row and column. FLUX.1 has 16, 56 and 56 of
-    128.
+    """Return how many elements of a head encode index, row and column.
+
+    FLUX.1 has 16, 56 and 56 of 128.
     """
     index = max(2, size // 8)
     index += (size - index) % 4
-    return index, (size - index) // 2, (size - index) // 2
+    half = (size - index) // 2
+    return index, half, half
 
 
 def flow_matching(
@@ -85,6 +84,9 @@ def flow_matching(
     noise = batch["noise"]
     time = batch["time"]
     level = time[:, None, None]
+    guidance_of_samples = None
+    if guidance is not None:
+        guidance_of_samples = torch.full_like(time, guidance)
     ids = torch.zeros(side, side, 3, device=clean.device)
     ids[..., 1] += torch.arange(side, device=clean.device)[:, None]
     ids[..., 2] += torch.arange(side, device=clean.device)[None, :]
@@ -95,7 +97,7 @@ def flow_matching(
         timestep=time,
         img_ids=ids.flatten(0, 1),
         txt_ids=torch.zeros(batch["text"].shape[1], 3, device=clean.device),
-        guidance=None if guidance is None else torch.full_like(time, guidance),
+        guidance=guidance_of_samples,
         return_dict=False,
     )[0]
     return (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()

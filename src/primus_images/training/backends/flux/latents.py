@@ -1,6 +1,4 @@
-"""Image data: samples of latents, text embeddings and noise, accessed by number, from a cache or
-synthetic.
-"""
+"""Image data: samples of latents, text embeddings and noise by number, cached or synthetic."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ import torch
 from torch.nn.functional import pixel_unshuffle
 from typing_extensions import override
 
+from primus_images.recipes.architecture import DiffusionTransformer
 from primus_images.recipes.recipe import MOCK
 from primus_images.training.backends.flux.backend import KEYS
 from primus_images.training.backends.loop.config import RankJob
@@ -24,9 +23,10 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Data):
-    """The cached images that the job's assets name, or synthetic ones: each of 16 prompts has a
-    picture, of which its images are small variations. The noise of a sample and its level depend on
-    the sample's number.
+    """The cached images that the job's assets name, or synthetic ones.
+
+    Each of 16 synthetic prompts has a picture, of which its images are small variations. The noise
+    of a sample and its level depend on the sample's number.
     """
 
     def __init__(self, job: RankJob) -> None:
@@ -42,23 +42,27 @@ class Images(Data):
             )
         self._places: list[tuple[list[Any], int]] = []
         if corpus == MOCK:
-            generator = generator_of(self._seed, -1)
-            common = torch.randn(dit.in_channels, generator=generator)
-            shape = (_MOCK_PROMPTS, dit.image_tokens, dit.in_channels)
-            self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
-            self._text = torch.randn(
-                _MOCK_PROMPTS, dit.text_tokens, dit.text_dim, generator=generator
-            )
-            self._pooled = torch.randn(_MOCK_PROMPTS, dit.pooled_dim, generator=generator)
+            self._draw(dit)
             return
         for file in sorted(Path(corpus).glob("*.safetensors")):
             handle = safe_open(file, framework="pt")
             slices = [handle.get_slice(key) for key in KEYS]
-            self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
+            images = slices[0].get_shape()[0]
+            self._places += [(slices, row) for row in range(images)]
+
+    def _draw(self, dit: DiffusionTransformer) -> None:
+        generator = generator_of(self._seed, -1)
+        common = torch.randn(dit.in_channels, generator=generator)
+        shape = (_MOCK_PROMPTS, dit.image_tokens, dit.in_channels)
+        self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
+        shape = (_MOCK_PROMPTS, dit.text_tokens, dit.text_dim)
+        self._text = torch.randn(shape, generator=generator)
+        self._pooled = torch.randn(_MOCK_PROMPTS, dit.pooled_dim, generator=generator)
 
     def _sample(self, number: int) -> dict[str, torch.Tensor]:
         if self._places:
-            slices, row = self._places[place_of(number, len(self._places), self._seed)]
+            place = place_of(number, len(self._places), self._seed)
+            slices, row = self._places[place]
             latents, text, pooled = (part[row : row + 1][0].float() for part in slices)
             return {"latents": packed(latents), "text": text, "pooled": pooled}
         generator = generator_of(self._seed, number)
@@ -74,8 +78,7 @@ class Images(Data):
             # seed + 1, so that it differs from the generators of the samples themselves.
             generator = generator_of(self._seed + 1, number)
             sample = self._sample(number)
-            noise = torch.randn(sample["latents"].shape, generator=generator)
-            samples.append(
-                {**sample, "noise": noise, "time": torch.randn((), generator=generator).sigmoid()}
-            )
+            sample["noise"] = torch.randn(sample["latents"].shape, generator=generator)
+            sample["time"] = torch.randn((), generator=generator).sigmoid()
+            samples.append(sample)
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -1,3 +1,1 @@
-"""The plain FSDP benchmark (``train_fsdp`` of the PyTorch training container v25.2): a Llama in
-pure PyTorch.
-"""
+"""The plain FSDP benchmark, as ``train_fsdp`` of the PyTorch training container v25.2."""

@@ -1,6 +1,4 @@
-"""One rank of an FSDP benchmark: ``python -m primus_images.training.backends.fsdp.entry
-OUTPUT_FOLDER``.
-"""
+"""One rank of plain FSDP: ``python -m primus_images.training.backends.fsdp.entry FOLDER``."""
 
 import sys
 
@@ -17,12 +15,18 @@ def main(job: RankJob, device: torch.device) -> None:
     """Train from random weights."""
     config = job.section(FsdpConfig)
     with weights.empty():
-        attend = next((name for name in FLASH if name in job.turbo), "torch")
-        model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
+        model = Llama(job.model, job.training.seq_len, config.loss_chunk, _attention(job))
     model.choose_loss(job)
     shard(model, list(model.layers), job, device, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
     train.run(job, device, Sharded(model, job, device), data.text(job))
+
+
+def _attention(job: RankJob) -> str:
+    for name in FLASH:
+        if name in job.turbo:
+            return name
+    return "torch"
 
 
 if __name__ == "__main__":

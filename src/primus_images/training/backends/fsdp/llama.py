@@ -1,10 +1,7 @@
-"""Llama and its relatives in plain PyTorch: rotary positions, grouped queries, SwiGLU and
-``nn.Linear`` layers.
-"""
+"""Llama and its relatives in plain PyTorch."""
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +17,9 @@ from primus_images.turbo import attention
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a
-    time.
+    """The settings of plain FSDP training.
+
+    The loss is computed for ``loss_chunk`` tokens at a time.
     """
 
     loss_chunk: int = bounded(2048, "[1, inf)")
@@ -45,24 +43,14 @@ class Llama(LanguageModel):
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tied_embeddings:
             self.output.weight = self.embedding.weight
-        exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
-        frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
-        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
+        angles = _angles(model, seq_len)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
-        if 0 < model.window < seq_len:
-            self._window = model.window
-        else:
-            self._window = 0
-        everything = None
-        if self._window and attend == "torch":
-            everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
-        if everything is None:
-            mask = None
-        else:
-            mask = everything.tril().triu(1 - self._window)
+        mask = None
+        if 0 < model.window < seq_len and attend == "torch":
+            pairs = torch.ones(seq_len, seq_len, dtype=torch.bool)
+            mask = pairs.tril().triu(1 - model.window)
         self.register_buffer("mask", mask, persistent=False)
-        self._attend = attend
 
     @property
     @override
@@ -107,49 +95,60 @@ class _Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
+        self.query_norm: nn.Module = nn.Identity()
+        self.key_norm: nn.Module = nn.Identity()
         if model.qk_norm:
-            norm = partial(nn.RMSNorm, self.size, eps=model.norm_eps)
-        else:
-            norm = nn.Identity
-        self.query_norm, self.key_norm = norm(), norm()
+            self.query_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
+            self.key_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
 
     def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, mask: Any) -> Tensor:
         length = states.shape[1]
-        query, key, value = (
-            project(states).unflatten(-1, (-1, self.size))
-            for project in (self.query, self.key, self.value)
-        )
-        query = self.query_norm(query)
-        key = self.key_norm(key)
-        query, key = (
-            _turned(part, cosine[:length, None], sine[:length, None]) for part in (query, key)
-        )
+        query = self.query_norm(self.query(states).unflatten(-1, (-1, self.size)))
+        key = self.key_norm(self.key(states).unflatten(-1, (-1, self.size)))
+        value = self.value(states).unflatten(-1, (-1, self.size))
+        query = _turned(query, cosine[:length, None], sine[:length, None])
+        key = _turned(key, cosine[:length, None], sine[:length, None])
         flash = attention.FLASH.get(self._attend)
         if flash:
-            mixed = flash(query, key, value, window=self._window if self._window < length else 0)
+            window = self._window if self._window < length else 0
+            mixed = flash(query, key, value, window=window)
         else:
-            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-            if mask is not None:
-                # No fused kernel supports both a mask and grouped heads.
-                key, value = (
-                    part.repeat_interleave(query.shape[1] // part.shape[1], 1)
-                    for part in (key, value)
-                )
-            mixed = functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=key.shape[1] != query.shape[1],
-            ).transpose(1, 2)
+            mixed = _attended(query, key, value, mask)
         return self.out(mixed.flatten(-2))
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
+    if mask is not None:
+        # No fused kernel supports both a mask and grouped heads.
+        groups = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+    mixed = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return mixed.transpose(1, 2)
 
 
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = states.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(states.dtype)
+
+
+def _angles(model: Architecture, seq_len: int) -> Tensor:
+    """Return the angles [seq_len, size of heads] by which positions rotate queries and keys."""
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+    frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
+    positions = torch.arange(seq_len, dtype=torch.float32)
+    return torch.outer(positions, frequencies).repeat(1, 2)
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

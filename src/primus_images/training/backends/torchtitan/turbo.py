@@ -68,20 +68,20 @@ def _expert_products() -> None:
 
 
 def _expert_routing() -> None:
-    """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of
-    rows.
+    """Copy each token once to the padded rows of its experts.
+
+    The gradient of that copy is a sum of rows.
     """
     from torchtitan.models.moe import moe
 
     def experts_forward(
         self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
     ) -> torch.Tensor:
-        weights = (getattr(layer, "_local_tensor", layer) for layer in (self.w1, self.w2, self.w3))
+        weights = [getattr(layer, "_local_tensor", layer) for layer in (self.w1, self.w2, self.w3)]
         # Looked up now, because torchtitan compiles the function after this change.
+        run = moe._run_experts_for_loop
         if self.use_grouped_mm:
             run = moe._run_experts_grouped_mm
-        else:
-            run = moe._run_experts_for_loop
         return run(*weights, x, num_tokens_per_expert)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +95,8 @@ def _expert_routing() -> None:
             self.tokens_per_expert.add_(counts)
         ways = routes(selected, counts)
         rows = self.experts(dispatch(tokens, ways), ways.counts)
-        if self.shared_experts is None:
-            shared = None
-        else:
+        shared = None
+        if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
         return combine(rows, scores.float(), ways, shared).view(x.shape)
 
@@ -178,6 +177,12 @@ _PATCHES: Mapping[str, Callable[[], object]] = {
 }
 
 
+_ATTENTION = {
+    "flash-attention-4": flash_attention_4,
+    "turbo-attention": primus_turbo.attention,
+}
+
+
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
     """Return a torchtitan train spec whose model has the requested layers."""
     fused = "linear-cross-entropy" in names
@@ -185,24 +190,27 @@ def changed_spec(spec: Any, names: Sequence[str]) -> Any:
     def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
         if fused:
             model.output.__class__ = LossHead
-        for name, attend in (
-            ("flash-attention-4", flash_attention_4),
-            ("turbo-attention", primus_turbo.attention),
-        ):
-            for layer in model.layers.values() if name in names else ():
-                layer.attention.inner_attention = Attention(attend)
+        for name, attend in _ATTENTION.items():
+            if name in names:
+                for layer in model.layers.values():
+                    layer.attention.inner_attention = Attention(attend)
         return spec.parallelize_fn(model, *args, **kwargs)
 
     def build_loss(*args: Any, **kwargs: Any) -> Any:
         whole = spec.build_loss_fn(*args, **kwargs)
-        # The head has already computed the sum; validation still passes logits.
-        return lambda pred, labels: pred if pred.dim() == 0 else whole(pred, labels)
 
+        def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            # The head has already computed the sum; validation still passes logits.
+            if pred.dim() == 0:
+                return pred
+            return whole(pred, labels)
+
+        return loss
+
+    changes: dict[str, Any] = {"parallelize_fn": parallelize}
     if fused:
-        loss = {"build_loss_fn": build_loss}
-    else:
-        loss = {}
-    return dataclasses.replace(spec, parallelize_fn=parallelize, **loss)
+        changes["build_loss_fn"] = build_loss
+    return dataclasses.replace(spec, **changes)
 
 
 def changed_trainer(trainer: type, names: Sequence[str]) -> type:
@@ -212,9 +220,8 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             if "peer-copies" in names:
-                sharded.attach(
-                    self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never"
-                )
+                kept = config.parallelism.fsdp_reshard_after_forward == "never"
+                sharded.attach(self.model_parts, kept=kept)
 
         def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
             out = super().post_dataloading_process(input_dict, labels)

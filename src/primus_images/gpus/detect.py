@@ -90,8 +90,7 @@ def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    return [word for word in words if word not in ("", "-1")]
+    return [word for word in map(str.strip, text.split(",")) if word not in ("", "-1")]
 
 
 def properties(path: Path) -> dict[str, str]:
@@ -116,13 +115,18 @@ def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
 
 
 def _amd(root: Path) -> Found | None:
-    products = [_product(facts) for facts in kfd_gpus(root).values()]
-    if not products:
+    names = []
+    generations = set()
+    for facts in kfd_gpus(root).values():
+        name, generation = _product(facts)
+        names.append(name)
+        generations.add(generation)
+    if not names:
         return None
     return Found(
         vendor="amd",
-        names=tuple(name for name, _ in products),
-        generation=_only({generation for _, generation in products}),
+        names=tuple(names),
+        generation=_only(generations),
         driver=_driver(root, "amdgpu"),
         firmware=_amd_firmware(root),
     )
@@ -170,21 +174,24 @@ def _nvidia(root: Path) -> Found | None:
         gpus = [{} for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit()]
     if not gpus:
         return None
-    names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in gpus]
+    names = []
     generations = set()
-    for name in names:
+    versions = set()
+    for gpu in gpus:
+        name = gpu.get("Model", "unknown NVIDIA GPU")
         product = by_product_name(name)
+        names.append(name)
         generations.add(product.name if product else "")
+        versions.add(gpu.get("Video BIOS", ""))
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     if any((driver / "capabilities").glob("gpu*/mig/gi*")):
         generations = {""}
-    bioses = {gpu.get("Video BIOS", "") for gpu in gpus}
     return Found(
         vendor="nvidia",
         names=tuple(names),
         generation=_only(generations),
         driver=_driver(root, "nvidia"),
-        firmware=", ".join(sorted(bioses - {""})),
+        firmware=", ".join(sorted(versions - {""})),
     )
 
 

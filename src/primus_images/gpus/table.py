@@ -111,27 +111,33 @@ class Table:
     environment: tuple[Variable, ...]
 
     def __post_init__(self) -> None:
-        _once("architecture", [arch.arch for arch in self.archs])
-        _once("generation", [generation.name for generation in self.generations])
         names: list[str] = []
         device_ids: list[str] = []
-        for generation in self.generations:
+        for index, generation in enumerate(self.generations):
             names += map(plain_name, generation.names)
             device_ids += generation.device_ids
-            _once(f"variable of {generation.name}", [row.name for row in self.of(generation)])
+            _once(f"variable of {generation.name}", map(_name_of, self.of(generation)))
+            self._require_peaks(index, generation)
+        _once("architecture", self._archs)
+        _once("generation", map(_name_of, self.generations))
         _once("product name", names)
         _once("device id", device_ids)
-        for index, generation in enumerate(self.generations):
-            self._require_peaks(index, generation)
         self._require_targets()
         self._require_variables()
 
+    @property
+    def _archs(self) -> list[str]:
+        return [arch.arch for arch in self.archs]
+
+    def arch_of(self, generation: Generation) -> Arch:
+        """Return the architecture of ``generation``."""
+        return self.archs[self._archs.index(generation.arch)]
+
     def _require_peaks(self, index: int, generation: Generation) -> None:
-        archs = {arch.arch: arch for arch in self.archs}
-        if generation.arch not in archs:
+        if generation.arch not in self._archs:
             message = f"{generation.name}: there is no architecture {generation.arch!r}"
             raise WrongValue(message, "generations", index, "arch")
-        needed = archs[generation.arch].dtypes
+        needed = self.arch_of(generation).dtypes
         dtypes = [peak.dtype for peak in generation.peaks]
         if sorted(dtypes) != sorted(needed):
             raise WrongValue(
@@ -143,7 +149,7 @@ class Table:
             )
 
     def _require_targets(self) -> None:
-        targets = [row.arch for row in self.archs] + [row.name for row in self.generations]
+        targets = {*self._archs, *map(_name_of, self.generations)}
         for index, variable in enumerate(self.environment):
             for target in variable.for_:
                 if target not in targets:
@@ -155,26 +161,24 @@ class Table:
 
     def _require_variables(self) -> None:
         # Otherwise the image of a new GPU would silently lack a variable that others have.
-        vendors = {arch.arch: arch.vendor for arch in self.archs}
-        of_amd = [gpu for gpu in self.generations if vendors[gpu.arch] == "amd"]
         archs_with: dict[str, set[str]] = {}
-        for generation in of_amd:
+        for generation in self.generations:
             for variable in self.of(generation):
                 archs_with.setdefault(variable.name, set()).add(generation.arch)
-        for generation in of_amd:
-            lacking = set(archs_with) - {variable.name for variable in self.of(generation)}
+        for index, generation in enumerate(self.generations):
+            if generation.no_image or self.arch_of(generation).vendor != "amd":
+                continue
+            lacking = set(archs_with).difference(map(_name_of, self.of(generation)))
             # A variable of one other architecture alone may be about that architecture.
-            lacking = {
-                name
-                for name in lacking
-                if generation.arch in archs_with[name] or len(archs_with[name]) > 1
-            }
-            if lacking and not generation.no_image:
+            for name, archs in archs_with.items():
+                if len(archs) == 1 and generation.arch not in archs:
+                    lacking.discard(name)
+            if lacking:
                 raise WrongValue(
                     f"{generation.name} has no entry for the environment variables "
                     f"{', '.join(sorted(lacking))} (`value: null` leaves one unset)",
                     "generations",
-                    self.generations.index(generation),
+                    index,
                 )
 
     @property
@@ -186,6 +190,10 @@ class Table:
         """Return the variables for ``generation``, set or left unset, in the order of the table."""
         targets = {generation.name, generation.arch}
         return tuple(row for row in self.environment if not targets.isdisjoint(row.for_))
+
+
+def _name_of(row: Generation | Variable) -> str:
+    return row.name
 
 
 def _once(kind: str, words: Iterable[str]) -> None:
@@ -231,7 +239,7 @@ def by_product_name(text: str) -> Generation | None:
 
 def arch_of(gpu: Generation) -> Arch:
     """Return the architecture of ``gpu``."""
-    return next(arch for arch in load_table().archs if arch.arch == gpu.arch)
+    return load_table().arch_of(gpu)
 
 
 def words_for(name: str) -> frozenset[str]:

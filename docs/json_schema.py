@@ -70,6 +70,10 @@ def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[st
         return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
     if origin is typing.Literal:
         return {"enum": list(args)}
+    return _scalar_schema(hint, meta)
+
+
+def _scalar_schema(hint: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
     if meta.get("pattern"):
         return {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
     return {"type": _TYPES[hint]}

@@ -106,9 +106,15 @@ def _kind(value: dict[str, Any]) -> str:
     if "enum" in value:
         return ", ".join(f"`{one}`" for one in value["enum"])
     if isinstance(value.get("type"), list):
-        return " or ".join(
-            word for word in value["type"] if word != "number" or "string" not in value["type"]
-        )
+        return _one_of(value["type"])
+    return _kind_of_type(value)
+
+
+def _one_of(words: list[str]) -> str:
+    return " or ".join(word for word in words if word != "number" or "string" not in words)
+
+
+def _kind_of_type(value: dict[str, Any]) -> str:
     if value.get("type") == "array":
         return f"list of {_kind(value.get('items', {}))}"
     if value.get("type") == "object" and isinstance(value.get("additionalProperties"), dict):

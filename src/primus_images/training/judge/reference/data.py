@@ -12,9 +12,8 @@ from torch import Tensor
 
 from primus_images.files import json_if_readable
 from primus_images.recipes.recipe import MOCK
-from primus_images.training.text.corpus import Corpus, files_of, rows
+from primus_images.training.judge.reference.rows import LAYOUTS, rows_of
 from primus_images.training.text.mock import texts
-from primus_images.yamlfile import read_values
 
 Batch = dict[str, Tensor]
 
@@ -272,10 +271,8 @@ class _Document:
 
 _Row = Mapping[str, Any]
 _Turns = list[dict[str, Any]]
-# What formats call their columns. Who speaks, and what is trained, is not taken from the run's own
-# reader.
-_LAYOUTS = read_values(Path(__file__).parents[2] / "text/corpus.yaml").data["layouts"]
-# Not from that table, so that a mistake there is found.
+# Who speaks, and what is trained, is not from the table of the run's own reader, so that a mistake
+# there is found.
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
@@ -303,11 +300,10 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
     name = job["assets"]["corpus"]
     if name == MOCK:
         return [words.plain(text) for text in texts(seed)]
-    corpus = Corpus(name=name, split=data.get("split"))
     column = data.get("column")
     documents: list[_Document] = []
-    for _, row in rows(corpus, files_of(corpus)):
-        column = column or next(names[0] for names in _LAYOUTS if row.keys() >= {*names})
+    for row in rows_of(Path(name), data.get("split")):
+        column = column or next(names[0] for names in LAYOUTS if row.keys() >= {*names})
         documents += _documents(row, column, words)
     share = job.get("evaluation", {}).get("fraction", 0)
     held_out = [int((n + 1) * share) > int(n * share) for n in range(len(documents))]

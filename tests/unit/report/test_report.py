@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from primus_images.plan.resolve import resolve as resolve_target
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.release.mad import mad_files
-from primus_images.report import sheets
-from primus_images.report.run import read
+from primus_images.report import html, sheets
+from primus_images.report.run import NoResult, read
 from primus_images.training.judge import suite
 from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run.job import Job
@@ -461,3 +462,19 @@ def test_madengine_finds_the_figure_of_a_run_that_passes(
     assert (done.returncode, match and match.groups()) == (
         (1, None) if failing else (0, ("9000", "tok_per_s_per_gpu"))
     )
+
+
+def test_a_gain_compares_runs_of_one_recipe_only(make: Make) -> None:
+    first = read(make("run"))
+    assert first.summary.tokens_per_second
+    assert html._gain(replace(first), first) == 0
+    assert html._gain(replace(first, recipe="another"), first) is None
+    assert html._gain(first, first) is None
+
+
+def test_a_run_whose_first_line_is_not_whole_has_no_step(make: Make) -> None:
+    folder = make("run")
+    (folder / "result.json").unlink()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5')
+    with pytest.raises(NoResult, match="the run logged no step"):
+        read(folder)

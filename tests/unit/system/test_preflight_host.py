@@ -297,6 +297,25 @@ def test_the_ports_that_can_be_used_are_the_jobs(tmp_path: Path) -> None:
     assert variables(Host(root=tmp_path, environment={})) == {}
 
 
+def test_a_gid_with_an_ipv4_address_is_preferred(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for number in range(2):
+        port = f"sys/class/infiniband/mlx5_{number}/ports/1"
+        machine.write(f"{port}/gids/1", "fe80:0000:0000:0000:0000:0000:0000:0001")
+        machine.write(f"{port}/gid_attrs/types/1", "RoCE v2")
+    assert variables(Host(root=tmp_path, environment={}))["NCCL_IB_GID_INDEX"] == "3"
+
+
+def test_the_fastest_interface_is_recommended_where_none_is_the_default(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.write("proc/net/route", "")
+    machine.write("sys/class/net/eth9/operstate", "up")
+    machine.write("sys/class/net/eth9/speed", "400000")
+    machine.write("sys/class/net/docker0/operstate", "up")
+    machine.write("sys/class/net/docker0/speed", "900000")
+    assert any("NCCL_SOCKET_IFNAME=eth9" in message for _, _, message, _ in machine.findings())
+
+
 SPOILED = ("", "\0\x1b[2J\n::", "9" * 5000, "ue: N/A\nce: x", "x" * 100_000)
 
 

@@ -274,3 +274,71 @@ def test_the_scheduler_names_the_node(
         )
         assert json.loads(capsys.readouterr().out)["name"] == name
         assert name in page.read_text()
+
+
+def counted_wrong(*ranks: int) -> dict[str, Any]:
+    return {
+        "what": "exchange",
+        "ranks": list(ranks),
+        "elements": 1,
+        "of": 2,
+        "rounds": 1,
+        "first": 1,
+    }
+
+
+def test_the_gpu_that_takes_part_in_all_wrong_results_is_named_first() -> None:
+    states = [
+        {"device": "a", "wrong": [counted_wrong(0, 1), counted_wrong(0, 2)]},
+        {"device": "b", "wrong": [counted_wrong(0, 1)]},
+        {"device": "c", "wrong": []},
+    ]
+    sentences = list(nodes._wrong(states, ("4", "5", "6"), ""))
+    assert sentences[0].startswith("GPU 4 of ")
+    assert "takes part in everything that is wrong" in sentences[0]
+    assert len(sentences) == 4
+    # A result of one GPU alone names it anyway.
+    alone = [{"device": "a", "wrong": [counted_wrong(0)]}, {"device": "b", "wrong": []}]
+    (sentence,) = nodes._wrong(alone, ("4", "5"), "")
+    assert "takes part" not in sentence
+
+
+def test_the_gpu_that_failed_first_or_holds_the_others_up_is_named() -> None:
+    states = [
+        {"device": "a", "what": "memory", "ranks": [0], "error": "lost", "failed_at": 2.0},
+        {"device": "b", "what": "memory", "ranks": [1], "error": "broke", "failed_at": 1.0},
+    ]
+    (sentence,) = nodes._wrong(states, ("0", "1"), "PyTorch fails")
+    assert sentence.startswith("GPU 1 of ")
+    assert sentence.endswith("memory fails: broke")
+    states = [
+        {"device": "a", "what": "memory", "ranks": [0], "round": 3, "place": 4},
+        {"device": "b", "what": "exchange", "ranks": [0, 1], "round": 3, "place": 5},
+    ]
+    (sentence,) = nodes._wrong(states, ("0", "1"), "hangs")
+    assert sentence.startswith("GPU 0 of ")
+    assert sentence.endswith("memory of round 3 does not end")
+    assert list(nodes._wrong([{}, {}], ("0", "1"), "PyTorch fails")) == ["PyTorch fails"]
+
+
+def test_loading_pytorch_may_take_longer_than_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: now)
+    said: list[str] = []
+    progress = nodes._Progress(tmp_path, 1, 60.0, said.append, patience=10)
+    now = 29.0
+    assert not progress.hopeless()
+    now = 31.0
+    assert progress.hopeless()
+    (tmp_path / "rank-0.json").write_text('{"round": 1, "wrong": []}')
+    assert not progress.hopeless()
+    now = 40.0
+    assert not progress.hopeless()
+    now = 42.0
+    assert progress.hopeless()
+    assert said == [
+        "burn-in: 0 of 60 s, round 1, no wrong result",
+        "burn-in: 11 of 60 s, round 1, no wrong result",
+    ]

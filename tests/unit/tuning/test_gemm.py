@@ -180,3 +180,14 @@ def test_gemms_of_a_cpu_are_not_tuned(
 ) -> None:
     assert main([*TUNE, "--stage", "tune", "--gpu", "cpu", "--proxy"]) == 2
     assert "tunes GEMMs of GPUs only" in capsys.readouterr().err
+
+
+def test_a_gemm_without_a_solution_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "part.csv"
+    written.write_text("Validator,PT_VERSION,2\nGemmTunableOp,nt_1\nGemmTunableOp,nt_2,x,0.5\n")
+    monkeypatch.setattr(gemm, "_part", lambda *_: written)
+    validators, rows = gemm.measure(["GemmTunableOp,nt_1", "GemmTunableOp,nt_2"], tmp_path, ["0"])
+    assert validators == ["Validator,PT_VERSION,2"]
+    assert rows == ["GemmTunableOp,nt_2,x,0.5"]

@@ -49,6 +49,13 @@ def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a
     assert len({point.recipe.digest for point in points if point.recipe}) == len(points)
 
 
+def test_a_global_batch_that_no_setting_names_is_kept_too() -> None:
+    start = _recipe()
+    recipes = [point.recipe for point in candidates(start, None, lambda _: ()) if point.recipe]
+    assert len({recipe.local_batch for recipe in recipes}) > 1
+    assert {recipe.global_batch for recipe in recipes} == {start.global_batch}
+
+
 def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
     start = resolve(
         "llama3-proxy",
@@ -91,6 +98,18 @@ def test_a_missing_package_leaves_out_only_a_candidate_that_names_its_optimizati
     assert {point.out for point in by_name if point.peak and point.peak < FITS} == {
         "flash_attn not installed"
     }
+
+
+def test_no_smaller_batch_is_tried_after_one_that_is_slower() -> None:
+    points = [Point("auto", "none", batch, (f"batch={batch}",)) for batch in (8, 4, 2, 1)]
+    tried = []
+
+    def rate(point: Point) -> float:
+        tried.append(point.batch)
+        return {8: 3.0, 4: 2.0, 2: 9.0, 1: 9.0}[point.batch]
+
+    assert search(points, rate) == points[0]
+    assert tried == [8, 4]
 
 
 def test_the_search_finds_the_fastest_of_independent_settings_in_few_runs() -> None:

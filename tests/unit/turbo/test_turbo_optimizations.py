@@ -133,3 +133,10 @@ def test_every_entry_is_proven_and_tested() -> None:
             counted = f'"{call}"' in text or f'"{versions}"' in text
             assert counted, f"{one.name}: nothing counts {call}"
         assert f'"{one.name}": ' in (ROOT / "src/primus_images/turbo/selftest.py").read_text()
+
+
+def test_weights_of_one_rank_are_not_sharded() -> None:
+    choices = Choices(backend="torchtitan", precision="bf16", gpu="h200")
+    one = reasons(resolve("llama3.1-8b", ["ranks=1"], choices))
+    assert one["peer-copies"] == (False, "needs weights sharded over at least 2 ranks")
+    assert reasons(resolve("llama3.1-8b", ["ranks=2"], choices))["peer-copies"][0]

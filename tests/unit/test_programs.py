@@ -1,5 +1,6 @@
 import os
 import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,17 @@ def test_without_root_or_apt_nothing_is_installed(
         programs.need("mytool", "mypackage")
     assert message in str(error.value)
     assert not (host / "log").exists()
+
+
+@pytest.mark.parametrize(("age_h", "updates"), [(23, False), (25, True)])
+def test_lists_of_packages_are_fetched_again_after_a_day(
+    host: Path, age_h: float, updates: bool
+) -> None:
+    lists = host / "lists"
+    lists.mkdir()
+    (lists / "deb_dists_sid_InRelease").touch()
+    then = time.time() - age_h * 3600
+    os.utime(lists, (then, then))
+    programs.need("mytool", "mypackage")
+    first = (host / "log").read_text().splitlines()[0]
+    assert first.endswith("update") is updates

@@ -82,3 +82,14 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     assert last_line(log) == "\ufffd"
     log.write_text("y" * 300)
     assert last_line(log) == "y" * 99 + "…"
+
+
+def test_a_task_that_has_just_begun_has_no_heartbeat() -> None:
+    stream = io.StringIO()
+    with Progress(Console(file=stream), heartbeat_s=1.0) as progress:
+        progress.start("old", "old")
+        time.sleep(0.8)
+        progress.start("new", "new")
+        time.sleep(0.4)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("… old  0:00:0")

@@ -8,7 +8,7 @@ import pytest
 from docs.json_schema import json_schema
 
 from primus_images.errors import InputError
-from primus_images.schema import build, parse_json
+from primus_images.schema import WrongValue, build, parse_json
 from primus_images.yamlfile import Document, parse
 
 
@@ -144,3 +144,28 @@ def test_null_is_none_where_it_is_allowed_and_the_schema_agrees() -> None:
         {"items": [{"size": 1, "mood": "x"}]},
     ):
         assert list(validator.iter_errors({"name": "x", **wrong})), wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A thing that checks its rows."""
+
+    rows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if row < 0:
+                raise WrongValue("a row is negative", "rows", number)
+
+
+def test_a_check_of_a_dataclass_names_the_value() -> None:
+    document = parse("inner:\n  rows: [1, -2]\n", "f")
+    with pytest.raises(InputError, match="a row is negative") as caught:
+        build(Checked, document, document.data["inner"], ("inner",))
+    assert caught.value.where == "f:2:13"
+
+
+def test_the_largest_number_is_read() -> None:
+    assert build(Inner, parse_json('{"size": 9223372036854775807}', "f")).size == 2**63 - 1
+    with pytest.raises(InputError, match="fits into 64 bits"):
+        build(Inner, parse_json('{"size": 9223372036854775808}', "f"))

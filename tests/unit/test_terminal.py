@@ -168,3 +168,12 @@ def test_colour_on_a_terminal_only(kit: Kit) -> None:
         )
         assert "\033" not in text
     assert "\033" not in kit.primus(*words).out
+
+
+def test_numbers_are_aligned_at_their_right() -> None:
+    rows = [("a", "9"), ("b", "1,000")]
+    assert PLAIN.table(rows, head=("name", "size"), right={1}) == [
+        "name   size",
+        "a         9",
+        "b     1,000",
+    ]

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from primus_images import yamlfile
 from primus_images.errors import InputError
 from primus_images.yamlfile import parse, parse_values, scalar, spell, value
 
@@ -107,3 +108,45 @@ def test_a_value_of_a_command_line() -> None:
     for text in ("{a: 1}", "[[1]]", "[1", "\udcff"):
         with pytest.raises(InputError, match="is not a plain value"):
             value(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("a: 1\nb: \x07", "f:2:4", "the character U+0007 is not allowed"),
+        ('a: "\\0"', "f:1:4", "the character U+0000 is not allowed"),
+        ("a: 1\na: 2", "f:2:1", "duplicate key 'a'"),
+        ("a: *x", "f:1:4", "undefined alias"),
+        ("a: &x 1\nb: &x 2", "f:2:4", "second occurrence"),
+        ("a: !t 1", "f:1:4", "the tag !t is not supported"),
+        ("a: !!str 1", "f:1:4", "the tag tag:yaml.org,2002:str is not supported"),
+        ("a: 1\n---\nb: 2", "f:2:1", "found another document"),
+        ("<<: {a: 1}", "f:1:1", "merge keys (<<) are not part"),
+        ("? [a]\n: 1", "f:1:3", "a key must be plain text"),
+        ("a:\n\t- b", "f:2:1", "a tab cannot indent a line"),
+        ("a: b: c", "f:1:5", "mapping values are not allowed"),
+        ("a: 1\n<<<<<<< ours\nb: 1\n", "f:2:1", "a merge conflict is not resolved here"),
+        ("a: &a [*a]", "f:1:4", "nested too deeply"),
+    ],
+)
+def test_an_error_has_its_place(text: str, place: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(text, "f")
+    assert caught.value.where == place
+    assert message in caught.value.message
+
+
+def test_a_quoted_key_is_no_merge() -> None:
+    assert parse('"<<": 1', "f").data == {"<<": "1"}
+
+
+def test_how_deep_and_how_much_a_file_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("[" * 65 + "]" * 65, "f").data
+    with pytest.raises(InputError, match="more than 64 levels"):
+        parse("[" * 66 + "]" * 66, "f")
+    with pytest.raises(InputError, match="nested too deeply"):
+        parse("[" * 100_000, "f")
+    monkeypatch.setattr(yamlfile, "_MOST_VALUES", 4)
+    assert parse("[1, 2, 3]", "f").data == ["1", "2", "3"]
+    with pytest.raises(InputError, match="more than 4, aliases included"):
+        parse("[&x 1, *x, *x, *x]", "f")

@@ -85,6 +85,27 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     assert "did you mean" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["run", "cpu", "echo"], "write the command after --: -- echo …"),
+        (["train", "llama3.1-8b", "--lr", "1e-4"], "lr is a setting: write lr=1e-4"),
+        (["train", "llama3.1-8b", "--max-steps", "5"], "write --steps N"),
+    ],
+)
+def test_what_is_no_option_leads_to_what_is_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_an_empty_value_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["bump", "--release", ""], ["bump", "--release="]):
+        assert main(words) == 2
+        assert "argument --release: must not be empty" in capsys.readouterr().err
+
+
 def test_inside_the_image_host_verbs_do_not_exist(tmp_path: Path) -> None:
     (pin,) = yaml.safe_load((ROOT / "versions.yaml").read_text())["components"]["primus"]["pins"]
     for name in pin["include"]:

@@ -16,7 +16,7 @@ from primus_images.errors import HostError
 from primus_images.gates import examined
 from primus_images.gates.contents import Stated, Trace, stated_in, stated_in_library
 from primus_images.gates.examined import GateReport, LayerFacts, examine_layer, observe
-from primus_images.gates.rules import litter, overlap
+from primus_images.gates.rules import budget, litter, overlap, versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.oci.layer import walk, write_layer
 from primus_images.oci.store import Layer, Store
@@ -443,3 +443,35 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
     )
     with pytest.raises(HostError, match="no tar is in it"):
         list(walk(plain, blob))
+
+
+def test_a_part_pinned_by_the_version_of_its_holder_is_not_compared() -> None:
+    def pin(version: str, inside: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(version=version, inside=inside)
+
+    resolved = SimpleNamespace(
+        pins={"rocm": pin("7.2.4"), "recipes": pin("")},
+        inside={
+            "rccl": pin("7.2.4", "rocm"),
+            "hipblaslt": pin("1.2", "rocm"),
+            "miopen": pin("3.5", "libmiopen1"),
+        },
+        debs=[SimpleNamespace(name="libmiopen1", version="1:3.5-2")],
+    )
+    assert versions._pinned(resolved) == {"rocm": "7.2.4", "hipblaslt": "1.2"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "passes"), [(999, True), (1000, True), (1001, False)])
+def test_an_image_may_have_exactly_its_budget(size: int, passes: bool) -> None:
+    resolved = SimpleNamespace(
+        budget_gb=1e-6,
+        place=lambda *key: ".".join(key),
+        choice=SimpleNamespace(channel="amd"),
+        target=SimpleNamespace(budgets_gb={"amd": 1e-6}),
+    )
+    plan = SimpleNamespace(resolved=resolved)
+    image = SimpleNamespace(size=size, rows=[], plan=plan)
+    report = budget.judge(SimpleNamespace(image=image))  # type: ignore[arg-type]
+    assert report.passed is passes
+    if not passes:
+        assert report.findings[0].path == "budgets_gb.amd"

@@ -216,3 +216,23 @@ def test_any_library_keeps_all_and_only_what_runs(
         lost = [(t, data) for t, data in code if not runs_on([t], arch)]
         stays = [c for c in code if c not in lost] if any(data for _, data in lost) else code
         assert one.code == ((HOST, b""), *((entry(t), data) for t, data in stays))
+
+
+@pytest.mark.parametrize("before", [30, 24, 12, 1, 0])
+def test_a_bundle_is_found_where_two_pieces_meet(before: int) -> None:
+    first = bundle(["gfx942"])
+    (one,) = bundles_in(io.BytesIO(first), 0, len(first))
+    # The search goes on at the end of a bundle, in pieces of 1 MiB.
+    place = one.length + (1 << 20) - before
+    data = first.ljust(place, b"\0") + bundle(["gfx950"])
+    assert [found.offset for found in bundles_in(io.BytesIO(data), 0, len(data))] == [0, place]
+
+
+def test_more_sections_than_a_header_can_count() -> None:
+    data = bytearray(elf({".text": b"x", ".data": b"y"}))
+    (table,) = struct.unpack_from("<Q", data, 40)
+    count, names = struct.unpack_from("<HH", data, 60)
+    struct.pack_into("<HH", data, 60, 0, 0xFFFF)
+    # The first, empty section has the number of sections and the index of their names.
+    struct.pack_into("<QI", data, table + 32, count, names)
+    assert read_elf(io.BytesIO(bytes(data))).places().keys() >= {".text", ".data"}

@@ -89,3 +89,41 @@ def test_a_hostile_header_is_refused_at_once(
     path.write_bytes(gzip.compress(tar))
     with pytest.raises(InputError, match=why):
         adopt_layer(store, path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def layer_with(*members: tuple[str, bytes, str]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, kind, link in members:
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            member.linkname = link
+            archive.addfile(member)
+    return gzip.compress(out.getvalue())
+
+
+DIR, FILE, LINK = tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.LNKTYPE
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ([("d", DIR, ""), ("d", DIR, ""), ("d/f", FILE, "")], ""),
+        ([("f", FILE, ""), ("f", FILE, "")], "it contains /f twice"),
+        ([("f", FILE, ""), ("g", LINK, "./f")], ""),
+        ([("g", LINK, "f"), ("f", FILE, "")], "/g is a link to /f, which this layer does not"),
+        ([("f", tarfile.FIFOTYPE, "")], "/f is not a plain file"),
+        ([("a/../f", FILE, "")], "it leaves its folder"),
+    ],
+)
+def test_each_path_of_a_layer_is_there_once(
+    members: list[tuple[str, bytes, str]], why: str, store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(layer_with(*members))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    if why:
+        with pytest.raises(InputError, match=why):
+            adopt_layer(store, path, sha256)
+    else:
+        assert read_paths(store, adopt_layer(store, path, sha256))

@@ -181,3 +181,11 @@ def test_a_record_in_another_shape_or_without_its_whole_blob_is_missing(
         path = store.blob_path(layer.blob.digest)
         path.write_bytes(path.read_bytes()[:-1])
     assert store.layer("k" * 64) is None
+
+
+def test_a_damaged_small_blob_is_written_again(store: Store) -> None:
+    blob = store.put(b"config", "text/plain")
+    store.blob_path(blob.digest).write_bytes(b"gifnoc")
+    assert store.check(blob.digest) is not None
+    assert store.put(b"config", "text/plain") == blob
+    assert store.read(blob.digest) == b"config"

@@ -126,3 +126,40 @@ def test_hard_link_comes_after_its_target() -> None:
     entries = [Entry(path="a", kind="hardlink", link="z"), Entry(path="z", size=1, source=b"x")]
     assert [e.path for e in in_order(entries)] == ["z", "a"]
     assert opened(entries).getmember("a").islnk()
+
+
+def header_of(entry: Entry) -> bytes:
+    head: list[bytes] = []
+    next(write_tar([entry], head.append))
+    return head[0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "has_pax"),
+    [
+        (Entry(path="f", size=(8 << 30) - 1), False),
+        (Entry(path="f", size=8 << 30), True),
+        (Entry(path="f", uid=0o7777777, gid=0o7777777), False),
+        (Entry(path="f", uid=0o7777777 + 1), True),
+        (Entry(path="f", gid=0o7777777 + 1), True),
+        (Entry(path="n" * 100), False),
+        (Entry(path="n" * 101), True),
+        (Entry(path="p" * 155 + "/" + "n" * 100), False),
+        (Entry(path="p" * 156 + "/" + "n" * 90), True),
+        (Entry(path="p" * 155 + "/" + "n" * 101), True),
+        (Entry(path="d" * 99, kind="dir"), False),
+        (Entry(path="d" * 100, kind="dir"), True),
+        (Entry(path="l", kind="symlink", link="t" * 100), False),
+        (Entry(path="l", kind="symlink", link="t" * 101), True),
+        (Entry(path="é"), True),
+    ],
+)
+def test_a_pax_header_is_written_only_for_what_ustar_cannot_hold(
+    entry: Entry, has_pax: bool
+) -> None:
+    header = header_of(entry)
+    assert header.startswith(b"././@PaxHeader") is has_pax
+    member = tarfile.TarFile(fileobj=io.BytesIO(header + bytes(1024))).next()
+    assert member is not None
+    assert (member.name, member.linkname) == (entry.path, entry.link)
+    assert (member.uid, member.gid, member.size) == (entry.uid, entry.gid, entry.size)

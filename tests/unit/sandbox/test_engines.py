@@ -1,6 +1,7 @@
 """What the engines are told, and what is refused before one is started: all without root."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -13,10 +14,10 @@ from primus_images.cli.host import run as run_verb
 from primus_images.cli.verb import parser_of
 from primus_images.engine.workshop import log_tail
 from primus_images.errors import HostError, InputError
-from primus_images.sandbox import docker, engine
+from primus_images.sandbox import docker, engine, podman
 from primus_images.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus_images.sandbox.docker import Docker
-from primus_images.sandbox.engine import Client
+from primus_images.sandbox.engine import Client, Engine
 from primus_images.sandbox.engines import choose
 from primus_images.sandbox.podman import Podman
 
@@ -221,3 +222,88 @@ def test_log_tail(tmp_path):
     assert tail[0] == "line 99970"
     assert tail[-2:] == ["line 99999", f"full log: {log}"]
     assert len(tail) == 31
+
+
+def test_options_of_a_container(tmp_path):
+    mounts = (
+        Mount(source=tmp_path, target="/in"),
+        Mount(source=tmp_path, target="/out", read_only=False),
+    )
+    command = Command(mounts=mounts, cwd="/w", user="me", hostname="h", shm_bytes=5)
+    options = engine.general_options(command, True)
+    assert f"--volume={tmp_path}:/in:ro" in options
+    assert f"--volume={tmp_path}:/out:rw" in options
+    assert {"--tty", "--workdir=/w", "--user=me", "--shm-size=5", "--init"} <= set(options)
+    assert options[options.index("--network=none") + 1] == "--hostname=h"
+    alone = engine.general_options(Command(network=True, hostname="h"), False)
+    assert "--network=host" in alone
+    assert not any(word.startswith(("--hostname", "--tty", "--user")) for word in alone)
+
+
+class Shell(Engine):
+    """An engine whose client is a shell script, which gets the container's arguments."""
+
+    name = "shell"
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+
+    @contextlib.contextmanager
+    def _container(self, root, name):
+        words = ["sh", "-c", self.script, "sh"]
+        yield Client(words=words, env=dict(os.environ), container=name, image=["IMAGE"])
+
+    def _own_options(self, command):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+)
+def test_the_exit_code_is_that_of_the_command(script, code, tmp_path):
+    root = root_with(tmp_path, Cmd=["true"])
+    with Path(os.devnull).open("rb") as nothing:
+        assert Shell(script).run(root, Command(), stdin=nothing, stdout=nothing) == code
+
+
+def test_a_command_that_its_memory_limit_killed_is_told_so(tmp_path, capfd):
+    root = root_with(tmp_path, Cmd=["true"])
+    with Path(os.devnull).open("rb") as nothing:
+        command = Command(memory_bytes=5 << 20)
+        assert Shell("exit 137").run(root, command, stdin=nothing, stdout=nothing) == 137
+    assert "over the memory limit of 5 MiB" in capfd.readouterr().err
+
+
+def test_a_container_that_did_not_start_says_why(tmp_path):
+    root = root_with(tmp_path, Cmd=["true"])
+    script = "[ $1 = run ] && exit 125; echo Error: no space >&2; exit 1"
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
+        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+    assert caught.value.message == "shell cannot run v1.2_cpu: no space"
+    started = "[ $1 = run ] && exit 127; echo 2026-11-29"
+    with Path(os.devnull).open("rb") as nothing:
+        assert Shell(started).run(root, Command(), stdin=nothing, stdout=nothing) == 127
+
+
+@pytest.mark.parametrize(
+    ("file_system", "words"),
+    [
+        ("copy", "--remove-destination low/. top/. ../containers/c/root"),
+        ("overlay", "lowerdir=top:low,upperdir=../containers/c/upper"),
+    ],
+)
+def test_layers_are_joined_with_the_top_over_the_others(file_system, words, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(podman, "captured", lambda argv, *_, **__: commands.append(argv))
+    monkeypatch.setattr(podman, "finally_run", lambda *_: contextlib.nullcontext())
+    with podman._mounted(file_system, tmp_path, ["top", "low"], "c"):
+        pass
+    assert words in " ".join(commands[0])
+
+
+def test_an_image_of_an_engine_is_the_same_by_its_layers_and_settings(tmp_path):
+    root = root_with(tmp_path, Cmd=["c"])
+    image = {"RootFS": {"Layers": ["sha256:bb"]}, "Config": {"Cmd": ["c"], "User": ""}}
+    assert docker._has_contents_of(root, image)
+    assert not docker._has_contents_of(root, {**image, "RootFS": {"Layers": ["sha256:cc"]}})
+    assert not docker._has_contents_of(root, {**image, "Config": {"Cmd": ["d"]}})

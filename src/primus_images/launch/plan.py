@@ -31,13 +31,11 @@ _OPTIONS: Any = read_values(Path(__file__).with_name("options.yaml")).data
 class Plan:
     """A resolved recipe, and the arguments of ``primus train`` that start it on each node.
 
-    ``options`` are more of these arguments. ``rate`` is the measured tokens (or images) per second
-    and GPU; 0: the recipe's reference.
+    ``options`` are more of these arguments.
     """
 
     recipe: Recipe
     options: tuple[str, ...] = ()
-    rate: float = 0.0
 
     @property
     def nodes(self) -> int:
@@ -73,49 +71,14 @@ class Plan:
         """The steps between two checkpoints; 0 if none are written."""
         return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
 
-    @cached_property
-    def step_seconds(self) -> float | None:
-        """The seconds of a step at the rate measured on one node; None if none was measured."""
-        rate = self.rate or self.recipe.find("validation.throughput", 0.0)
-        if not rate:
+    def warning(self) -> str | None:
+        """Return a sentence about checkpoints that the job never writes."""
+        if "epochs" in self.recipe.settings or self.checkpoint_interval < self.recipe.steps:
             return None
-        units = self.recipe.global_batch
-        if not self.recipe.architecture.of_images:
-            units *= self.recipe.seq_len
-        return units / (rate * self.recipe.world_size)
-
-    def warnings(self, limit: float | None = None) -> list[str]:
-        """Return sentences about a job that does not fit its options.
-
-        ``limit`` are the seconds that it may run.
-        """
-        if "epochs" in self.recipe.settings:
-            return []
-        steps = self.recipe.steps
-        every = self.checkpoint_interval
-        sentences = []
-        if every >= steps:
-            key = self.recipe.knows.key("checkpoint")
-            sentences.append(
-                f"a checkpoint is due every {every} steps, and the job ends at step {steps}: "
-                f"{key} or --steps"
-            )
-        if limit is None or self.step_seconds is None:
-            return sentences
-        needed = self.step_seconds * steps
-        if needed > limit:
-            then = "the job never ends"
-            if 0 < every < steps:
-                then = "the job is cut off and continues from a checkpoint"
-            sentences.append(
-                f"{steps} steps take about {span(needed)}, and the limit is {span(limit)}: {then}"
-            )
-        elif needed < limit / 4:
-            sentences.append(
-                f"{steps} steps take about {span(needed)} of the {span(limit)}: "
-                f"--train-for {span(limit)} uses them"
-            )
-        return sentences
+        return (
+            f"a checkpoint is due every {self.checkpoint_interval} steps, and the job ends at step "
+            f"{self.recipe.steps}: {self.recipe.knows.key('checkpoint')} or --steps"
+        )
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -184,9 +147,6 @@ class Plan:
             f"step         {batch}; gradient accumulation {recipe.accumulation}",
             f"memory       {self._memory_line()}",
         ]
-        if self.step_seconds and "epochs" not in recipe.settings:
-            time = span(self.step_seconds * recipe.steps)
-            lines.append(f"time         {recipe.steps} steps in about {time}")
         checkpoints = f"every {self.checkpoint_interval} steps"
         if not self.checkpoint_interval:
             key = recipe.knows.key("checkpoint")
@@ -214,14 +174,6 @@ def bash(name: str, variables: Mapping[str, object], command: str) -> str:
     for part in ("attempt", name):
         lines.append((folder / f"{part}.sh").read_text(encoding="utf-8"))
     return "\n".join(lines)
-
-
-def span(seconds: float) -> str:
-    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m`` or ``2d``."""
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g}{unit}"
-    return f"{seconds:.3g}s"
 
 
 def vendor(gpu: str) -> str:

@@ -126,8 +126,6 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert all(word.partition("=")[0] in text for word in passed)
     assert "deterministic=true" in text
-    # Steps are those that --train-for sets.
-    assert main([*start, "--verify-steps", "100", "--train-for", "9h", "--rate", "9000"]) == 0
     # A judged run begins again, and the other nodes wait for the judge.
     assert main(["launch", "slurm", "llama3-proxy", *start[3:], "--judge", "--gpu", "cpu"]) == 0
     text = capsys.readouterr().out
@@ -415,18 +413,30 @@ def test_what_sbatch_and_srun_print_is_read(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), table_of("launch_slurm.a_job_that_does_not_fit_its_time_is_told")
+    ("words", "says"),
+    [
+        ("checkpoint_interval=500", "due every 500 steps, and the job ends at step 50"),
+        ("checkpoint_interval=50", "due every 50 steps, and the job ends at step 50"),
+        ("checkpoint_interval=49", ""),
+        ("checkpoint_interval=500 epochs=1", ""),
+        ("--image a/b:c-mi325x --container docker", ""),
+        (
+            "--image a/b:c-mi355x --container docker",
+            "the image is named for mi355x, but the nodes have",
+        ),
+        ("--env PRIMUS_NOT_SET", "--env PRIMUS_NOT_SET: it is not set here"),
+        ("--image a/b:c-mi300x --container none", "the nodes run their own primus"),
+    ],
 )
-def test_a_job_that_does_not_fit_its_time_is_told(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_options_that_contradict_each_other_are_told(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    backend = [] if "--backend" in words else ["--backend", "fsdp"]
-    code = main(
-        ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", *backend, *words, "--dry-run"]
-    )
-    out, err = capsys.readouterr()
-    assert code == (2 if "--train-for" in words and says else 0)
+    start = ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--backend", "fsdp", "--dry-run"]
+    added = [
+        word.replace("checkpoint_interval", "training.checkpoint_interval")
+        for word in words.split()
+    ]
+    assert main([*start, *added]) == 0
+    _, err = capsys.readouterr()
     assert says in err
     assert bool(err) == bool(says)
-    if "11h" in words and not says:
-        assert "time         1888 steps in about 11h" in out

@@ -32,8 +32,6 @@ class LaunchOptions(RecipeOptions, PassedOptions):
     name: str
     environment: Sequence[str]
     resume_from: str
-    train_for: float | None
-    rate: float
     restarts: int
     dry_run: bool
 
@@ -119,37 +117,16 @@ def _of_class(cls: type, options: LaunchOptions) -> dict[str, Any]:
 
 
 def _plan(request: Request, options: LaunchOptions) -> Plan:
-    limit = None
-    if options.system == "slurm":
-        limit = slurm.limit_of(options.time)
     here = options.system == "slurm"  # pods have other files than this machine
     request = _for_gpu(request, options, here=here)
-    if options.train_for is not None:
-        # Options such as --verify-steps are judged by the steps that this sets.
-        request = request.with_words(f"steps={_steps(request, options, here=here)}")
     recipe = checked_recipe(request, options, resumed=bool(options.resume_from), here=here)
-    plan = Plan(recipe=recipe, options=passed_on(options), rate=options.rate)
+    plan = Plan(recipe=recipe, options=passed_on(options))
     if not options.force:
         machine.check_prediction(recipe)
-    for sentence in [*plan.warnings(limit), *_contradictions(options, recipe.gpu)]:
-        print(f"primus launch: {sentence}", file=sys.stderr)
+    for sentence in [plan.warning(), *_contradictions(options, recipe.gpu)]:
+        if sentence:
+            print(f"primus launch: {sentence}", file=sys.stderr)
     return plan
-
-
-def _steps(request: Request, options: LaunchOptions, *, here: bool) -> int:
-    """Return the steps that --train-for allows at the measured rate."""
-    if options.steps is not None:
-        raise InputError("--train-for and --steps both set the steps", hint="leave one out")
-    rated = Plan(recipe=request.resolved(here=here), rate=options.rate)
-    if rated.step_seconds is None or options.train_for is None:
-        raise InputError(
-            f"--train-for: no rate is measured for {rated.recipe.name} there",
-            hint=f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node",
-        )
-    steps = int(options.train_for / rated.step_seconds)
-    if not steps:
-        raise InputError(f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate")
-    return steps
 
 
 def _for_gpu(request: Request, options: LaunchOptions, *, here: bool) -> Request:

@@ -328,6 +328,7 @@ def test_loading_pytorch_may_take_longer_than_a_part(
     monkeypatch.setattr(nodes.time, "monotonic", lambda: now)
     said: list[str] = []
     progress = nodes._Progress(tmp_path, 1, 60.0, said.append, patience=10)
+    assert not progress.hopeless()
     now = 29.0
     assert not progress.hopeless()
     now = 31.0

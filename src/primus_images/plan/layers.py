@@ -236,9 +236,28 @@ class _Planner:
                 hint=f"pin {version}",
             )
 
+    def _require_inside(self, component: str, pin: Pin, where: str) -> None:
+        """Raise InputError if a folder of the pin lies outside of the repository.
+
+        Links above a file are followed; one within a folder is copied as a link.
+        """
+        project = self.resolved.root.resolve()
+        root = self.resolved.root / str(pin.path)
+        folders = {str(pin.path): root}
+        for name in pin.include:
+            folders[f"{pin.path}/{name}"] = (root / name).parent
+        for name, folder in folders.items():
+            if not folder.resolve().is_relative_to(project):
+                raise InputError(
+                    f"{component}: {name} is outside of this repository",
+                    where=where,
+                    hint="copy it into the repository",
+                )
+
     def folder(self, component: str, pin: Pin, where: str) -> Action:
         path = str(pin.path)
         root = self.resolved.root / path
+        self._require_inside(component, pin, where)
         tree = tuple(self.stats.tree(root, pin.include))
         to = pin.to or "/"
         if "{site}" in to:

@@ -6,6 +6,7 @@ get the interpreter of the image's environment, and ``entry_points.txt`` becomes
 """
 
 import base64
+import configparser
 import csv
 import functools
 import hashlib
@@ -19,7 +20,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,6 +142,7 @@ def _environment() -> dict[str, str]:
 # missing file in quotes; OSError is a place before the archive.
 _FAULTS = (
     zipfile.BadZipFile,
+    configparser.Error,
     csv.Error,
     zlib.error,
     struct.error,
@@ -281,17 +282,29 @@ def _written(
 
 
 def _commands(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tuple[str, bytes]]:
-    metadata = PathDistribution(zipfile.Path(archive, f"{dist}/"))
-    for entry in metadata.entry_points:
-        if entry.group not in ("console_scripts", "gui_scripts"):
-            continue
-        module, _, call = entry.value.partition("[")[0].strip().partition(":")
-        if not _OBJECT.fullmatch(module) or not _OBJECT.fullmatch(call) or "/" in entry.name:
-            raise InputError(f"its entry point {entry.name[:100]!r} is not NAME = MODULE:FUNCTION")
+    for command, target in _entry_points(archive, dist):
+        module, _, call = target.partition("[")[0].strip().partition(":")
+        if not _OBJECT.fullmatch(module) or not _OBJECT.fullmatch(call) or "/" in command:
+            raise InputError(f"its entry point {command[:100]!r} is not NAME = MODULE:FUNCTION")
         script = _DATA["command"].format(
             python=prefix.interpreter, module=module, top=call.split(".")[0], call=call
         )
-        yield f"{prefix.root}/bin/{entry.name}", script.encode()
+        yield f"{prefix.root}/bin/{command}", script.encode()
+
+
+def _entry_points(archive: zipfile.ZipFile, dist: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the target of each command. A name that stands twice is an error."""
+    try:
+        text = _text(archive, f"{dist}/entry_points.txt").decode()
+    except KeyError:
+        return
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    # Names of commands keep their case.
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(text)
+    for section in ("console_scripts", "gui_scripts"):
+        if parser.has_section(section):
+            yield from parser.items(section)
 
 
 def _record(

@@ -3,12 +3,18 @@
 It imports the module of one verb, and turns errors into messages and exit codes.
 """
 
+import os
+import signal
+
+# Ctrl-C during the imports below, before `main` can say what it means. Without this, Python would
+# show a traceback.
+_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import contextlib
 import errno
 import gc
 import io
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,6 +25,8 @@ from primus_images.cli.verb import VERBS, Verb, parser_of, run
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
 from primus_images.terminal import Screen
+
+signal.signal(signal.SIGINT, _handler)
 
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 # What `primus` alone lists, if it is installed. The first two are those of the host.

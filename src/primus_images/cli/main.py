@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130
     interrupted.
     """
+    if argv is None and sys.getfilesystemencoding() != "utf-8":
+        # Paths in images are UTF-8, whatever the locale of this machine.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     args = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["primus", *args[:1]])
     # A short command ends before a collection of cycles frees anything.

@@ -63,7 +63,7 @@ def documented() -> list[tuple[str, str]]:
 
 def how(page: str, command: str) -> tuple[str, str]:
     """Whether CI runs a command, and the test that does, or the reason why not."""
-    if page == "README.md" and command.endswith("nox -s tests"):
+    if page == "README.md" and command == "./dev tests":
         return "run", ".ci/run"
     for kind in ("run by", "not run"):
         for start, why in RULES[kind].items():
@@ -73,7 +73,9 @@ def how(page: str, command: str) -> tuple[str, str]:
     if pages and not command.startswith(("primus validate", "docker")):
         return "run", RULES["run by"][pages[0]]
     verb = re.search(r"(?<!/)\bprimus ([\w-]+)", command)
-    stood_in = ".venv" in command or command.startswith(("docker", "nox", "podman", "srun"))
+    stood_in = ".venv" in command or command.startswith(
+        ("docker", "./dev", "nox", "podman", "srun")
+    )
     dry = stood_in or (verb and verb[1] in RULES["dry run"])
     return "dry run" if dry and "--dry-run" not in command else "run", HERE
 
@@ -150,6 +152,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name, text in RULES["files"].items():
         kit.write(name, text)
+    kit.write("dev", '#!/bin/sh\nsession=$1\nshift\nexec nox -s "$session" "$@"\n').chmod(0o755)
     stand_in = f"#!{sys.executable} -IS\n" + (ROOT / "tests/fixtures/stand_in").read_text(
         encoding="utf-8"
     )

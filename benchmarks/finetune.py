@@ -211,7 +211,7 @@ def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the results with what they were measured on, and the medians of each variant."""
     from benchmarks.gpu import host
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)

@@ -14,21 +14,15 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.progress import Progress
 from primus_images.release.policy import Policy
-from primus_images.release.publish import prepare, publish
+from primus_images.release.publish import Needs, prepare, publish
 
 
 def main(root: str, repository: str) -> None:
     """Publish the built image of the project in ``root``, and print what was sent."""
     project = Project(Path(root))
     plan = plan_image(resolve(project, "demo"), project.workspace.stats)
-    ready = prepare(
-        plan,
-        project.workspace,
-        records=project.root / "none",
-        policy=Policy(),
-        preview=False,
-        progress=Progress(),
-    )
+    needs = Needs(records=project.root / "none", policy=Policy(), preview=False)
+    ready = prepare(plan, project.workspace, needs, Progress())
     done = publish(replace(ready, objections=()), project.workspace.store, repository, Progress())
     layers = {layer.blob.digest for layer in ready.image.layers}
     print(

@@ -176,6 +176,7 @@ class WholeLogits(FineTuned):
         labels: torch.Tensor,
         positions: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         logits = self.causal(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
         return functional.cross_entropy(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -27,7 +28,8 @@ IGNORED = -100
 # and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
 # Packed samples have ``positions``, too, which begin again at 0 with each document; a document sees
 # only itself. With an optimization of packed attention, they also have ``ends``, int32 [samples,
-# documents]: where each document ends in its sample.
+# documents]: where each document ends in its sample. A model that computes the loss of trained
+# tokens alone gets ``rows``, too, int64 [trained tokens]: their places among all tokens.
 Batch = Mapping[str, Tensor]
 
 
@@ -46,6 +48,14 @@ def terms_of(batch: Batch) -> int:
     if "labels" in batch:
         return int((batch["labels"] != IGNORED).sum())
     return len(batch["latents"])
+
+
+def trained_rows(labels: Tensor) -> Tensor | None:
+    """Return the places of the trained ``labels`` among all of them; None if it is all or none."""
+    rows = (labels.flatten() != IGNORED).nonzero().flatten()
+    if len(rows) in (0, labels.numel()):
+        return None
+    return rows
 
 
 def length_of(batch: Batch) -> int:
@@ -155,11 +165,15 @@ class LanguageModel(nn.Module):
         labels: Tensor,
         positions: Tensor | None = None,
         ends: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the cross entropies of all labels."""
+        """Return the sum of the cross entropies of all labels, or of those of ``rows``."""
         hidden, besides = self.hidden(input_ids, positions, labels, ends)
         states = hidden.flatten(0, 1)
         targets = labels.flatten()
+        if rows is not None:
+            states = states.index_select(0, rows)
+            targets = targets.index_select(0, rows)
         total = self._loss(states, targets)
         if besides is None:
             return total
@@ -267,9 +281,43 @@ def _mesh(sharding: ShardingConfig, device: torch.device) -> DeviceMesh:
 def sum_gradients(model: nn.Module) -> None:
     """Let FSDP2 sum gradients over ranks: losses are divided by the terms of all ranks already."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_force_sum_reduction_for_comms(True)
+        if dist.get_world_size() == 1:
+            module.set_custom_reduce_scatter(_SumOfOneRank())
+        else:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+
+
+class _SumOfOneRank(ReduceScatter):
+    """The reduce-scatter of one rank, whose output is its input: FSDP2 would copy the gradients."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    @override
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return new memory for the input, and then the same for the output."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        output = self._input
+        self._input = None
+        return output
+
+    @override
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Do nothing: the output is the input."""
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,6 +349,8 @@ class Sharded(Session):
         self.model_parts = [self._model]
         self._summed = loss
         self._config = job.training
+        # Other losses would be compiled again for each number of rows.
+        self._by_rows = "linear-cross-entropy" in job.turbo
         self._device = device
         self.data_rank = dist.get_rank()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -331,6 +381,10 @@ class Sharded(Session):
         placed = {}
         for name, tensor in batch.items():
             placed[name] = tensor.to(self._device, non_blocking=True)
+        if self._by_rows:
+            rows = trained_rows(batch["labels"])
+            if rows is not None:
+                placed["rows"] = rows.to(self._device, non_blocking=True)
         return self._summed(model, placed)
 
     @torch.no_grad()
@@ -343,6 +397,8 @@ class Sharded(Session):
 
     @override
     def total(self, value: Tensor) -> Tensor:
+        if dist.get_world_size() == 1:
+            return value
         value = value.clone()
         dist.all_reduce(value)
         return value

@@ -380,6 +380,8 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
         per_device_train_batch_size=options.micro,
         gradient_accumulation_steps=options.sequences // options.micro,
         max_length=options.length,
+        # primus trains the answers of chats alone.
+        assistant_only_loss=True,
         packing=True,
         bf16=True,
         logging_steps=1,

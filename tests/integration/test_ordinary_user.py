@@ -94,9 +94,9 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from primus_images.errors import PrimusError
-from primus_images.sandbox import podman
+from primus_images.sandbox import layers, podman
 from primus_images.sandbox.engines import choose
-from primus_images.sandbox.podman import remove_tree
+from primus_images.sandbox.state import remove_tree
 from primus_images.sandbox.container import Command, Mount
 from sandbox_kit import Entry, directory, image
 
@@ -105,7 +105,7 @@ root = image(place, [directory("srv"), directory("srv/full"), Entry(name="srv/fu
                      Entry(name="srv/w", data=b"", uid=1000, gid=109)],
              [directory("srv"), directory("srv/full"), Entry(name="srv/full/high", data=b"")])
 try:
-    podman.say = lambda _: None
+    podman.say = layers.say = lambda _: None
     engine = choose("podman")
     exec(sys.argv[2])
 except PrimusError as error:

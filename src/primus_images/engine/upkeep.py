@@ -15,7 +15,8 @@ from primus_images.files import remove_path
 from primus_images.oci.store import Store
 from primus_images.plan.project import Workspace
 from primus_images.sandbox.container import layer_folder
-from primus_images.sandbox.podman import remove_tree
+from primus_images.sandbox.layers import LISTING
+from primus_images.sandbox.state import remove_tree
 
 _PARTIAL = ".tmp"
 
@@ -39,6 +40,10 @@ def _stem(path: Path) -> str:
 
 def _judged_blob(path: Path) -> str:
     return path.name.partition("-")[0]
+
+
+def _layer_name(path: Path) -> str:
+    return path.name.removesuffix(LISTING)
 
 
 def _logged_key(path: Path) -> str:
@@ -106,7 +111,7 @@ def _unneeded_layers(folder: Path, needed: Collection[str]) -> Iterator[Path]:
         if not needed or not (storage / "layers").exists():
             yield storage
         else:
-            yield from _others(storage / "layers", needed)
+            yield from _others(storage / "layers", needed, _layer_name)
             # After a power failure, the files of a container are still there.
             yield from _inside(storage / "containers")
 

@@ -155,6 +155,8 @@ class _Validation:
         if len(self.cells) > 1:
             self._tell(f"▸ {shown}")
         folder.mkdir(parents=True, exist_ok=True)
+        # Evidence is about the bytes of the image, so they are what the jobs must read.
+        self.runner.verify(self.root)
         outcomes = suite.run(jobs, lambda job: self._run(job, folder))
         record = self._record(jobs, outcomes)
         if not self.options.recording:

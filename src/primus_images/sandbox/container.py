@@ -9,6 +9,7 @@ podman and Docker apply them.
 
 import hashlib
 import json
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,7 +173,9 @@ def check_mounts(command: Command) -> None:
     """Raise InputError for a mount that is not possible."""
     for mount in command.mounts:
         target = mount.target
-        if not target.startswith("/") or target.strip("/") in ("", "proc", "sys", "dev"):
+        place = posixpath.normpath(target).strip("/")
+        outside = not target.startswith("/") or ".." in target.split("/")
+        if outside or place in ("", "proc", "sys", "dev"):
             hint = "give an absolute path inside the image"
             raise InputError(f"{target!r} cannot be the target of a mount", hint=hint)
         if not mount.source.exists():

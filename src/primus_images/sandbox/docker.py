@@ -8,15 +8,22 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 from primus_images import programs
 from primus_images.errors import HostError
+from primus_images.files import text_if_readable
 from primus_images.programs import finally_run
 from primus_images.sandbox.container import Command, RootFs
 from primus_images.sandbox.engine import Client, Engine, client_environment, group_options
+from primus_images.terminal import say
 
 _PATIENCE_S = 3
+# The label of a container has the command that it runs for: boot id, namespace and number of the
+# process, and when it started.
+_LABEL = "org.primus-images.command"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Docker(Engine):
@@ -30,6 +37,7 @@ class Docker(Engine):
 
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[Client]:
+        sweep()
         tag = f"primus-run:{root.id[:24]}"
         load_image(root, tag)
         words = [str(programs.find("docker"))]
@@ -38,10 +46,51 @@ class Docker(Engine):
             yield client
 
     def _own_options(self, command: Command) -> list[str]:
-        options = group_options(command)
+        options = [*group_options(command), f"--label={_LABEL}={_this_command()}"]
         if not command.network:
             options.append(f"--add-host={command.hostname}:127.0.0.1")
         return options
+
+
+def sweep() -> None:
+    """Remove the engine's containers that outlived their commands on this machine."""
+    form = f'{{{{.Names}}}} {{{{.Label "{_LABEL}"}}}}'
+    listed = docker("ps", "--all", f"--filter=label={_LABEL}", f"--format={form}")
+    for line in listed.stdout.splitlines():
+        name, _, command = line.partition(" ")
+        if _has_ended(command):
+            docker("rm", "--force", name)
+            say(f"removed container {name} of a command that was killed")
+
+
+def _this_command() -> str:
+    return f"{_machine()}/{os.getpid()}/{_start_of(os.getpid())}"
+
+
+def _machine() -> str:
+    """Return what two processes that see each other's numbers have in common."""
+    boot = text_if_readable(_BOOT_ID).strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{boot}/{namespace}"
+
+
+def _has_ended(command: str) -> bool:
+    """Whether a command of :func:`_this_command` has ended, as far as this machine knows."""
+    machine, _, process = command.rpartition("/")[0].rpartition("/")
+    start = command.rpartition("/")[2]
+    if machine == _machine():
+        return not process.isdigit() or _start_of(int(process)) != start
+    boot = machine.partition("/")[0]
+    # Another machine may use an engine that is reached by network.
+    is_local = os.environ.get("DOCKER_HOST", "unix:").startswith("unix:")
+    return is_local and boot != text_if_readable(_BOOT_ID).strip()
+
+
+def _start_of(process: int) -> str:
+    """Return when a process started, in the kernel's ticks; empty if there is none."""
+    # The name of the program, in parentheses, may contain spaces.
+    fields = text_if_readable(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    return "".join(fields[19:20])
 
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:

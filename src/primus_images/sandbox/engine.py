@@ -64,13 +64,17 @@ class Engine:
         """Raise HostError, with the remedy, if this engine cannot run here."""
         raise NotImplementedError
 
-    def prepare_host(self, cache: Path) -> dict[str, Any]:
+    def prepare_host(self, cache: Path) -> None:
         """Install what this engine needs, if it is allowed to, and try it.
 
-        Returns the settings that this machine needs. ``cache`` is the folder of unpacked layers.
-        Raises HostError if that fails.
+        ``cache`` is the folder of unpacked layers. Raises HostError if that fails.
         """
-        return {}
+
+    def verify(self, root: RootFs) -> None:
+        """Compare what a container of ``root`` would read with the bytes of the image.
+
+        An engine that keeps a copy of its own compares it when it is loaded.
+        """
 
     def _container(self, root: RootFs, name: str) -> AbstractContextManager[Client]:
         """Give the engine what the container ``name`` of ``root`` needs.

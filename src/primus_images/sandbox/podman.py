@@ -1,65 +1,68 @@
 """Podman: each layer is unpacked once, and a container's root file system is an overlay of them.
 
 A layer is unpacked with tar into a folder of its own below the workspace. The user's own containers
-and images are not touched.
+and images are not touched. Podman's own files are in :mod:`primus_images.sandbox.state`.
+
+Each container has a lock file, which its command holds. A container whose lock is free outlived
+its command, and is removed by the next one.
 """
 
-import hashlib
-import json
+import fcntl
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from primus_images import programs
 from primus_images.errors import HostError
-from primus_images.files import json_if_readable, reason_of, write_file
-from primus_images.programs import captured, finally_run, stop_all, tracked
-from primus_images.sandbox.container import Command, LayerRef, RootFs, layer_folder
+from primus_images.programs import captured, finally_run
+from primus_images.sandbox.container import Command, RootFs, Stream
 from primus_images.sandbox.engine import (
     CRUN_HINT,
     ENGINE,
     Client,
     Engine,
-    client_environment,
     error_of,
     group_options,
 )
-from primus_images.terminal import counted, say
-from primus_images.waits import lock
-
-# Shell scripts that run in the folder of podman's files. GNU tar does not write through a link of
-# its own archive, and no folder gets the files of two archives.
-_UNPACK = (
-    'umask 022 && mkdir "$1" && exec tar --extract --file=- --directory="$1" '
-    "--preserve-permissions --numeric-owner --xattrs --xattrs-include='*'"
+from primus_images.sandbox.layers import PARTIAL, compare, unpacked_layers
+from primus_images.sandbox.state import (
+    FILE_SYSTEMS,
+    Mode,
+    State,
+    all_states,
+    discard,
+    forget,
+    keep,
+    known,
+    locked,
+    new,
+    probe_name,
+    remove_tree,
+    runtimes,
+    workspace_of,
 )
+from primus_images.terminal import counted, say
+
+# Shell scripts that run in the workspace.
 _MOUNT = 'cd layers && umask 022 && mkdir -p "$1/upper" "$1/work" "$1/root" && shift && exec "$@"'
-# Best first. Where the kernel has no overlay, as in some containers, each container gets a copy.
-_FILE_SYSTEMS = ("overlay", "copy")
 _UNMOUNT = 'umount "$1/root"; rm -rf --one-file-system "$1"'
-
-
-class _Mode(NamedTuple):
-    """A way to run a container: how layers become one file system, by which runtime."""
-
-    file_system: str
-    runtime: str
-    cgroups: str
+_LOCK = ".lock"
 
 
 class Podman(Engine):
     """Podman 4 or newer, as root or as a regular user."""
 
     name = "podman"
+
+    def __init__(self) -> None:
+        self._compared: set[str] = set()
+        self._comparing = threading.Lock()
 
     def require(self) -> None:
         """Raise HostError unless podman is installed or can be installed.
@@ -77,39 +80,76 @@ class Podman(Engine):
         if problem:
             raise HostError(problem[0], hint=problem[1])
 
+    def run(
+        self,
+        root: RootFs,
+        command: Command,
+        *,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+    ) -> int:
+        """As :meth:`Engine.run`. If podman's own files are damaged, new ones are made."""
+        streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        try:
+            return super().run(root, command, **streams)
+        except HostError:
+            # The container did not start.
+            if not self._mended(workspace_of(root.cache)):
+                raise
+        return super().run(root, command, **streams)
+
+    def verify(self, root: RootFs) -> None:
+        """Compare every byte of the unpacked layers with the image's blobs, once for each image.
+
+        What differs is unpacked again. Raises HostError if that fails.
+        """
+        with self._comparing:
+            if root.id not in self._compared:
+                compare(root, self._prepared(root.cache))
+                self._compared.add(root.id)
+
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[Client]:
-        settings = self.prepare_host(root.cache)
-        folder = Path(settings["folder"])
-        layers = _unpacked_layers(root, folder)
-        with _mounted(settings["file_system"], folder, layers, name) as mounted:
+        state = self._prepared(root.cache)
+        sweep(root.cache)
+        layers = unpacked_layers(root, state)
+        with _mounted(state, layers, name) as mounted:
             if mounted.returncode != 0:
                 raise HostError(f"{self.name} cannot run {root.name}: {error_of(mounted)}")
-            yield _client(folder, name)
+            yield _client(state, name)
 
-    def prepare_host(self, cache: Path) -> dict[str, Any]:
+    def prepare_host(self, cache: Path) -> None:
         """Install podman, an init for containers, and an OCI runtime; then start a container."""
-        user = "root" if os.geteuid() == 0 else f"user-{os.geteuid()}"
-        folder = cache.absolute() / user
-        settings = _settings(folder)
-        if settings:
-            return settings
-        with _locked(folder):
-            return _settings(folder) or self._probe(folder)
+        self._prepared(cache)
 
-    def _probe(self, folder: Path) -> dict[str, Any]:
-        lacking = _lacking()
-        if lacking:
-            programs.install(lacking)
-        for place in (folder / "layers", folder / "probe"):
+    def _prepared(self, cache: Path) -> State:
+        workspace = workspace_of(cache)
+        if not _lacking():
+            state = known(workspace)
+            if state:
+                return state
+        with locked(workspace):
+            lacking = _lacking()
+            if lacking:
+                programs.install(lacking)
+            return known(workspace) or self._proven(workspace)
+
+    def _proven(self, workspace: Path) -> State:
+        """Return a new state in which a container ran."""
+        for place in (workspace / "layers", workspace / "probe"):
             place.mkdir(exist_ok=True)
-        shutil.copy(str(programs.find("catatonit")), folder / "probe/init")
+        init = workspace / "probe" / "init"
+        init.unlink(missing_ok=True)
+        shutil.copy(str(programs.find("catatonit")), init)
         reasons: dict[str, str] = {}
         for mode in _modes():
-            attempt = _attempt(folder, mode)
-            if attempt.returncode == 0:
+            state = new(workspace, mode)
+            reason = _failure(state)
+            if not reason:
                 break
-            reasons.setdefault(mode.file_system, error_of(attempt))
+            discard(state)
+            reasons.setdefault(mode.file_system, reason)
         else:
             # A copy needs no mount, so that the reason is podman's.
             reason = reasons.get("copy", "there is no OCI runtime")
@@ -117,15 +157,23 @@ class Podman(Engine):
             if "crun" in reason:
                 hint = CRUN_HINT
             raise HostError(f"{self.name} cannot run a container here: {reason}", hint=hint)
+        keep(state, mode)
         if mode.file_system == "copy":
-            say(f"whole file systems are copied: there are no overlays in {folder}")
-        settings = {
-            "folder": str(folder),
-            "runtimes": _runtimes(),
-            "file_system": mode.file_system,
-        }
-        write_file(folder / "settings.json", json.dumps(settings))
-        return settings
+            say(f"whole file systems are copied: there are no overlays in {workspace}")
+        return state
+
+    def _mended(self, workspace: Path) -> bool:
+        """Whether podman's own files were damaged, and new ones were made."""
+        if _lacking():
+            return False
+        with locked(workspace):
+            state = known(workspace)
+            if state is None or not _failure(state):
+                return False
+            forget(state)
+            self._proven(workspace)
+        say("podman's own files were damaged, and were made again")
+        return True
 
     def _own_options(self, command: Command) -> list[str]:
         # With SELinux, the files of the workspace lack the labels that a container may read.
@@ -146,122 +194,45 @@ class Podman(Engine):
 
 def _lacking() -> dict[str, str]:
     packages = {"podman": "podman", "catatonit": "catatonit"}
-    if not _runtimes():
+    if not runtimes():
         packages["runc"] = "runc"
     return {name: package for name, package in packages.items() if programs.find(name) is None}
 
 
-def _runtimes() -> list[str]:
-    # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed
-    # control groups.
-    names = ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
-    return [str(path) for path in map(programs.find, names) if path]
-
-
-def _modes() -> Iterator[_Mode]:
-    for file_system in _FILE_SYSTEMS:
-        for runtime in _runtimes():
-            yield _Mode(file_system, runtime, "enabled")
-        for runtime in _runtimes():
+def _modes() -> Iterator[Mode]:
+    for file_system in FILE_SYSTEMS:
+        for runtime in runtimes():
+            yield Mode(file_system, runtime, "enabled")
+        for runtime in runtimes():
             # Only crun can do without control groups.
             if runtime.endswith("/crun"):
-                yield _Mode(file_system, runtime, "disabled")
+                yield Mode(file_system, runtime, "disabled")
 
 
-def _attempt(folder: Path, mode: _Mode) -> subprocess.CompletedProcess[str]:
-    """Run a container whose only file is an init, and return how that ended."""
-    remove_tree(folder / "storage")
-    template = Path(__file__).with_name("containers.conf").read_text(encoding="utf-8")
-    settings = template.format(
-        folder=folder,
-        init=programs.find("catatonit"),
-        run=_run_folder(folder),
-        runtime=mode.runtime,
-        cgroups=mode.cgroups,
-    )
-    write_file(folder / "containers.conf", settings)
-    name = f"probe-{uuid.uuid4().hex[:12]}"
-    with _mounted(mode.file_system, folder, ["../probe"], name) as mounted:
+def _failure(state: State) -> str:
+    """Run a container whose only file is an init. Return why that failed; empty if it ran."""
+    name = probe_name()
+    with _mounted(state, ["../probe"], name) as mounted:
         if mounted.returncode != 0:
-            return mounted
-        client = _client(folder, name)
+            return error_of(mounted)
+        client = _client(state, name)
         options = [f"--name={name}", "--network=none", *client.image]
-        return client.answer("run", *options, "/init", "-V")
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    settings = json_if_readable(folder / "settings.json")
-    # A runtime that is installed later may work better.
-    if settings.get("folder") != str(folder) or settings.get("runtimes") != _runtimes():
-        return {}
-    if settings.get("file_system") not in _FILE_SYSTEMS:
-        return {}
-    return settings
-
-
-def _unpacked_layers(root: RootFs, folder: Path) -> list[str]:
-    """Unpack the layers that are not yet there, and return their folders, top first."""
-    # What an image contains twice counts where it is higher.
-    layers = {}
-    for layer in reversed(root.layers):
-        layers[folder / "layers" / layer_folder(layer.digest)] = layer
-    if not all(path.exists() for path in layers):
-        with _locked(folder):
-            absent = {path: layer for path, layer in layers.items() if not path.exists()}
-            if absent:
-                _unpack_all(root, folder, absent)
-    return [path.name for path in layers]
-
-
-def _unpack_all(root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
-    megabytes = sum(layer.size for layer in absent.values()) / 1e6
-    layers = counted(len(absent), "layer")
-    say(f"unpacking {layers} ({megabytes:.0f} MB compressed) of {root.name}, once")
-    # The largest decides how long it takes.
-    largest_first = sorted(absent, key=lambda path: -absent[path].size)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            list(pool.map(lambda path: _unpack(root, folder, path, absent[path]), largest_first))
-        except BaseException:
-            stop_all()
-            raise
-
-
-def _unpack(root: RootFs, folder: Path, path: Path, layer: LayerRef) -> None:
-    partial = path.with_suffix(".tmp")
-    remove_tree(partial)
-    argv = [*_inside(folder), "sh", "-c", _UNPACK, "sh", f"layers/{partial.name}"]
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process: Any = subprocess.Popen(
-            argv,
-            env=_environment(folder),
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-        )
-        with tracked(process):
-            with suppress(BrokenPipeError), process.stdin:  # its message follows
-                process.stdin.writelines(root.tar(layer))
-            process.wait()
-        log.seek(0)
-        if process.returncode != 0:
-            reason = log.readline().strip() or "tar was stopped"
-            hint = "free some space: primus clean" if "No space left" in reason else None
-            raise HostError(f"a layer of {root.name} cannot be unpacked: {reason}", hint=hint)
-    partial.rename(path)
+        ended = client.answer("run", *options, "/init", "-V")
+    if ended.returncode == 0:
+        return ""
+    return error_of(ended)
 
 
 @contextmanager
 def _mounted(
-    file_system: str, folder: Path, layers: Sequence[str], name: str
-) -> Iterator[subprocess.CompletedProcess[str]]:
+    state: State, layers: Sequence[str], name: str
+) -> Iterator["subprocess.CompletedProcess[str]"]:
     """Create ``containers/NAME/root`` from the layers, top first, and remove it at the end.
 
     The container is removed, too. Yields the result of the command that created the folder.
     """
     place = f"../containers/{name}"
-    if file_system == "copy":
+    if state.file_system == "copy":
         words = ["cp", "-a", "--reflink=auto", "--remove-destination"]
         words += [f"{layer}/." for layer in reversed(layers)]
     else:
@@ -269,78 +240,119 @@ def _mounted(
         if os.geteuid() != 0:
             options += ",userxattr"
         words = ["mount", "-t", "overlay", "-o", f"nodev,{options}", "overlay"]
-    remove = shlex.join([*_podman(folder), "rm", "--force", "--ignore", "--time=0", name])
-    unmount = shlex.join([*_inside(folder), "sh", "-c", _UNMOUNT, "sh", f"containers/{name}"])
     # It ends with this process, so that it cannot mount after the removal.
     mount = ["sh", "-c", _MOUNT, "sh", place, *words, f"{place}/root"]
-    argv = ["setpriv", "--pdeathsig=KILL", *_inside(folder), *mount]
-    env = _environment(folder)
-    with finally_run(["sh", "-c", f"{remove}; {unmount}"], env):
+    argv = ["setpriv", "--pdeathsig=KILL", *state.inside(), *mount]
+    env = state.environment()
+    lock = _lock_of(state.workspace, name)
+    removal = f"{_removal(state, name)} && rm -f {shlex.quote(str(lock))}"
+    with state.in_use(), _held(lock), finally_run(["sh", "-c", removal], env):
         yield captured(argv, ENGINE, env=env)
 
 
-def _client(folder: Path, name: str) -> Client:
-    image = ["--rootfs", f"{folder}/containers/{name}/root"]
-    return Client(words=_podman(folder), env=_environment(folder), container=name, image=image)
+def _removal(state: State, name: str) -> str:
+    """Return the shell command that removes a container and its folder."""
+    remove = shlex.join([*state.podman(), "rm", "--force", "--ignore", "--time=0", name])
+    unmount = shlex.join([*state.inside(), "sh", "-c", _UNMOUNT, "sh", f"containers/{name}"])
+    return f"{remove}; removed=$?; {unmount} && [ $removed = 0 ]"
 
 
-def _podman(folder: Path) -> list[str]:
-    # Conmon notes a command over its memory limit in a file of the current folder. Podman stores no
-    # image, and its default storage driver does not work in all folders.
-    return [
-        "env",
-        f"--chdir={folder}",
-        str(programs.find("podman")),
-        f"--root={folder}/storage",
-        f"--runroot={_run_folder(folder)}",
-        "--storage-driver=vfs",
-    ]
+def _client(state: State, name: str) -> Client:
+    image = ["--rootfs", f"{state.workspace}/containers/{name}/root"]
+    return Client(words=state.podman(), env=state.environment(), container=name, image=image)
 
 
-def _inside(folder: Path) -> list[str]:
-    """Return what precedes a command that is to run in ``folder``, in podman's namespaces."""
-    if os.geteuid() == 0:
-        return ["env", f"--chdir={folder}"]
-    return [*_podman(folder), "unshare"]
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    return client_environment() | {"CONTAINERS_CONF": str(folder / "containers.conf")}
-
-
-def _run_folder(folder: Path) -> Path:
-    """Return the folder of what podman must forget when the machine starts anew.
-
-    Its path must be short.
-    """
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
-    if os.geteuid() == 0:
-        return Path("/run/primus") / name
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"primus-{os.geteuid()}-{name}"
+def _lock_of(workspace: Path, name: str) -> Path:
+    return workspace / "containers" / f"{name}{_LOCK}"
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _held(path: Path) -> Iterator[None]:
+    """Hold the lock file of a container. Whoever gets it knows that its command has ended."""
+    path.parent.mkdir(exist_ok=True)
+    handle = _opened(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    except OSError as error:
-        raise HostError(
-            f"podman cannot keep its files in {folder}: {reason_of(error)}",
-            hint="the folder must be yours and on a writable file system",
-        ) from error
-    with file:
-        lock(file.fileno(), f"another command that prepares {folder}", folder / "lock")
         yield
+    finally:
+        os.close(handle)
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a folder, including files of a regular user's subordinate ids.
+def _opened(path: Path) -> int:
+    """Create a lock file, and return its descriptor, which holds it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # A sweep may have taken the new file for an old one, and removed it.
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(handle).st_ino:
+                return handle
+        os.close(handle)
 
-    A missing folder is not an error.
-    """
-    shutil.rmtree(path, ignore_errors=True)
-    podman = programs.find("podman")
-    if path.exists() and podman and os.geteuid() != 0:
-        words = [str(podman), "unshare", "rm", "-rf", str(path)]
-        captured(words, ENGINE, env=client_environment())
+
+def sweep(cache: Path) -> None:
+    """Remove this user's containers that outlived their commands, and what those set aside."""
+    workspace = workspace_of(cache)
+    containers = workspace / "containers"
+    # Folders first: a container has its lock file before and after it has a folder.
+    names = [path.name for path in _inside(containers) if path.suffix != _LOCK]
+    locks = [path.stem for path in _inside(containers) if path.suffix == _LOCK]
+    alive = 0
+    removed = 0
+    for name in dict.fromkeys([*locks, *names]):
+        with _free(_lock_of(workspace, name)) as free:
+            if not free:
+                alive += 1
+            elif _remove_container(workspace, name):
+                removed += 1
+    if removed:
+        say(f"removed {counted(removed, 'container')} of commands that were killed")
+    if alive == 0:
+        _remove_set_aside(workspace)
+
+
+@contextmanager
+def _free(lock: Path) -> Iterator[bool]:
+    """Hold the lock file while the block runs, if no living command holds it."""
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(handle)
+
+
+def _remove_container(workspace: Path, name: str) -> bool:
+    """Remove a container and its folder. Returns whether both are gone."""
+    folder = workspace / "containers" / name
+    if programs.find("podman"):
+        for state in all_states(workspace):
+            captured(["sh", "-c", _removal(state, name)], ENGINE, env=state.environment())
+    if folder.exists():
+        subprocess.run(["umount", str(folder / "root")], capture_output=True, check=False)
+        remove_tree(folder)
+    if folder.exists():
+        return False
+    _lock_of(workspace, name).unlink(missing_ok=True)
+    return True
+
+
+def _remove_set_aside(workspace: Path) -> None:
+    """Remove folders of layers that were replaced while a container used them."""
+    if not any((workspace / "layers").glob(f"*-*{PARTIAL}")):
+        return
+    with locked(workspace):
+        for path in (workspace / "layers").glob(f"*-*{PARTIAL}"):
+            remove_tree(path)
+
+
+def _inside(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(folder.iterdir())
+    return []

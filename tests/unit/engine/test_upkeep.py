@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gits import git
 from primus_images.cli.host.common import open_project
 from primus_images.engine.upkeep import find_waste, remove
 from primus_images.errors import HostError
@@ -105,7 +106,8 @@ def test_caches_go_when_asked_for_and_the_images_stay(kit: Kit) -> None:
         "downloaded files": 1,
         "stores of verify": 1,
     }
-    assert kinds(kit) == {"unpacked layers": 3, "downloaded files": 1, "stores of verify": 1}
+    # The files of a container go first, with the container.
+    assert kinds(kit) == {"unpacked layers": 2, "downloaded files": 1, "stores of verify": 1}
     assert [
         str(path.relative_to(kit.root)) for path in (kit.root / ".primus/unpacked").rglob("f")
     ] == [f".primus/unpacked/root/layers/{layer}/f"]
@@ -242,3 +244,22 @@ def test_layers_of_an_image_whose_record_is_lost_stay(kit: Kit) -> None:
     assert kinds(kit) == {}
     assert kit.layers() == {"alpha": False, "beta": False, "recipes": False}
     assert kit.build().digest == digest
+
+
+@pytest.mark.parametrize("name", ["unpacked/root/containers.conf", "store/index.json", "link"])
+@pytest.mark.parametrize("verb", ["plan", "clean"])
+def test_a_workspace_that_somebody_committed_is_refused(kit, name, verb):
+    path = kit.write(f".primus/{name}", "x")
+    if name == "link":
+        path.unlink()
+        path.symlink_to("/")
+    git(kit.root, "init", "-q")
+    target = ["alpha"] if verb != "clean" else []
+    assert "is committed" not in kit.primus(verb, *target).err
+    if name != "link":
+        kit.write(f".primus/{name}", "x")
+    git(kit.root, "add", "--force", f".primus/{name}")
+    refused = kit.primus(verb, *target)
+    assert refused.code == 2
+    assert f"{kit.root}/.primus/{name}: this file is committed" in refused.err
+    assert "git rm -r --cached .primus" in refused.err

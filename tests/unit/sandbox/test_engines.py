@@ -20,6 +20,7 @@ from primus_images.sandbox.docker import Docker
 from primus_images.sandbox.engine import Client, Engine
 from primus_images.sandbox.engines import choose
 from primus_images.sandbox.podman import Podman
+from primus_images.sandbox.state import State
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
@@ -52,7 +53,10 @@ def test_settings_of_the_image(tmp_path):
         with_settings(root, Command(argv=(os.fsdecode(b"\xff"),)))
 
 
-@pytest.mark.parametrize("target", ["relative", "/", "/proc", "/dev/"])
+@pytest.mark.parametrize(
+    "target",
+    ["relative", "/", "/proc", "/dev/", "/../../..", "/a/../..", "/a/..", "/./", "//proc/.", "/.."],
+)
 def test_a_mount_needs_a_place(tmp_path, target):
     with pytest.raises(InputError, match="cannot be the target of a mount"):
         check_mounts(Command(mounts=(Mount(source=tmp_path, target=target),)))
@@ -296,7 +300,8 @@ def test_layers_are_joined_with_the_top_over_the_others(file_system, words, tmp_
     commands = []
     monkeypatch.setattr(podman, "captured", lambda argv, *_, **__: commands.append(argv))
     monkeypatch.setattr(podman, "finally_run", lambda *_: contextlib.nullcontext())
-    with podman._mounted(file_system, tmp_path, ["top", "low"], "c"):
+    made = State(workspace=tmp_path, place=tmp_path, file_system=file_system)
+    with podman._mounted(made, ["top", "low"], "c"):
         pass
     assert words in " ".join(commands[0])
 
@@ -307,3 +312,19 @@ def test_an_image_of_an_engine_is_the_same_by_its_layers_and_settings(tmp_path):
     assert docker._has_contents_of(root, image)
     assert not docker._has_contents_of(root, {**image, "RootFS": {"Layers": ["sha256:cc"]}})
     assert not docker._has_contents_of(root, {**image, "Config": {"Cmd": ["d"]}})
+
+
+def test_a_container_of_docker_outlives_a_command_that_has_ended(monkeypatch):
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    mine = docker._this_command()
+    assert not docker._has_ended(mine)
+    machine, _, process = mine.rpartition("/")[0].rpartition("/")
+    # The number belongs to another process now, or to none.
+    assert docker._has_ended(f"{machine}/{process}/1")
+    assert docker._has_ended(f"{machine}/4194304/1")
+    assert docker._has_ended("another-boot/4026531836/1/1")
+    # Whether a process of another namespace, or of another machine, has ended is not known here.
+    boot = machine.partition("/")[0]
+    assert not docker._has_ended(f"{boot}/1/1/1")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2376")
+    assert not docker._has_ended("another-boot/4026531836/1/1")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from primus_images.cli.host.common import resolved_targets
+from primus_images.cli.host.common import resolved_targets, sweep_containers
 from primus_images.cli.verb import answer, note
 from primus_images.gates.rules import rules_hash
 from primus_images.oci.store import Store
@@ -50,6 +50,7 @@ def build(args: argparse.Namespace) -> int:
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
     if not args.dry_run:
+        sweep_containers(workspace)
         _print_channels(targets)
     plans = plan_images(targets, workspace.stats)
     if args.dry_run:

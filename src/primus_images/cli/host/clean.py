@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection
 
-from primus_images.cli.host.common import open_project
+from primus_images.cli.host.common import open_project, sweep_containers
 from primus_images.cli.verb import answer
 from primus_images.errors import InputError, did_you_mean
 from primus_images.plan.project import Project
@@ -18,6 +18,8 @@ def clean(args: argparse.Namespace) -> int:
     project = open_project(args)
     store = project.workspace.store
     with project.workspace.alone():
+        if not args.dry_run:
+            sweep_containers(project.workspace)
         _require_images(args.image, store.images())
         needed = _locked_files(project)
         waste = find_waste(project.workspace, needed, without=args.image, caches=args.caches)

@@ -2,8 +2,11 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from primus_images import programs
 from primus_images.errors import InputError
 from primus_images.plan.project import Project, Workspace
 from primus_images.plan.resolve import ResolvedTarget, resolve
@@ -15,13 +18,48 @@ def target_names() -> Sequence[str]:
 
 
 def open_project(args: argparse.Namespace) -> Project:
-    """Open the project that the options name, and hold its workspace while this command runs."""
+    """Open the project that the options name, and hold its workspace while this command runs.
+
+    Raises InputError if the workspace is part of the checkout.
+    """
     store = args.store.absolute() if args.store else None
     project = Project.find(args.project, store=store, channel=args.channel)
+    _refuse_committed(project.workspace.folder)
     with contextlib.suppress(OSError):
         project.workspace.folder.mkdir(exist_ok=True)
     project.workspace.hold()
     return project
+
+
+def _refuse_committed(workspace: Path) -> None:
+    """Raise InputError for a workspace that somebody committed.
+
+    Its files count as made on this machine: records, findings of gates, unpacked layers.
+    """
+    git = programs.find("git")
+    in_checkout = any((folder / ".git").exists() for folder in workspace.parents)
+    if git is None or not in_checkout or not os.path.lexists(workspace):
+        return
+    # Another user's checkout is read, too, and no program runs that its configuration names.
+    words = [str(git), "-C", str(workspace.parent), "-c", "safe.directory=*"]
+    words += ["-c", "core.fsmonitor=false", "ls-files", "--", workspace.name]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    committed = programs.captured(words, "git", env=env).stdout.splitlines()
+    if committed:
+        raise InputError(
+            "this file is committed, but what is in .primus counts as made on this machine",
+            where=workspace.parent / committed[0],
+            hint="git rm -r --cached .primus && rm -rf .primus",
+        )
+
+
+def sweep_containers(workspace: Workspace) -> None:
+    """Remove containers that outlived their commands, as when a whole session was killed."""
+    if any(workspace.unpacked.glob("*/containers/*")):
+        # Seam "sandbox": a build with nothing to do needs no engine.
+        from primus_images.sandbox.podman import sweep
+
+        sweep(workspace.unpacked)
 
 
 def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:

@@ -1,0 +1,324 @@
+"""Podman's own files of a workspace: where they are, and whether a container has run with them.
+
+They are not in the checkout, whose files others may have written: hooks in a ``containers.conf``
+would run on this machine. They are in a private folder below /run, and the machine forgets them
+when it starts anew.
+
+A *state* is a folder with a configuration and a storage. It is known by the programs that it was
+proven with, whatever the spelling of their paths: commands that find other programs make another
+state, and none removes that of another command. Only a proven state is kept.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from primus_images import programs
+from primus_images.errors import HostError
+from primus_images.files import (
+    json_if_readable,
+    ownership,
+    reason_of,
+    remove_path,
+    text_if_readable,
+    write_file,
+)
+from primus_images.programs import captured
+from primus_images.sandbox.engine import ENGINE, client_environment
+from primus_images.waits import lock
+
+# Best first. Where the kernel has no overlay, as in some containers, each container gets a copy.
+FILE_SYSTEMS = ("overlay", "copy")
+_RUN = Path("/run")
+_TMP = Path("/tmp")
+# Podman refuses a longer path of its run folder.
+_MOST_PATH = 50
+# How many names in /tmp are tried, of which other users may have taken some.
+_MOST_NAMES = 10
+_PREFIX = "s-"
+
+
+class Mode(NamedTuple):
+    """A way to run a container: how layers become one file system, by which runtime."""
+
+    file_system: str
+    runtime: str
+    cgroups: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Podman's own files for the folder ``workspace``, which has the layers and containers.
+
+    ``place`` is the private folder of the configuration and the storage. ``file_system`` is how
+    layers become one file system: ``overlay`` or ``copy``.
+    """
+
+    workspace: Path
+    place: Path
+    file_system: str
+
+    def podman(self) -> list[str]:
+        """Return podman with the options that name its files."""
+        # Conmon notes a command over its memory limit in a file of the current folder. Podman
+        # stores no image, and its default storage driver does not work in all folders.
+        return [
+            "env",
+            f"--chdir={self.workspace}",
+            str(programs.find("podman")),
+            f"--root={self.place}/storage",
+            f"--runroot={self.place}",
+            "--storage-driver=vfs",
+        ]
+
+    def inside(self) -> list[str]:
+        """Return what precedes a command in the workspace, in podman's namespaces."""
+        if os.geteuid() == 0:
+            return ["env", f"--chdir={self.workspace}"]
+        return [*self.podman(), "unshare"]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of podman."""
+        return client_environment() | {"CONTAINERS_CONF": str(self.place / "containers.conf")}
+
+    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run podman, and return what it prints."""
+        return captured([*self.podman(), *words], ENGINE, env=self.environment())
+
+    def configure(self, mode: Mode) -> None:
+        """Write podman's configuration, unless it is there. Heals a damaged one."""
+        template = Path(__file__).with_name("containers.conf").read_text(encoding="utf-8")
+        text = template.format(
+            place=self.place,
+            init=programs.find("catatonit"),
+            runtime=mode.runtime,
+            cgroups=mode.cgroups,
+        )
+        path = self.place / "containers.conf"
+        if text_if_readable(path) == text:
+            return
+        if path.is_dir():
+            remove_path(path)
+        write_file(path, text)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other commands from removing the state while the block runs."""
+        handle = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(handle)
+
+
+def workspace_of(cache: Path) -> Path:
+    """Return the folder of this user's layers and containers below ``cache``."""
+    user = "root" if os.geteuid() == 0 else f"user-{os.geteuid()}"
+    return cache.absolute() / user
+
+
+def runtimes() -> list[str]:
+    """Return the real paths of the OCI runtimes, best first."""
+    # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed
+    # control groups.
+    names = ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
+    return [str(path.resolve()) for path in map(programs.find, names) if path]
+
+
+@contextmanager
+def locked(workspace: Path) -> Iterator[None]:
+    """Keep other commands from preparing the workspace while the block runs.
+
+    Raises HostError if podman cannot keep its files there.
+    """
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+        file = (workspace / "lock").open("w")
+    except OSError as error:
+        raise HostError(
+            f"podman cannot keep its files in {workspace}: {reason_of(error)}",
+            hint="the folder must be yours and on a writable file system",
+        ) from error
+    with file:
+        lock(file.fileno(), f"another command that prepares {workspace}", workspace / "lock")
+        yield
+
+
+def known(workspace: Path) -> State | None:
+    """Return the state that was proven with the programs that are found now; None without one."""
+    note = json_if_readable(_note(workspace))
+    try:
+        mode = Mode(**note["mode"])
+        place = _note(workspace).parent / note["place"]
+    except (KeyError, TypeError):
+        return None
+    if mode.file_system not in FILE_SYSTEMS or not str(note["place"]).startswith(_PREFIX):
+        return None
+    if not _is_private(place):
+        return None
+    (workspace / "layers").mkdir(parents=True, exist_ok=True)
+    state = State(workspace=workspace, place=place, file_system=mode.file_system)
+    state.configure(mode)
+    return state
+
+
+def new(workspace: Path, mode: Mode) -> State:
+    """Return a new state, which no command knows before :func:`keep`."""
+    place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runs(workspace)))
+    state = State(workspace=workspace, place=place, file_system=mode.file_system)
+    state.configure(mode)
+    return state
+
+
+def keep(state: State, mode: Mode) -> None:
+    """Make a proven state known to other commands. Removes states that none knows or uses."""
+    content = {"place": state.place.name, "mode": mode._asdict()}
+    write_file(_note(state.workspace), json.dumps(content))
+    runs = state.place.parent
+    noted = set()
+    for note in runs.glob("*.json"):
+        noted.add(json_if_readable(note).get("place"))
+    for place in runs.glob(f"{_PREFIX}*"):
+        if place.name not in noted and _unused(place):
+            discard(State(workspace=state.workspace, place=place, file_system=state.file_system))
+
+
+def forget(state: State) -> None:
+    """Make a state that fails unknown, so that the next command proves another one."""
+    note = _note(state.workspace)
+    if json_if_readable(note).get("place") == state.place.name:
+        note.unlink(missing_ok=True)
+
+
+def discard(state: State) -> None:
+    """Remove the folder of a state that no command knows."""
+    if os.geteuid() != 0 and (state.place / "libpod").exists():
+        # The process that keeps a user's namespaces ends with it.
+        state.call("system", "migrate")
+    remove_tree(state.place)
+
+
+def all_states(workspace: Path) -> list[State]:
+    """Return every state of the workspace on this machine, known or not."""
+    states = []
+    for folder in _candidates():
+        runs = folder / _digest(str(workspace))
+        if not _is_private(runs):
+            continue
+        for place in sorted(runs.glob(f"{_PREFIX}*")):
+            if (place / "containers.conf").exists():
+                states.append(State(workspace=workspace, place=place, file_system="overlay"))
+    return states
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, including files of a regular user's subordinate ids.
+
+    A missing folder is not an error.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    podman = programs.find("podman")
+    if path.exists() and podman and os.geteuid() != 0:
+        words = [str(podman), "unshare", "rm", "-rf", str(path)]
+        captured(words, ENGINE, env=client_environment())
+
+
+def probe_name() -> str:
+    """Return a name for a container that only proves a state."""
+    return f"probe-{uuid.uuid4().hex[:12]}"
+
+
+def _unused(place: Path) -> bool:
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _note(workspace: Path) -> Path:
+    """Return the path of the note about the state of the programs that are found now."""
+    boot = text_if_readable(Path("/proc/sys/kernel/random/boot_id"))
+    facts = [boot, *_identities(runtimes())]
+    for name in ("podman", "catatonit", "conmon"):
+        path = programs.find(name)
+        if path:
+            facts += _identities([str(path.resolve())])
+    return _runs(workspace) / f"{_digest(*facts)}.json"
+
+
+def _identities(paths: Sequence[str]) -> list[str]:
+    """Return what changes if a program is replaced by another one of the same name."""
+    identities = []
+    for path in paths:
+        status = Path(path).stat()
+        identities.append(f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
+    return identities
+
+
+def _runs(workspace: Path) -> Path:
+    """Return the private folder of the states of a workspace. Its path must be short.
+
+    Raises HostError if no folder for it belongs to this user alone.
+    """
+    name = _digest(str(workspace))
+    refused = []
+    for folder in _candidates():
+        runs = folder / name
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_private(folder):
+                runs.mkdir(mode=0o700, exist_ok=True)
+        if _is_private(runs):
+            return runs
+        refused.append(folder)
+    seen = "; ".join(ownership(folder) for folder in refused)
+    raise HostError(
+        f"podman has no private folder for what a restart of the machine removes: {seen}",
+        hint="set XDG_RUNTIME_DIR to a folder of yours with mode 0700 and a short path",
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    """Yield the folders that may have the states of this user's workspaces, best first."""
+    user = os.geteuid()
+    if user == 0:
+        yield _RUN / "primus"
+        return
+    for given in (os.environ.get("XDG_RUNTIME_DIR"), str(_RUN / "user" / str(user))):
+        # Podman refuses a long path.
+        if given and _is_private(Path(given)) and len(given) <= _MOST_PATH - 29:
+            yield Path(given) / "primus"
+    for number in range(_MOST_NAMES):
+        # Anybody may make a folder in /tmp.
+        suffix = f"-{number}" if number else ""
+        yield _TMP / f"primus-{user}{suffix}"
+
+
+def _is_private(path: Path) -> bool:
+    """Whether the path is a folder, not a link, that only this user may change."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not writable
+
+
+def _digest(*facts: str) -> str:
+    return hashlib.sha256(os.fsencode("\0".join(facts))).hexdigest()[:10]

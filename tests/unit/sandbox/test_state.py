@@ -1,0 +1,158 @@
+"""Where podman's own files are, and by what a proven state is known."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from primus_images import programs
+from primus_images.errors import HostError
+from primus_images.sandbox import state
+from primus_images.sandbox.state import Mode
+
+MODE = Mode("overlay", "/usr/bin/runc", "enabled")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose /run and /tmp are below this folder, for a regular user."""
+    me = os.geteuid() or 1234
+    monkeypatch.setattr(state, "_RUN", tmp_path / "run")
+    monkeypatch.setattr(state, "_TMP", tmp_path / "tmp")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(state.os, "geteuid", lambda: me)
+    real = state._is_private
+
+    def private(path: Path) -> bool:
+        # Files of this test belong to the user that runs it.
+        with monkeypatch.context() as patched:
+            patched.setattr(state.os, "geteuid", os.getuid)
+            return real(path)
+
+    monkeypatch.setattr(state, "_is_private", private)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_may_change_is_not_used(run, mode):
+    name = f"primus-{state.os.geteuid()}"
+    (run / "tmp" / name).mkdir()
+    (run / "tmp" / name).chmod(mode)
+    runs = state._runs(Path("/workspace"))
+    assert runs.parent == run / "tmp" / f"{name}-1"
+    assert runs.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_or_a_file_of_another_is_not_used(run):
+    name = f"primus-{state.os.geteuid()}"
+    (run / "elsewhere").mkdir(mode=0o700)
+    (run / "tmp" / name).symlink_to(run / "elsewhere")
+    (run / "tmp" / f"{name}-1").write_text("")
+    assert state._runs(Path("/workspace")).parent.name == f"{name}-2"
+
+
+def test_no_private_folder_is_one_sentence(run):
+    for number in range(10):
+        suffix = f"-{number}" if number else ""
+        (run / "tmp" / f"primus-{state.os.geteuid()}{suffix}").write_text("")
+    with pytest.raises(HostError, match="no private folder") as caught:
+        state._runs(Path("/workspace"))
+    assert "set XDG_RUNTIME_DIR" in str(caught.value)
+
+
+def test_the_folder_of_a_session_comes_first_if_it_is_private_and_short(monkeypatch):
+    monkeypatch.setattr(state, "_is_private", lambda _: True)
+    monkeypatch.setattr(state.os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/mine")
+    first, second, *_ = state._candidates()
+    assert (str(first), str(second)) == ("/run/mine/primus", "/run/user/1000/primus")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/a/path/that/is/too/long/for/podman")
+    assert str(next(state._candidates())) == "/run/user/1000/primus"
+
+
+@pytest.fixture
+def tools(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with podman, catatonit and runc."""
+    folder = run / "bin"
+    folder.mkdir()
+    for name in ("podman", "catatonit", "runc"):
+        (folder / name).write_text("")
+    monkeypatch.setattr(programs, "find", lambda name: _found(folder / name))
+    return folder
+
+
+def _found(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def test_a_state_is_known_once_it_is_kept(tools, run):
+    workspace = run / "workspace"
+    made = state.new(workspace, MODE)
+    assert state.known(workspace) is None
+    state.keep(made, MODE)
+    assert state.known(workspace) == made
+    state.forget(made)
+    assert state.known(workspace) is None
+
+
+def test_a_state_is_that_of_its_programs(tools, run, monkeypatch):
+    workspace = run / "workspace"
+    made = state.new(workspace, MODE)
+    state.keep(made, MODE)
+    (run / "sbin").symlink_to(tools)
+    monkeypatch.setattr(programs, "find", lambda name: _found(run / "sbin" / name))
+    assert state.known(workspace) == made
+    (tools / "runc").write_text("another one")
+    assert state.known(workspace) is None
+    (tools / "runc").write_text("")
+    (tools / "crun").write_text("")
+    assert state.known(workspace) is None
+
+
+def test_another_boot_proves_its_own_state(tools, run, monkeypatch):
+    workspace = run / "workspace"
+    state.keep(state.new(workspace, MODE), MODE)
+    monkeypatch.setattr(state, "text_if_readable", lambda _: "another boot")
+    assert state.known(workspace) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"place": 1}', '{"mode": {}}', '{"place": "../x", "mode": %s}'],
+)
+def test_a_damaged_note_is_none(tools, run, content):
+    workspace = run / "workspace"
+    state.keep(state.new(workspace, MODE), MODE)
+    (note,) = state._runs(workspace).glob("*.json")
+    note.write_text(content.replace("%s", json.dumps(MODE._asdict())))
+    assert state.known(workspace) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "[engine]\nhooks_dir = ['/x']", "folder"])
+def test_a_damaged_configuration_is_written_again(tools, run, content):
+    workspace = run / "workspace"
+    made = state.new(workspace, MODE)
+    state.keep(made, MODE)
+    path = made.place / "containers.conf"
+    text = path.read_text()
+    path.unlink()
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_text(content)
+    assert state.known(workspace) == made
+    assert path.read_text() == text
+
+
+def test_states_that_none_knows_are_removed_unless_used(tools, run):
+    workspace = run / "workspace"
+    lost = state.new(workspace, MODE)
+    used = state.new(workspace, MODE)
+    with used.in_use():
+        state.keep(state.new(workspace, MODE), MODE)
+        assert not lost.place.exists()
+        assert used.place.exists()
+    state.keep(state.new(workspace, MODE), MODE)
+    assert not used.place.exists()

@@ -16,6 +16,7 @@ from primus_images.training.backends.loop.config import LoopConfig, ShardingConf
 from primus_images.training.backends.loop.session import (  # noqa: E402
     IGNORED,
     LanguageModel,
+    Sharded,
     shard,
     trained_rows,
 )
@@ -32,8 +33,8 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def job(*turbo: str) -> Any:
-    training = LoopConfig(dtype="float32")
+def job(*turbo: str, max_norm: float = 1.0) -> Any:
+    training = LoopConfig(dtype="float32", max_norm=max_norm)
     return SimpleNamespace(turbo=turbo, training=training, section=lambda *_: ShardingConfig())
 
 
@@ -123,3 +124,26 @@ def test_trained_rows_are_places_among_all_tokens() -> None:
     assert rows.tolist() == [0, 3]
     assert trained_rows(torch.full((2, 2), 7)) is None
     assert trained_rows(torch.full((2, 2), IGNORED)) is None
+
+
+@pytest.mark.parametrize("max_norm", [1e-7, 0.5, 1e9])
+def test_step_clips_as_pytorch_does(group: None, max_norm: float) -> None:
+    torch.manual_seed(1)
+    plain = nn.Linear(4, 6)
+    with weights.empty():
+        model = nn.Linear(4, 6)
+    shard(model, [], job(max_norm=max_norm), torch.device("cpu"))
+    for parameter, source in zip(model.parameters(), plain.parameters(), strict=True):
+        parameter.to_local().data.copy_(source)
+    session = Sharded(model, job(max_norm=max_norm), torch.device("cpu"))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(2):
+        inputs = torch.randn(5, 4)
+        for either in (plain, model):
+            either(inputs).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert session.step(0.1) == pytest.approx(float(norm))
+    for parameter, source in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.to_local(), source)

@@ -89,18 +89,23 @@ def test_each_optimization_is_on_or_off_with_its_reason(
     [
         # On one rank, torchtitan keeps weights in float32, and the loss takes one type.
         ("torchtitan", "h200", ["ranks=1"], {"real-rope", "flash-attention-4"}),
-        ("finetune", "h200", ["ranks=1"], {"linear-cross-entropy", "flash-attention-4"}),
+        (
+            "finetune",
+            "h200",
+            ["ranks=1"],
+            {"linear-cross-entropy", "reduce-scatter-copy-in", "flash-attention-4"},
+        ),
         (
             "finetune",
             "h200",
             ["ranks=1", "packing=true"],
-            {"linear-cross-entropy", "packed-attention-4"},
+            {"linear-cross-entropy", "reduce-scatter-copy-in", "packed-attention-4"},
         ),
         (
             "finetune",
             "mi300x",
             ["ranks=1", "packing=true"],
-            {"linear-cross-entropy", "packed-attention"},
+            {"linear-cross-entropy", "reduce-scatter-copy-in", "packed-attention"},
         ),
     ],
 )

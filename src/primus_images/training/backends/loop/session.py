@@ -23,6 +23,8 @@ from primus_images.turbo.optimizations import CALLS
 
 # The label of a token that is not trained.
 IGNORED = -100
+# PyTorch clips a norm that is larger than `max_norm` after this is added.
+_ADDED_TO_NORM = 1e-6
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
 # and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
@@ -90,10 +92,11 @@ class Session(Protocol):
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of ``value`` over the data-parallel ranks, on every rank of the job."""
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float) -> float:
         """Clip the gradients, update the weights, and reset the gradients.
 
-        Returns the global norm of the gradients before clipping.
+        Returns the global norm of the gradients before clipping. It waits until the gradients are
+        computed, but not for the update.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -404,16 +407,19 @@ class Sharded(Session):
         return value
 
     @override
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float) -> float:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
-        whole: Tensor = norm.full_tensor()
+        # The CPU waits here, and no longer: it starts the next step while the GPU updates.
+        exact_norm = float(norm.full_tensor())
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+        # A smaller norm would be multiplied by 1. One that is not a number is not smaller.
+        if not exact_norm + _ADDED_TO_NORM < self._config.max_norm:
+            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return whole
+        return exact_norm
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -79,13 +79,14 @@ class _Loop:
         batches = self._batches
         if self._witness:
             _show(self._witness, batches)
+        rate = learning_rate(self._job.training, step)
         with self._watched(step) as kernels:
-            loss, norm = _step(self._job, self._device, self._session, batches, step)
+            loss = _mean_loss(self._device, self._session, batches)
             # The CPU collects them while the GPU computes.
             self._batches = _batches(self._job, self._session, self._data, step + 1)
-            exact_loss = loss.item()
-            exact_norm = float(norm)
-        self._report.step(step, exact_loss, exact_norm, learning_rate(self._job.training, step))
+            norm = self._session.step(rate)
+        # The loss has arrived: `step` waited for the gradients, which are computed after it.
+        self._report.step(step, loss.item(), norm, rate)
         if step == self._job.first_step:
             with self._report.off_the_clock():
                 self._write_facts(kernels | _sizes(batches))
@@ -146,18 +147,15 @@ class _Loop:
         self._write_facts(facts.final(self._session.model_parts, step))
 
 
-def _step(
-    job: RankJob, device: torch.device, session: Session, batches: list[Batch], step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train ``batches``. Return the loss and the gradient norm, which may still be computed."""
+def _mean_loss(device: torch.device, session: Session, batches: list[Batch]) -> torch.Tensor:
+    """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
     terms_of_rank = sum(terms_of(batch) for batch in batches)
     terms = round(
         session.total(torch.tensor(terms_of_rank, dtype=torch.float64, device=device)).item()
     )
     loss = session.forward_backward(batches, terms)
     mean_loss = session.total(loss.to(torch.float64)) / terms
-    norm = session.step(learning_rate(job.training, step))
-    return mean_loss, norm
+    return mean_loss.to("cpu", non_blocking=True)
 
 
 def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:

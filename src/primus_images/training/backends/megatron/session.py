@@ -117,12 +117,12 @@ class MegatronSession:
         )
         return value
 
-    def step(self, lr: float) -> torch.Tensor:
+    def step(self, lr: float) -> float:
         """Clip and update. Returns the gradient norm over the whole model."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         _, norm, _ = self._optimizer.step()
-        return torch.as_tensor(norm, dtype=torch.float32)
+        return float(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, router biases and optimizer states, in place.

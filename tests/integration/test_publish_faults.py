@@ -24,16 +24,13 @@ from test_ship_release import ready as prepared
 from amd_channel import registry
 from host_tools import needs
 from primus_images.errors import HostError, PrimusError
-from primus_images.oci.store import (
-    Store,
-    digest_of,
-)
+from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
 from primus_images.progress import Progress
 from primus_images.release.artifact import EMPTY, artifact
 from primus_images.release.publish import Ready, publish
 from primus_images.release.registry import Repository
-from primus_images.release.statement import Signer, Trust
+from primus_images.release.statement import BUNDLE, Signer, Trust
 from primus_images.release.verification import verify_image
 from project_kit import SOURCE, make_project
 
@@ -268,6 +265,38 @@ def test_what_the_registry_lost_is_sent_again(
     publish(*built, name, Progress())
     assert lost.exists()
     assert_published(ready, proxy, name)
+
+
+@needs("cosign")
+@pytest.mark.parametrize("what", ["bundle", "contents", "everything"])
+def test_publishing_again_heals_a_list_that_names_what_is_gone(
+    built: tuple[Ready, Store],
+    proxy: Proxy,
+    files: Path,
+    keys: Path,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A registry's own clean-up removes manifests, and leaves the list, which is a tag."""
+    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+    (ready, store), name = built, repository(proxy)
+    signer = Signer(key=str(keys / "ours.key"))
+    publish(ready, store, name, Progress(), signing=signer)
+    there = Repository(name)
+    entries = there.referrers(ready.image.digest)
+    bundles = [entry["digest"] for entry in entries if entry["artifactType"] == BUNDLE]
+    every = [entry["digest"] for entry in entries]
+    lost = {"bundle": bundles[:1], "everything": every}.get(what, [])
+    place = files / "data/docker/registry/v2/repositories" / name.partition("/")[2]
+    for digest in lost:
+        shutil.rmtree(place / f"_manifests/revisions/sha256/{digest[7:]}")
+    if what == "contents":
+        (layer,) = json.loads(there.manifest(bundles[0]) or b"")["layers"]
+        shutil.rmtree(place / f"_layers/sha256/{layer['digest'][7:]}")
+    trust = Trust(key=str(keys / "ours.pub"))
+    assert verify_image(f"{name}:{ready.tag}", trust).faults
+    publish(ready, store, name, Progress(), signing=signer)
+    assert verify_image(f"{name}:{ready.tag}", trust).faults == []
 
 
 @pytest.mark.parametrize("part", ["layer", "config", "manifest"])

@@ -1,9 +1,14 @@
-"""The logins that `docker login` stored."""
+"""The logins that podman, skopeo and Docker stored, found as those programs find them.
+
+See https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md.
+"""
 
 import json
 import os
 import re
+import subprocess
 from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +20,8 @@ from primus_images.schema import read_json
 # Docker's name of a user who logs in with an identity token.
 _TOKEN = "<token>"
 _DOCKER_HUB = "https://index.docker.io/v1/"
+# Seconds. A helper may ask its user to unlock a key ring.
+_HELPER_PATIENCE = 30.0
 
 
 class Login(NamedTuple):
@@ -31,43 +38,110 @@ class Login(NamedTuple):
     @property
     def basic(self) -> str:
         """The header for HTTP's basic authentication; empty for nobody."""
-        if not self.username:
+        if not self.username or self.refresh_token:
             return ""
         return f"Basic {b64encode(f'{self.username}:{self.password}'.encode()).decode()}"
 
 
-def login_for(host: str) -> Login:
-    """Return the login for a registry. Raises HostError if the logins cannot be read."""
-    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
-    if not path.exists():
-        return Login()
-    require_readable(path)
+def login_for(repository: str) -> Login:
+    """Return the login for a repository (``host[:port]/path``), or for a host.
+
+    The first file that has one counts. Raises HostError if the logins cannot be read.
+    """
+    for path in login_files():
+        if not path.exists():
+            continue
+        login = _login_in_file(path, repository)
+        if login.username:
+            return login
+    return Login()
+
+
+def login_files() -> Iterator[Path]:
+    """Yield the files that may have logins, in the order of skopeo and podman."""
+    if os.environ.get("REGISTRY_AUTH_FILE"):
+        yield Path(os.environ["REGISTRY_AUTH_FILE"])
+        return
+    if os.environ.get("DOCKER_CONFIG"):
+        yield Path(os.environ["DOCKER_CONFIG"]) / "config.json"
+        return
+    if os.environ.get("XDG_RUNTIME_DIR"):
+        yield Path(os.environ["XDG_RUNTIME_DIR"]) / "containers/auth.json"
+    else:
+        yield Path(f"/run/containers/{os.getuid()}/auth.json")
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    yield Path(config) / "containers/auth.json"
+    yield Path.home() / ".docker/config.json"
+
+
+def _login_in_file(path: Path, repository: str) -> Login:
+    host = host_of(repository)
     try:
-        return _login_in(read_json(path).data, host)
+        require_readable(path)
+        return _login_in(read_json(path).data, repository)
     except (InputError, OSError) as error:
         reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
     except (ValueError, TypeError, KeyError, AttributeError):
         reason = f"what {path} names for it is not a login"
-    raise HostError(f"Docker's logins cannot be read: {reason}", hint=f"docker login {host}")
+    raise HostError(
+        f"the login for {host} cannot be read: {reason}",
+        hint=f"log in again: skopeo login {host}",
+    )
 
 
-def _login_in(config: Any, host: str) -> Login:
-    server = _DOCKER_HUB if host == "docker.io" else host
-    helper = config.get("credHelpers", {}).get(server) or config.get("credsStore")
-    if helper:
-        return _ask_helper(helper, server)
-    for name, entry in config.get("auths", {}).items():
-        if host_of(name) == host_of(server):
-            if entry.get("identitytoken"):
-                return Login(_TOKEN, entry["identitytoken"])
-            username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
-            return Login(username, password)
+def _login_in(config: Mapping[str, Any], repository: str) -> Login:
+    names = _names(repository)
+    for name in names:
+        helper = config.get("credHelpers", {}).get(name)
+        if helper:
+            return _ask_helper(helper, name)
+    if config.get("credsStore"):
+        server = _DOCKER_HUB if host_of(repository) == "docker.io" else host_of(repository)
+        login = _ask_helper(config["credsStore"], server)
+        if login.username:
+            return login
+    auths = config.get("auths", {})
+    for name in names:
+        for key, entry in auths.items():
+            if _key(key) == _key(name):
+                return _login_of(entry)
     return Login()
 
 
+def _names(repository: str) -> list[str]:
+    """Return the names under which a login may be stored: the path first, the host last."""
+    host, *parts = repository.split("/")
+    names = []
+    for number in range(len(parts), 0, -1):
+        names.append("/".join([host, *parts[:number]]))
+    if host == "docker.io":
+        names.append(_DOCKER_HUB)
+    return [*names, host]
+
+
+def _key(name: str) -> str:
+    """Return a name of the logins without what Docker's older versions wrote around the host."""
+    bare = re.sub(r"^https?://", "", name)
+    return re.sub(r"/(?:v[12](?:/.*)?)?$", "", bare)
+
+
+def _login_of(entry: Mapping[str, Any]) -> Login:
+    if entry.get("identitytoken"):
+        return Login(_TOKEN, entry["identitytoken"])
+    username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
+    return Login(username, password)
+
+
 def _ask_helper(helper: str, server: str) -> Login:
-    words = [f"docker-credential-{helper}", "get"]
-    answer = captured(words, words[0], text=server)
+    program = f"docker-credential-{helper}"
+    try:
+        answer = captured([program, "get"], program, text=server, timeout=_HELPER_PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise HostError(
+            f"{program}, which keeps the login for {server}, does not answer within "
+            f"{_HELPER_PATIENCE:.0f} s",
+            hint=f"see what it waits for: echo {server} | {program} get",
+        ) from None
     if answer.returncode:
         return Login()
     login = json.loads(answer.stdout)

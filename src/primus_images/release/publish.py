@@ -22,7 +22,7 @@ from primus_images.release.artifact import Document
 from primus_images.release.documents import VALIDATION, documents
 from primus_images.release.git import checkout
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus_images.release.reference import plain_http, require_tag
+from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
 from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
 from primus_images.schema import read_json
@@ -280,7 +280,7 @@ def _push(
     size = f"{_bytes(ready, missing) / 1e6:.1f} MB"
     progress.start("push", f"push {len(missing)} of {number} blobs, {size}", None)
     there.check_uploads()
-    tls = "false" if plain_http(there.name) else "true"
+    tls = "false" if there.plain else "true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     destination = f"docker://{there.name}@{ready.image.digest}"
     options = ("--quiet", "--preserve-digests", f"--dest-tls-verify={tls}")

@@ -57,7 +57,7 @@ def reference(text: str, option: str) -> tuple[str, str, str]:
     return match["name"], match["tag"] or "", match["digest"] or ""
 
 
-def plain_http(repository: str) -> bool:
-    """Whether the registry is on this machine and therefore uses HTTP, as for Docker."""
+def on_this_machine(repository: str) -> bool:
+    """Whether the registry is on this machine: it may then speak HTTP, as for Docker."""
     host = repository.partition("/")[0].partition(":")[0]
     return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None

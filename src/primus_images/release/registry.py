@@ -7,65 +7,36 @@ For a registry without the referrers API (distribution 2), the list is an index 
 ``sha256-<digest>``, as the specification requires.
 """
 
-import io
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
-import requests
-from requests import PreparedRequest, Response
-from requests.adapters import HTTPAdapter
-from urllib3.exceptions import MaxRetryError, ResponseError
-from urllib3.util import Retry
+from requests import Response
 
 from primus_images.errors import CheckFailed, HostError, InputError, did_you_mean
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, digest_of
 from primus_images.release.artifact import EMPTY, Document, artifact, digest_tag, listed
-from primus_images.release.logins import host_of, login_for
-from primus_images.release.reference import plain_http
-from primus_images.versions.traffic import bare_url, within
+from primus_images.release.logins import login_for
+from primus_images.release.transport import Transport
+from primus_images.versions.traffic import bare_url
 
-_ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
-# Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its
-# bytes may take.
-_TIMEOUT = (5.0, 60.0)
-_PATIENCE = 120.0
-_SLOWEST = 250_000  # bytes/s
-_PASSING = (429, 500, 502, 503, 504)
-_LONGEST_PAUSE = 10.0
-# The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up
-# to 4 MiB.
-_BUDGET = 4 << 20
+# Images that others pushed may be of Docker's types.
+_DOCKER = "application/vnd.docker.distribution.manifest"
+_ANY_MANIFEST = {
+    "Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}, {_DOCKER}.v2+json, {_DOCKER}.list.v2+json"
+}
 _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
 _MOST_PAGES = 1000
 # Questions at a time, which are as many as the connections that the client keeps open.
 _AT_ONCE = 10
-
-
-class _Patience(Retry):
-    """Tries again if the registry is overloaded, and obeys a short Retry-After.
-
-    After a longer one, the answer stands. A registry that says nothing is not asked again: each try
-    takes a minute.
-    """
-
-    def get_retry_after(self, response: Any) -> float | None:
-        seconds = response.headers.get("Retry-After", "")
-        return float(seconds) if re.fullmatch("[0-9]+", seconds) else None
-
-    def increment(self, *request: Any, **outcome: Any) -> Self:
-        response = outcome.get("response")
-        if response is not None and (self.get_retry_after(response) or 0) > _LONGEST_PAUSE:
-            raise MaxRetryError(outcome["_pool"], None, ResponseError("busy for long"))
-        return super().increment(*request, **outcome)
 
 
 class _Attached(NamedTuple):
@@ -80,31 +51,11 @@ class _Attached(NamedTuple):
         return {digest_of(self.manifest), digest_of(self.document.data), digest_of(EMPTY)}
 
 
-class Repository:
+class Repository(Transport):
     """One repository. ``name`` is ``host[:port]/path``.
 
     Every method raises HostError if the registry refuses the request or does not answer.
     """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._host, _, self._path = name.partition("/")
-        scheme = "http" if plain_http(name) else "https"
-        host = "registry-1.docker.io" if self._host == "docker.io" else self._host
-        self._server = f"{scheme}://{host}/"
-        self._authorization = ""
-        self._session = requests.Session()
-        self._session.hooks["response"].append(_read)
-        retry = _Patience(
-            total=2,
-            read=0,
-            status_forcelist=_PASSING,
-            allowed_methods=None,
-            backoff_factor=0.3,
-            raise_on_status=False,
-        )
-        for prefix in ("https://", "http://"):
-            self._session.mount(prefix, HTTPAdapter(max_retries=retry))
 
     # -- images and tags
 
@@ -123,6 +74,29 @@ class Repository:
         """
         answer = self.find("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
         return answer.content if answer else None
+
+    def image(self, digest: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return manifest and config of an image, of x86-64 where it is one of several.
+
+        Raises CheckFailed if it is incomplete.
+        """
+        manifest = self._json(self.manifest(digest) or b"", f"manifests/{digest}")
+        for entry in manifest.get("manifests") or ():
+            platform = entry.get("platform") or {}
+            if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
+                return self.image(str(entry["digest"]))
+        config = self._contents(str((manifest.get("config") or {}).get("digest")))
+        if config is None:
+            raise CheckFailed(f"{self.name}@{digest} is not an image with a config")
+        return manifest, self._json(config, f"the config of {digest}")
+
+    def _contents(self, digest: str) -> bytes | None:
+        """Return the bytes of a small blob, or None if there is none."""
+        with TemporaryDirectory(prefix="primus-document-") as folder:
+            path = Path(folder) / "data"
+            if not self.blob(digest, path):
+                return None
+            return path.read_bytes()
 
     def blob(self, digest: str, path: Path, most: int = _LARGEST_DOCUMENT) -> bool:
         """Write the blob, at most ``most`` bytes and one more, to ``path``.
@@ -177,17 +151,21 @@ class Repository:
         self._put(tag, manifest, MANIFEST_TYPE)
 
     def check_uploads(self) -> None:
-        """Raise HostError if the registry directs uploads to another host.
+        """Raise HostError if a program that pushes would show the login to another address.
 
-        skopeo would send the login there.
+        It follows each address that the registry names in the steps of an upload.
         """
-        url = self._upload_address()
-        if self._authorization and not url.startswith(self._server):
-            raise HostError(
-                f"the registry of {self.name} directs uploads to {host_of(url)}, which the "
-                "login is not for",
-                hint="publish to a registry that takes uploads itself",
-            )
+        self.require_login_stays()
+        try:
+            self._try_upload()
+        except HostError:  # such as a connection that was cut
+            self._try_upload()
+
+    def _try_upload(self) -> None:
+        url = self._upload_address(self.request("POST", "blobs/uploads/"))
+        headers = {"Content-Type": "application/octet-stream"}
+        url = self._upload_address(self.request("PATCH", url, data=EMPTY, headers=headers))
+        self.request("PUT", url, params={"digest": digest_of(EMPTY)})
 
     def upload(self, digest: str, data: bytes) -> None:
         """Send a blob unless the repository has it.
@@ -197,19 +175,26 @@ class Repository:
         if self.find("HEAD", f"blobs/{digest}") is None:
             self.request(
                 "PUT",
-                self._upload_address(),
+                self._upload_address(self.request("POST", "blobs/uploads/")),
                 len(data),
                 params={"digest": digest},
                 data=data,
                 headers={"Content-Type": "application/octet-stream"},
             )
 
-    def _upload_address(self) -> str:
-        upload = self.request("POST", "blobs/uploads/")
+    def _upload_address(self, step: Response) -> str:
+        """Return where an upload goes on after a step of it."""
         try:
-            return urljoin(upload.url, upload.headers["Location"])
+            url = urljoin(step.url, step.headers["Location"])
         except (KeyError, ValueError):
-            raise self._odd("blobs/uploads/ names no address for the upload") from None
+            raise self._odd(f"{bare_url(step.url)} names no address for the upload") from None
+        if not self.is_ours(url) and login_for(self.name).username:
+            raise HostError(
+                f"the registry of {self.name} directs uploads to {bare_url(url)}, which the "
+                "login is not for",
+                hint="publish to a registry that takes uploads itself",
+            )
+        return url
 
     def _put(self, reference: str, data: bytes, media_type: str) -> Response:
         headers = {"Content-Type": media_type}
@@ -220,13 +205,21 @@ class Repository:
     def documents(self, digest: str, media_type: str = "") -> list[Document]:
         """Return the documents attached to the image ``digest``, or those of one type.
 
-        Raises CheckFailed for one whose bytes do not have its digest.
+        Raises CheckFailed for one that is lost or whose bytes do not have its digest.
         """
+        return [self.document(entry) for entry in self._of_type(digest, media_type)]
+
+    def whole_documents(self, digest: str, media_type: str) -> list[Document]:
+        """Return the documents of a type, without those that are lost or damaged."""
         documents = []
-        for entry in self.referrers(digest):
-            if media_type in ("", entry.get("artifactType")):
+        for entry in self._of_type(digest, media_type):
+            with suppress(CheckFailed):
                 documents.append(self.document(entry))
         return documents
+
+    def _of_type(self, digest: str, media_type: str) -> list[dict[str, Any]]:
+        entries = self.referrers(digest)
+        return [row for row in entries if media_type in ("", row.get("artifactType"))]
 
     def document(self, descriptor: Mapping[str, Any]) -> Document:
         """Return the document that an entry of the list of referrers names.
@@ -247,11 +240,9 @@ class Repository:
             name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckFailed(f"{what} is not a manifest with one file") from None
-        with TemporaryDirectory(prefix="primus-document-") as folder:
-            path = Path(folder) / "data"
-            if not self.blob(content, path):
-                raise CheckFailed(f"{what} ({name}) has lost its contents")
-            data = path.read_bytes()
+        data = self._contents(content)
+        if data is None:
+            raise CheckFailed(f"{what} ({name}) has lost its contents")
         if digest_of(data) != content:
             raise CheckFailed(f"{what} ({name}) was changed: its contents have other bytes")
         return Document(media_type=media_type, name=name, data=data)
@@ -285,9 +276,10 @@ class Repository:
     def _absent(self, wanted: Sequence[_Attached], image: str) -> list[_Attached]:
         """Return those that the registry does not list, or has lost although it lists them."""
         there = {entry["digest"] for entry in self.referrers(image)}
-        if not there:
-            return list(wanted)
         manifests = [digest_of(attached.manifest) for attached in wanted]
+        # After a registry's clean-up, a list may name what is gone. Adding writes it anew.
+        if not there or self.missing("manifests", sorted(there.difference(manifests))):
+            return list(wanted)
         blobs = [digest_of(EMPTY), *(digest_of(attached.document.data) for attached in wanted)]
         lost = {
             *self.missing("manifests", [digest for digest in manifests if digest in there]),
@@ -310,9 +302,17 @@ class Repository:
                 unlisted.append(manifest)
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may
-            # do so now, too.
+            # do so now, too. What the registry has lost since leaves the list.
             entries = self._entries(f"manifests/{digest_tag(image)}") or []
-            self._put(digest_tag(image), listed(entries, unlisted), INDEX_TYPE)
+            whole = [entry for entry in entries if self._is_whole(entry)]
+            self._put(digest_tag(image), listed(whole, unlisted), INDEX_TYPE)
+
+    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+        try:
+            self.document(entry)
+        except CheckFailed:
+            return False
+        return True
 
     def _entries(self, path: str) -> list[dict[str, Any]] | None:
         """Return the entries of an index of manifests; None if it does not exist."""
@@ -340,151 +340,10 @@ class Repository:
                 return
             url = urljoin(answer.url, rest)
             options["params"] = None
-            if not url.startswith(self._server):
-                raise self._odd(f"{path} goes on at {host_of(url)}")
+            if not self.is_ours(url):
+                raise self._odd(f"{path} goes on at {bare_url(url)}")
         raise self._odd(f"{path} has no end")
-
-    # -- requests
-
-    def find(self, method: str, path: str, size: int = 0, **options: Any) -> Response | None:
-        """Send a request as :meth:`request`. Returns None for what does not exist (status 404)."""
-        answer = self._answer(method, path, options, size)
-        if answer.status_code == 404:
-            return None
-        return self._accepted(answer, path)
-
-    def request(self, method: str, path: str, size: int = 0, **options: Any) -> Response:
-        """Send one request to a path below the repository, or to a URL that the registry returned.
-
-        ``options`` are those of :mod:`requests`, and ``size``, the bytes that are sent or expected.
-        Raises HostError if the registry does not answer or refuses.
-        """
-        return self._accepted(self._answer(method, path, options, size), path)
-
-    def _answer(
-        self, method: str, path: str, options: Mapping[str, Any], size: int = 0
-    ) -> Response:
-        url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
-        seconds = _PATIENCE + size / _SLOWEST
-
-        def exchange() -> Response:
-            return self._session.request(
-                method, url, timeout=_TIMEOUT, auth=self._authorize, **options
-            )
-
-        try:
-            answer = within(seconds, url, exchange)
-            denied = answer.status_code == 401 and answer.url.startswith(self._server)
-            if denied and self._log_in(answer):
-                answer = within(seconds, url, exchange)
-        except (requests.ConnectionError, requests.Timeout, TimeoutError) as error:
-            raise HostError(
-                f"the registry of {self.name} does not answer: {type(error).__name__}",
-                hint="check name and network, and run the command again",
-            ) from None
-        except (requests.RequestException, ValueError) as error:
-            # ValueError: an address that is none
-            raise self._odd(f"{type(error).__name__} for {bare_url(url)}") from None
-        return answer
-
-    def _accepted(self, answer: Response, path: str) -> Response:
-        if answer.status_code < 400:
-            return answer
-        if answer.status_code in (401, 403):
-            raise HostError(
-                f"the registry of {self.name} denied access", hint=f"docker login {self._host}"
-            )
-        reason = f"status {answer.status_code}"
-        if re.search(r'"Err": ?28\b|no space left', answer.text):
-            reason += "; its disk is full"
-        elif answer.text:
-            reason += f"; {' '.join(answer.text.split())[:200]}"
-        hint = "check its name, and that it accepts OCI images and lets this tag move"
-        if answer.status_code in _PASSING:
-            hint = "run the command again later; what was sent is kept"
-        raise HostError(
-            f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint
-        )
-
-    def _authorize(self, request: PreparedRequest) -> PreparedRequest:
-        # A URL that the registry returned may be on another host, which must not receive the login.
-        if self._authorization and (request.url or "").startswith(self._server):
-            request.headers["Authorization"] = self._authorization
-        return request
-
-    def _log_in(self, answer: Response) -> bool:
-        """Answer the registry's challenge. Returns False if there is no login that it accepts."""
-        kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
-        login = login_for(self._host)
-        if kind.lower() == "basic":
-            self._authorization = login.basic
-            return bool(login.basic)
-        challenge = dict(re.findall(r'([a-z]+)="([^"]*)"', rest))
-        if kind.lower() != "bearer" or "realm" not in challenge:
-            return False
-        realm = challenge["realm"]
-        fields = {
-            "service": challenge.get("service", ""),
-            "scope": f"repository:{self._path}:pull,push",
-        }
-        send: Callable[[], Response]
-        if login.refresh_token:
-            form = {
-                **fields,
-                "grant_type": "refresh_token",
-                "refresh_token": login.refresh_token,
-                "client_id": "primus",
-            }
-
-            def send() -> Response:
-                return self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
-        else:
-            headers = {"Authorization": login.basic} if login.basic else {}
-
-            def send() -> Response:
-                return self._session.get(
-                    realm, params=fields, headers=headers, timeout=_TIMEOUT, auth=_nobody
-                )
-
-        grant = self._accepted(within(_PATIENCE, realm, send), realm)
-        content = self._json(grant.content, bare_url(realm))
-        token = content.get("token") or content.get("access_token")
-        if not isinstance(token, str) or re.fullmatch("[!-~]+", token) is None:
-            raise self._odd(f"{bare_url(realm)} returns a token that is not one line of text")
-        self._authorization = f"Bearer {token}"
-        return True
-
-    def _json(self, data: bytes, what: str) -> dict[str, Any]:
-        try:
-            content = json.loads(data)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise self._odd(f"{what} is not a JSON object")
-        return content
-
-    def _odd(self, what: str) -> HostError:
-        return HostError(
-            f"{self.name} does not answer like a registry: {what}",
-            hint="check its name, and HTTPS_PROXY; a login page or a proxy may answer instead of "
-            "the registry",
-        )
 
 
 def _is_entry(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("digest"), str)
-
-
-def _read(answer: Response, **_: object) -> None:
-    body = io.BytesIO()
-    for chunk in answer.iter_content(1 << 16):
-        body.write(chunk)
-        if body.tell() > _BUDGET:
-            answer.close()
-            raise requests.exceptions.ContentDecodingError("an answer without end")
-    answer._content = body.getvalue()
-
-
-def _nobody(request: PreparedRequest) -> PreparedRequest:
-    """Send no login. Without this, requests would take one from ~/.netrc."""
-    return request

@@ -37,13 +37,12 @@ from primus_images.release.history import (
     select,
     spread,
 )
-from primus_images.release.reference import plain_http, reference
+from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import bytes_text
 from primus_images.training.judge.record import Record
 from primus_images.versions.lock import Lock, LockedFile, loads
-from primus_images.versions.remotes import skopeo
 from primus_images.yamlfile import flat, parse, read
 
 Part = Mapping[str, str]
@@ -344,10 +343,8 @@ def _of_registry(name: str, tag: str) -> Side:
     if digest is None:
         raise registry.lacks(tag)
     image = _Image(name, tag, digest, "image of the registry")
-    tls = "false" if plain_http(name) else "true"
-    words = ("inspect", "--config", f"--tls-verify={tls}", f"docker://{name}@{digest}")
-    config = json.loads(skopeo(*words))
-    rows = json.loads(registry.manifest(digest) or b"{}").get("layers") or ()
+    manifest, config = registry.image(digest)
+    rows = manifest.get("layers") or ()
     layers = [_Blob(row["digest"], int(row["size"])) for row in rows]
     names = _layer_names(config, [layer.digest for layer in layers])
     sizes = {name: layer.size for name, layer in zip(names, layers, strict=True)}

@@ -209,7 +209,7 @@ def bundles(
 
     Returns them without those to which a signature of this key is attached already.
     """
-    before = {_signed_by(bundle.data) for bundle in there.documents(digest, BUNDLE)}
+    before = {_signed_by(bundle.data) for bundle in there.whole_documents(digest, BUNDLE)}
     new = []
     for content in unsigned:
         data = signer.bundle(content)

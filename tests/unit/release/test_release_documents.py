@@ -25,7 +25,7 @@ from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, pur
 from primus_images.release.documents import provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licences
-from primus_images.release.reference import plain_http
+from primus_images.release.reference import on_this_machine
 from primus_images.training.judge.record import RecordedImage
 from primus_images.versions.lock import Lock, LockedFile, load
 from records import recipe, record
@@ -254,7 +254,7 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("repository", "plain"),
+    ("repository", "here"),
     [
         ("localhost:5000/a", True),
         ("127.0.0.1:5/a", True),
@@ -263,10 +263,8 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
         ("docker.io/a/b", False),
     ],
 )
-def test_only_registries_of_this_machine_are_asked_without_tls(
-    repository: str, plain: bool
-) -> None:
-    assert plain_http(repository) is plain
+def test_only_registries_of_this_machine_are_asked_without_tls(repository: str, here: bool) -> None:
+    assert on_this_machine(repository) is here
 
 
 @pytest.mark.parametrize(

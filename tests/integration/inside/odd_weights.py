@@ -219,6 +219,9 @@ def check_packed(case: str, where: Path) -> None:
     state = model.state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in wanted.state_dict().items())
     export.write(models.WholeLogits(model, 64), where / "out", state, None)
+    (where / "new").touch()
+    for file in (where / "out").iterdir():
+        assert file.stat().st_mode == (where / "new").stat().st_mode, f"{file} is for its owner"
     assert torch.equal(
         theirs(where / "out")(torch.arange(48)[None]).logits, model(torch.arange(48)[None]).logits
     )

@@ -334,10 +334,14 @@ def check_links(_case: str, where: Path) -> None:
 
 def check_columns(case: str, where: Path) -> None:
     row, messages = TABLE["columns"][case]
-    text = TEMPLATES["chatml"].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    text = TEMPLATES["qwen2.5 with tools"]
+    text = text.replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
     tokenizer = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
     encoded = AutoTokenizer.from_pretrained(tokenizer).apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
+        messages,
+        tools=row.get("tools") or None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     choice = {"column": "dialog"} if "dialog" in row else {}
     read = ours(written(where, "rows.jsonl", row, row), tokenizer, **choice)
@@ -401,6 +405,8 @@ def check_refused(case: str, where: Path) -> None:
     folder = where / "other"
     if row.get("tokenizer", {}) is None:
         folder.mkdir()
+        if case == "a tokenizer of another form":
+            (folder / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     else:
         folder_of(folder, files=row.get("tokenizer"))
     corpus = Corpus(
@@ -486,6 +492,41 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
     assert ours(where / "rows.parquet", folder, completions=False) == wanted
 
 
+def check_nulls_that_were_written(case: str, where: Path) -> None:
+    """A key that is null in every row of a table, or in its JSON, is no key that the table adds."""
+    from datasets import Dataset, Features, Json, List, Value
+
+    parameters = {"a": {"type": "integer", "default": None}, "b": {"type": "string"}}
+    tools = [{"function": {"name": "add", "parameters": {"properties": parameters}}}]
+    row = {"messages": CHATS["one turn"], "tools": tools}
+    if case == "JSON":
+        turn = {"role": Value("string"), "content": Value("string")}
+        kinds = Features({"messages": List(turn), "tools": List(Json())})
+        Dataset.from_list([row], features=kinds).to_parquet(where / "rows.parquet")
+    else:
+        write_table(pa.Table.from_pylist([row]), where / "rows.parquet")
+    text = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
+    wanted = ours(written(where, "rows.jsonl", row), folder, completions=False)
+    assert ours(where / "rows.parquet", folder, completions=False) == wanted
+
+
+def check_line_ends(case: str, where: Path) -> None:
+    """``datasets`` reads every end of a line as \\n."""
+    from datasets import load_dataset
+
+    end = {"LF": "\n", "CRLF": "\r\n", "CR": "\r"}[case]
+    text = end.join(["one two", "three", "", "", "four", " five ", "", "six", ""])
+    (where / "a.txt").write_bytes(text.encode())
+    corpus = Corpus(name=str(where / "a.txt"))
+    read = [row["text"] for _, row in rows(corpus, files_of(corpus))]
+    assert read == ["one two\nthree", "four\n five ", "six"], read
+    lines = load_dataset("text", data_files=str(where / "a.txt"), split="train", streaming=True)
+    theirs = [line["text"] for line in lines if line["text"]]
+    assert "\n".join(theirs) == "\n".join(read), theirs
+    ours(where / "a.txt", folder_of(where / "tokenizer"))
+
+
 def check_no_torch(_case: str, where: Path) -> None:
     """The command that starts a run tokenizes, and must not wait for torch."""
     code = (
@@ -515,6 +556,8 @@ try_all(
             ["weight 0", "train false", "loss false", "trainable false"],
         ),
         (check_nulls_of_a_table, ["null"]),
+        (check_nulls_that_were_written, ["null", "JSON"]),
+        (check_line_ends, ["LF", "CRLF", "CR"]),
         (check_a_prompt_is_not_trained, ["prompt"]),
     )
 )

@@ -62,6 +62,9 @@ class StandIn:
     def decode(self, tokens: Sequence[int], **_: object) -> str:
         return "".join(map(chr, tokens))
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"$": EOS, "<end>": 10, "<user>": 11}
+
     def get_chat_template(self, _name: None, _tools: object) -> str:
         return self.chat_template or ""
 
@@ -116,6 +119,55 @@ def test_the_answers_of_a_chat_are_trained(
     assert trained(tokens, mask) == wanted
     tokens, mask = made.document(document, "a:1", completions=False)
     assert trained(tokens, mask) == made.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("inside", "last"),
+    [
+        ("<end>", "$"),  # another token than at the end of the chat, as gpt-oss
+        ("", ""),  # only the token that begins the next turn, as GLM
+    ],
+)
+def test_the_end_of_every_turn_is_trained(
+    inside: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{{ END if loop.last and m.role == 'assistant' else MID }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template = template.replace("END", repr(last)).replace("MID", repr(inside))
+    made = encoder_of(monkeypatch, template)
+    tokens, mask = made.document(Document(messages=[ASKED, SAID, AGAIN, THREE]), "a:1")
+    assert trained(tokens, mask) == f"Two.{inside or '<user>'}Three.{last}"
+
+
+def test_what_a_template_may_leave_out_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if not loop.last "
+        "else m.content }}$\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    made = encoder_of(monkeypatch, template)
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds two numbers."}}
+    thought = {**SAID, "content": "<think>let me see</think>Two."}
+    for messages in ([ASKED, thought, AGAIN, THREE], [ASKED, thought]):
+        made.document(Document(messages=messages, tools=[tool]), "a:1")
+    assert made.left_out == {"thoughts of earlier answers": 1, "descriptions of tools": 2}
+
+
+def test_arguments_in_json_are_given_as_objects_or_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [ASKED, {**SAID, "content": "", "tool_calls": [call]}]
+    written = "<assistant>{{ m.tool_calls[0].function.name if m.tool_calls }}"
+    for shown in ("| tojson", "+ ''"):  # the second fails for an object
+        arguments = "{{ m.tool_calls[0].function.arguments " + shown + " if m.tool_calls }}"
+        template = "{% for m in messages %}" + written + arguments + "{{ m.content }}${% endfor %}"
+        made = encoder_of(monkeypatch, template)
+        tokens, _ = made.document(Document(messages=messages), "a:1", completions=False)
+        assert made.tokenizer.decode(tokens).endswith('add{"a": 1}$')
 
 
 def test_a_chat_may_begin_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,9 @@ def texts(path: Path, column: str | None = None) -> list[str]:
         (
             "marks.txt",
             b"\xef\xbb\xbfone\r\ntwo\r\n \n\n three\n\nfour",
-            ["one\r\ntwo", " three", "four"],
+            ["one\ntwo", " three", "four"],
         ),
+        ("old.txt", b"one\rtwo\r\rthree\r", ["one\ntwo", "three"]),
         ("separator.jsonl", '{"text": "a\u2028b"}\n\n{"text": "c"}'.encode(), ["a\u2028b", "c"]),
     ],
 )

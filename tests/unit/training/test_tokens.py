@@ -102,3 +102,17 @@ def test_packs_fill_the_sample_with_the_least_room() -> None:
     assert tokens.packs([4, 3, 3, 2, 1], 6) == [[0, 3], [1, 2], [4]]
     assert tokens.packs([6, 6], 6) == [[0], [1]]
     assert tokens.packs([], 6) == []
+
+
+def test_figures_are_those_of_what_is_trained_after_the_cut(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    made = tokens.Tokens(
+        tokens=np.asarray([2, 7, 7, 7, 3, 2, 7, 3], np.uint32),
+        ends=np.asarray([5, 8]),
+        mask=np.asarray([1, 0, 0, 1, 1, 0, 0, 1], np.uint8),
+    )
+    encoder = SimpleNamespace(begin=2, end=3)
+    shares = {4: (3 / 8, 1.0), 3: (2 / 8, 0.5), 2: (1 / 8, 0.5), 1: (0.0, 0.0)}
+    for seq_len, (trained, end) in shares.items():
+        figures = tokens.figures_of(made, seq_len, encoder)  # type: ignore[arg-type]
+        assert (figures["trained"], figures["end"]) == (trained, end), seq_len

@@ -168,6 +168,12 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
         _check_documents(len(written.ends), recipe.data_parallel, source)
     elif name == "eval" or written.mask is not None or packing:
         firsts, _ = written.pieces(length)
+        if written.mask is not None and not written.mask.any():
+            raise InputError(
+                "no token of the corpus is trained: every answer is empty, or its weight is 0",
+                where=source,
+                hint="see `primus data`",
+            )
         if not len(firsts):
             raise InputError(
                 "no document has an answer within seq_len tokens",

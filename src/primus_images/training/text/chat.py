@@ -1,16 +1,19 @@
 """The tokens of a chat, by the tokenizer's chat template.
 
-A template that leaves out a part of a chat is refused. Jinja's sandbox, in which transformers runs
-templates, is the only limit of what they do.
+A template that leaves out a message, a call or a tool is refused. That it leaves out thoughts of
+earlier answers or descriptions of tools, as templates of publishers do, is counted. Jinja's
+sandbox, in which transformers runs templates, is the only limit of what they do.
 """
 
 import inspect
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from primus_images.errors import InputError
@@ -35,16 +38,34 @@ class _OtherBeginningError(Exception):
     pass
 
 
+class _NoMarkError(Exception):
+    pass
+
+
 def encoded(
-    tokenizer: Any, document: Document, where: str, *, completions: bool
+    tokenizer: Any,
+    document: Document,
+    where: str,
+    *,
+    completions: bool,
+    left_out: Counter[str],
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and 1 for each that is trained.
 
-    Without ``completions``, all are. Raises InputError if the template refuses the chat, or leaves
-    out a part of it.
+    Without ``completions``, all are. ``left_out`` counts the chats of which the template leaves out
+    something that a publisher's template may leave out. Raises InputError if the template refuses
+    the chat, or leaves out another part of it.
     """
     try:
-        return _encoded(tokenizer, document, completions)
+        return _encoded(tokenizer, document, completions, left_out)
+    except _NoMarkError:
+        raise InputError(
+            "the tokenizer's chat template has {% generation %}, and marks no word of this chat by "
+            "it",
+            where=where,
+            hint="put the assistant's words between {% generation %} and {% endgeneration %} in "
+            "every branch of the template, or remove both; data.train_on=all trains every token",
+        ) from None
     except _OtherBeginningError:
         raise InputError(
             "the tokenizer's chat template renders the beginning of this chat in another "
@@ -62,23 +83,30 @@ def encoded(
         ) from error
 
 
-def _encoded(tokenizer: Any, document: Document, completions: bool) -> tuple[list[int], list[int]]:
-    messages = list(document.messages or ())
+def _encoded(
+    tokenizer: Any, document: Document, completions: bool, left_out: Counter[str]
+) -> tuple[list[int], list[int]]:
     template = tokenizer.get_chat_template(None, document.tools)
     known = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in document.options:
         if name in known:
             raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a template")
     render = partial(tokenizer.apply_chat_template, tools=document.tools, **document.options)
-    (text,) = render([messages], tokenize=False)
+    messages, text = _rendered(list(document.messages or ()), render)
     _refuse_lost_thoughts(messages, text, template)
-    _refuse_dropped(text, messages, document.tools or (), render)
+    lacking = {
+        *_earlier_thoughts(messages, text),
+        *_refuse_dropped(text, messages, document.tools or (), render),
+    }
+    left_out.update(lacking)
     if not completions:
         return _masked(tokenizer, text, [(0, len(text))])
     marks = None
     if _MARKED.search(template) and not document.first:
         answer = render(messages, return_dict=True, return_assistant_tokens_mask=True)
         marks = answer["assistant_masks"]
+        if not any(marks) and any(map(_is_answer, messages)):
+            raise _NoMarkError
         if all(_is_trained(message) for message in messages):
             return answer["input_ids"], marks
     spans = _answers(tokenizer, text, messages, document.first, render)
@@ -86,6 +114,38 @@ def _encoded(tokenizer: Any, document: Document, completions: bool) -> tuple[lis
     if marks:
         mask = [*map(min, mask, marks)]
     return tokens, mask
+
+
+def _rendered(messages: list[Mapping[str, Any]], render: _Render) -> tuple[_Messages, str]:
+    """Return the messages as the template takes them, and their text.
+
+    transformers' templates expect the arguments of calls as objects, and data often have JSON text.
+    A few templates, such as DeepSeek's, expect that text.
+    """
+    as_objects = deepcopy(messages)
+    changed = False
+    for message in as_objects:
+        for call in calls_of(message):
+            changed |= _parse_arguments(call.get("function", call))
+    if changed:
+        with suppress(Exception):
+            (text,) = render([as_objects], tokenize=False)
+            return as_objects, text
+    (text,) = render([messages], tokenize=False)
+    return messages, text
+
+
+def _parse_arguments(function: Any) -> bool:
+    """Replace arguments in JSON by the object that they are. Returns whether they were."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return False
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments)
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+            return True
+    return False
 
 
 def _masked(tokenizer: Any, text: str, spans: Sequence[_Span]) -> tuple[list[int], list[int]]:
@@ -133,8 +193,29 @@ def _answers(
         start = _agreed(text, 0, prompt, _OPEN_THOUGHT.sub("", prompt))
         closed = answer.removesuffix(tokenizer.eos_token or "")
         without_thought = answer[:start] + _THOUGHT.sub("", answer[start:])
-        spans.append((start, _agreed(text, start + 1, answer, closed, without_thought)))
+        end = _agreed(text, start + 1, answer, closed, without_thought)
+        spans.append((start, _end_of_turn(text, end, _special_tokens(tokenizer))))
     return spans
+
+
+def _end_of_turn(text: str, end: int, marks: Sequence[str]) -> int:
+    """Return where a turn ends whose words end at ``end``, so that the model learns to stop.
+
+    Some templates end the last answer of a chat by another token than the answers before it
+    (gpt-oss), or end an answer only by the token that begins the next turn (GLM).
+    """
+    if text[:end].rstrip().endswith(tuple(marks)):
+        return end
+    for mark in marks:
+        if text.startswith(mark, end):
+            return end + len(mark)
+    return end
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: Any) -> Sequence[str]:
+    """Return the added tokens, longest first."""
+    return sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
 
 
 def _agreed(text: str, least: int, *beginnings: str) -> int:
@@ -147,6 +228,24 @@ def _agreed(text: str, least: int, *beginnings: str) -> int:
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
     return all(message.get(key) in (None, 1) for key in WEIGHTS)
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether a message has words, or calls, of the assistant that are trained."""
+    if message["role"] != "assistant" or not _is_trained(message):
+        return False
+    return bool(message.get("content") or calls_of(message))
+
+
+def _earlier_thoughts(messages: _Messages, text: str) -> Iterator[str]:
+    """Yield a name if ``text`` lacks thoughts of answers before the last message."""
+    for message in messages[:-1]:
+        thoughts = [str(message.get(key) or "") for key in _THOUGHT_KEYS]
+        inline = _THOUGHT.match(str(message.get("content")))
+        if inline and message["role"] == "assistant":
+            thoughts.append(inline[1])
+        if not all(thought.strip() in text for thought in thoughts):
+            yield "thoughts of earlier answers"
 
 
 def _refuse_lost_thoughts(messages: _Messages, text: str, template: str) -> None:
@@ -171,13 +270,15 @@ def _refuse_lost_thoughts(messages: _Messages, text: str, template: str) -> None
 class _Part:
     """A part of a chat that a template must write: ``holder[key]``.
 
-    ``identity`` is the id of a call, which some templates write in place of its name.
+    ``identity`` is the id of a call, which some templates write in place of its name. A part that
+    is ``optional`` is only counted, under this name.
     """
 
     name: str
     holder: Any
     key: str
     identity: str = ""
+    optional: str = ""
 
     @property
     def is_text(self) -> bool:
@@ -192,27 +293,37 @@ class _Part:
             self.holder[self.key] = f"{value}{mark}"
 
 
-def _refuse_dropped(text: str, messages: _Messages, tools: Sequence[Any], render: _Render) -> None:
-    """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
+def _refuse_dropped(
+    text: str, messages: _Messages, tools: Sequence[Any], render: _Render
+) -> set[str]:
+    """Raise ValueError for a part of a chat that the template leaves out of its ``text``.
+
+    Returns the names of optional parts that it leaves out.
+    """
     messages, tools = deepcopy((messages, tools))
     parts = [*_tool_parts(messages, tools), *_text_parts(messages)]
     if all(part.is_text and _is_told(part, text) for part in parts):
-        return
+        return set()
     marks = {}
     for number, part in enumerate(parts):
         # Digits, which stay as they are in capital letters.
         mark = f"90716{number}61709"
         part.mark(mark)
         if not part.identity or part.identity not in text:
-            marks[mark] = part.name
+            marks[mark] = part
     marked = None
     with suppress(Exception):  # some templates parse what is marked
         (marked,) = render([messages], tokenize=False, tools=tools or None)
+    lacking: set[str] = set()
     if marked is None:
-        return
-    for mark, name in marks.items():
-        if mark not in marked:
-            raise ValueError(f"it leaves out {name}")
+        return lacking
+    for mark, part in marks.items():
+        if mark in marked:
+            continue
+        if not part.optional:
+            raise ValueError(f"it leaves out {part.name}")
+        lacking.add(part.optional)
+    return lacking
 
 
 def _is_told(part: _Part, text: str) -> bool:
@@ -230,15 +341,19 @@ def _tool_parts(messages: _Messages, tools: Sequence[Any]) -> Iterator[_Part]:
         if function.get("name"):
             identity = call.get("id") or ""
             yield _Part(name=f"the tool {name}", holder=function, key="name", identity=identity)
+        if isinstance(function.get("description"), str):
+            yield _Part(
+                name=f"the description of {name}",
+                holder=function,
+                key="description",
+                optional="descriptions of tools",
+            )
         if function.get("arguments") not in (None, "", "{}", {}):
             yield _Part(name=f"the arguments of {name}", holder=function, key="arguments")
 
 
 def _text_parts(messages: _Messages) -> Iterator[_Part]:
     for message in messages:
-        # Publishers leave out system prompts, and the thoughts of earlier answers.
-        if message["role"] == "system":
-            continue
         content = message.get("content")
         places = [(message, "content")]
         if isinstance(content, list):

@@ -86,10 +86,11 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
     if judged or "chosen" in row or "rejected" in row:
         names = ", ".join(map(str, row))
         raise InputError(
-            f"these are preferences ({names}), for DPO or KTO: trained as they are, rejected "
-            "answers would be good ones",
+            f"these are preferences ({names}), for DPO or KTO, which primus does not train: "
+            "trained as they are, rejected answers would be good ones",
             where=where,
-            hint="data.column=NAME names a column of whole chats or texts to train",
+            hint="data.column=NAME names a column of whole chats or texts to train, such as that "
+            "of the chosen answers; TRL trains preferences",
         )
     if columns == ["text"] and "text" in row and isinstance(row.get("messages"), list):
         raise InputError(
@@ -113,6 +114,8 @@ def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> Inpu
 
 
 def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
+    if isinstance(row, InputError):
+        raise row
     if not isinstance(row, Mapping):
         kind = _KINDS.get(type(row), "a number")
         raise unreadable(f"expected a JSON object, found {kind}", where)
@@ -175,9 +178,32 @@ def _messages(value: Any, name: str, where: str) -> list[Message]:
         for message in messages:
             message["role"] = TABLE["senders"][message["from"]]
             message["content"] = message["value"]
+            if message["from"] == "function_call":
+                message["content"] = ""
+                message["tool_calls"] = _written_calls(message["value"], where)
     for message in messages:
         _check_message(message, name, where)
     return messages
+
+
+def _written_calls(text: str, where: str) -> list[Message]:
+    """Return the calls of tools that are the ``text`` of a turn: a JSON object, or a list."""
+    calls: Any = None
+    with suppress(ValueError, RecursionError):
+        calls = json.loads(text)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list) or not all(map(_is_call, calls)) or not calls:
+        raise InputError(
+            "expected JSON with name and arguments in a turn of function_call, "
+            f"found {text[:60]!r}",
+            where=where,
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("name"), str)
 
 
 def _is_sharegpt(message: Message) -> bool:

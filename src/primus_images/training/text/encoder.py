@@ -7,6 +7,7 @@ Truncation and padding never apply. Only transformers is needed.
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import primus_images
 from primus_images.errors import HostError, InputError
-from primus_images.files import json_if_readable
+from primus_images.files import json_if_readable, read_bytes, reason_of, refuse_pointer
 from primus_images.training.text import chat
 from primus_images.training.text.corpus import tokenizer_folder
 from primus_images.training.text.document import Document
@@ -53,14 +54,18 @@ def _never() -> bool:
 class Encoder:
     """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it.
 
-    ``begin`` and ``end`` are its BOS and EOS tokens, or None. Raises InputError if it cannot be
-    loaded.
+    ``begin`` and ``end`` are its BOS and EOS tokens, or None. ``template`` is a file with a chat
+    template in place of its own. ``left_out`` counts the chats whose template leaves out something
+    that it may leave out. Raises InputError if it cannot be loaded.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, template: Path | None = None) -> None:
         folder = tokenizer_folder(name)
         self.name = name
+        self.left_out: Counter[str] = Counter()
         self.tokenizer = _loaded(name, folder)
+        if template:
+            self.tokenizer.chat_template = template_of(template)
         self.begin: int | None = self.tokenizer.bos_token_id
         # Some tokenizers have a BOS token, and say that text does not begin with it.
         if json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is False:
@@ -93,14 +98,20 @@ class Encoder:
         """
         if document.messages is not None:
             if self.tokenizer.chat_template:
-                return chat.encoded(self.tokenizer, document, where, completions=completions)
+                return chat.encoded(
+                    self.tokenizer,
+                    document,
+                    where,
+                    completions=completions,
+                    left_out=self.left_out,
+                )
             if not document.text:
                 raise InputError(
                     f"the corpus contains chat messages, but the tokenizer {self.name} has no chat "
                     "template",
                     where=where,
-                    hint="assets.tokenizer=FOLDER of an instruction-tuned model: its "
-                    "tokenizer_config.json has chat_template",
+                    hint="chat_template=FILE names a template; or assets.tokenizer=FOLDER of an "
+                    "instruction-tuned model, whose tokenizer has one",
                 )
         encoded = self.tokenizer(document.text, return_offsets_mapping=True)
         tokens = encoded["input_ids"]
@@ -132,8 +143,24 @@ class Encoder:
         return parts
 
 
+def template_of(file: Path) -> str:
+    """Return the chat template in ``file``. Raises InputError if it is no text."""
+    try:
+        text = read_bytes(file).decode()
+    except OSError as error:
+        raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
+    except UnicodeDecodeError:
+        raise InputError("a chat template is UTF-8 text", where=str(file)) from None
+    if not text.strip():
+        raise InputError("the chat template is empty", where=str(file))
+    return text
+
+
 def _loaded(name: str, folder: Path) -> Any:
     """Load a tokenizer. Raises InputError if it is none that tokenizes text always the same."""
+    for pattern in _VOCABULARIES:
+        for file in folder.glob(pattern):
+            refuse_pointer(file)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -149,13 +176,16 @@ def _loaded(name: str, folder: Path) -> Any:
                 "the tokenizer cannot be loaded: it needs custom code (auto_map), which primus "
                 "does not run"
             )
-        elif not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+        hint = "set assets.tokenizer to a folder that AutoTokenizer can load"
+        if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
             message = "the folder has no tokenizer (tokenizer.json or tokenizer.model)"
-        raise InputError(
-            message,
-            where=name,
-            hint="set assets.tokenizer to a folder that AutoTokenizer can load",
-        ) from error
+        elif not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model")):
+            message = f"the folder has no tokenizer.json, only another form: {first_line(error)}"
+            hint = (
+                "take tokenizer.json from the model's source; or load the folder by AutoTokenizer "
+                "where sentencepiece is installed, and save_pretrained"
+            )
+        raise InputError(message, where=name, hint=hint) from error
     if not tokenizer.is_fast:
         raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
     if getattr(tokenizer.backend_tokenizer.model, "dropout", None):

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from glob import escape
 from itertools import groupby
@@ -32,7 +33,7 @@ _OPENERS: Mapping[bytes, Callable[[Path, str], Any]] = {
     b"\xfd7zXZ": lzma.open,
 }
 
-# A row, and its place for messages.
+# A row, and its place for messages. A row that cannot be read is the InputError that says why.
 Row = tuple[str, Any]
 
 
@@ -44,7 +45,7 @@ def rows_of_hub(name: str, split: str) -> Iterator[Row]:
 def rows_of_file(file: Path) -> Iterator[Row]:
     """Yield every row of a file. A row of a text file is a mapping with the column ``text``.
 
-    Raises InputError, with file and line or row, at one that cannot be read.
+    Raises InputError, with file and line or row, where the rest of the file cannot be read.
     """
     form = form_of(file)
     head = _head(file)
@@ -52,10 +53,9 @@ def rows_of_file(file: Path) -> Iterator[Row]:
     if form in TABLE["tables"] or head.startswith(b"PAR1"):
         yield from _rows_of_table(file, form)
     elif form == ".txt":
-        for blank, paragraph in groupby(_lines(file, head), key=_is_blank):
+        for blank, paragraph in groupby(_text_lines(file, head), key=_is_blank):
             if not blank:
-                places, texts = zip(*paragraph, strict=True)
-                yield places[0], {"text": "".join(texts).strip("\r\n")}
+                yield _paragraph(list(paragraph))
     else:
         yield from _json_rows(file, head)
 
@@ -102,21 +102,43 @@ def _open(file: Path, head: bytes) -> IO[bytes]:
     return file.open("rb")
 
 
-def _is_blank(row: tuple[str, str]) -> bool:
-    _, line = row
-    return not line.strip()
+def _is_blank(line: tuple[str, str | InputError]) -> bool:
+    _, text = line
+    return isinstance(text, str) and not text.strip()
 
 
-def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every line."""
+def _paragraph(lines: list[tuple[str, str | InputError]]) -> Row:
+    where, _ = lines[0]
+    texts = []
+    for _, text in lines:
+        if isinstance(text, InputError):
+            return where, text
+        texts.append(text)
+    return where, {"text": "\n".join(texts)}
+
+
+def _lines(file: Path, head: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the bytes of every line."""
     number = 0
     try:
         with _open(file, head) as stream:
             for number, line in enumerate(stream, 1):
-                where = f"{file}:{number}"
-                yield where, _decoded(line, where)
+                yield f"{file}:{number}", line
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
+
+
+def _text_lines(file: Path, head: bytes) -> Iterator[tuple[str, str | InputError]]:
+    """Yield the place and the text of every line, without its end: LF, CRLF or CR."""
+    number = 0
+    for _, several in _lines(file, head):
+        for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
+            number += 1
+            where = f"{file}:{number}"
+            try:
+                yield where, _decoded(line, where)
+            except InputError as error:
+                yield where, error
 
 
 def _decoded(line: bytes, where: str) -> str:
@@ -133,11 +155,21 @@ def _decoded(line: bytes, where: str) -> str:
 def _json_rows(file: Path, head: bytes) -> Iterator[Row]:
     lines = _lines(file, head)
     for number, (where, line) in enumerate(lines, 1):
-        if number == 1 and line.lstrip().startswith("["):
-            whole = line + "".join(text for _, text in lines)
+        if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            whole = _decoded(line, where)
+            whole += "".join(_decoded(more, place) for place, more in lines)
             yield from _rows_of_list(whole, file)
         elif line.strip():
-            yield where, _parsed(line, file, number, "one JSON object per line")
+            yield where, _object_of(line, file, number)
+
+
+def _object_of(line: bytes, file: Path, number: int) -> Any:
+    """Return the object of a line, or the InputError that says why there is none."""
+    try:
+        text = _decoded(line, f"{file}:{number}")
+        return _parsed(text, file, number, "one JSON object per line")
+    except InputError as error:
+        return error
 
 
 def _rows_of_list(text: str, file: Path) -> Iterator[Row]:
@@ -196,14 +228,18 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
     load_dataset = datasets_library().load_dataset
     number = 0
     try:
-        for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
+        table = load_dataset(name, streaming=True, **options)
+        kinds = table.features or {}
+        for number, row in enumerate(table, 1):
             # pandas takes the first fields for names of lines
             if name == "csv" and "__index_level_0__" in row:
                 raise ValueError(
                     "lines have more fields than the first one: quote those that contain the "
                     "separator"
                 )
-            columns = {column: _without_nulls(value) for column, value in row.items()}
+            columns = {}
+            for column, value in row.items():
+                columns[column] = _without_nulls(value, kinds.get(column))
             yield f"{shown}: row {number}", columns
     except ConnectionError as error:
         raise HostError(
@@ -217,10 +253,24 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
         raise unreadable(message, shown) from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys that tables add because other rows have them."""
+def _without_nulls(value: Any, kind: Any) -> Any:
+    """Return a value without the keys that a table adds because other rows have them.
+
+    ``kind`` is its type in the table, or None. JSON in a table is as it was written. A key that is
+    null in every row was written, too: no other row has a value for it.
+    """
+    if type(kind).__name__ == "Json":
+        return value
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        kinds: Mapping[str, Any] = {}
+        if isinstance(kind, Mapping):
+            kinds = kind
+        kept = {}
+        for key, item in value.items():
+            inner = kinds.get(key)
+            if item is not None or getattr(inner, "dtype", "") == "null":
+                kept[key] = _without_nulls(item, inner)
+        return kept
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_without_nulls(item, getattr(kind, "feature", None)) for item in value]
     return value

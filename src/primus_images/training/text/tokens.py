@@ -119,6 +119,8 @@ class Reader:
         ]
         if figures["left_out"]:
             parts.append(f"{figures['left_out']:,} left out, which have no answer there")
+        for name, chats in self.encoder.left_out.items():
+            parts.append(f"the chat template leaves out {name} in {counted(chats, 'chat')}")
         if self.files.split:
             parts.append(f"split {self.files.split}")
         if self.layout.unused:
@@ -251,7 +253,7 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]
     They are numbers of ``documents``, of ``tokens`` and of those of the ``longest`` document, and
     shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
     ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is
-    trained (``end``). ``left_out`` documents have no answer.
+    trained (``end``). ``left_out`` documents have no answer. What is cut off is not trained.
     """
     import numpy as np
 
@@ -263,8 +265,9 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]
     trained = 1.0
     left_out = 0
     if tokens.mask is not None:
-        is_end = is_end & (tokens.mask != 0)
-        trained = float(tokens.mask.mean())
+        is_label = _labels(tokens, seq_len)
+        is_end = is_end & is_label
+        trained = float(is_label.mean())
         left_out = count - len(tokens.pieces(seq_len)[0])
     documents_with_end = np.searchsorted(tokens.ends, np.flatnonzero(is_end), "right")
     return {
@@ -277,6 +280,17 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]
         "begin": float(_equal(firsts, encoder.begin).sum()) / count,
         "end": len(np.unique(documents_with_end)) / count,
     }
+
+
+def _labels(tokens: Tokens, seq_len: int) -> Any:
+    """Return whether each token is trained: marked, not the first of its document, and not cut."""
+    import numpy as np
+
+    changes = np.zeros(len(tokens.tokens) + 1, np.int8)
+    starts, ends = tokens.pieces(seq_len)
+    np.add.at(changes, starts + 1, 1)
+    np.subtract.at(changes, ends, 1)
+    return (changes.cumsum()[:-1] > 0) & (tokens.mask != 0)
 
 
 def _equal(tokens: np.ndarray, mark: int | None) -> Any:

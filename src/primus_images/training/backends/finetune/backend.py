@@ -144,6 +144,20 @@ def _check_headers(folder: Path) -> None:
                 raise InputError(
                     f"{name} and {first} are the same weight", where=file, hint="remove one of them"
                 )
+    _check_pairs(set(names.values()), folder)
+
+
+def _check_pairs(names: set[str], folder: Path) -> None:
+    """Raise InputError for values in MXFP4 without their scales, or scales without values."""
+    for name in sorted(names):
+        for end, other in (tensors.MXFP4, tensors.MXFP4[::-1]):
+            partner = name.removesuffix(end) + other
+            if name.endswith(end) and partner not in names:
+                raise InputError(
+                    f"{name} has no {partner}: a weight in MXFP4 is both",
+                    where=folder,
+                    hint="fetch the weights again",
+                )
 
 
 def _check_dtype(name: str, dtype: str, file: Path) -> None:

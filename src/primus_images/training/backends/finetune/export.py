@@ -1,6 +1,7 @@
 """Trained weights or adapters, as the files that Hugging Face's libraries load."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -86,6 +87,16 @@ def write(
         config = json.loads(file.read_text(encoding="utf-8"))
         config |= _older_names(config.get("rope_parameters") or {})
         write_file(file, json.dumps(config, indent=2) + "\n")
+    _share(folder)
+
+
+def _share(folder: Path) -> None:
+    """Give all files the mode of new files: safetensors writes its own for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
 
 
 def _complete_settings(causal: Any, tokenizer: Path | None) -> None:

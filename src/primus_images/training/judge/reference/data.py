@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,7 @@ class _Words:
         if isinstance(tools, str):
             tools = json.loads(tools) or None
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+        turns = self._in_the_form_of_the_template(turns, options)
         switched_off = [any(turn.get(key) == 0 for key in _SWITCHES) for turn in turns]
         marked = None
         if self._answers and not first and self._marks_answers(tools):
@@ -411,6 +413,14 @@ class _Words:
             trained = [ours and bool(theirs) for ours, theirs in masks]
         return _Document(tokens, trained)
 
+    def _in_the_form_of_the_template(self, turns: _Turns, options: _Row) -> _Turns:
+        """Return the turns with the arguments of calls as objects, if the template takes them."""
+        parsed = json.loads(json.dumps(turns), object_hook=_with_arguments)
+        with suppress(Exception):
+            self._rendered(parsed, options)
+            return list(parsed)
+        return turns
+
     def _marks_answers(self, tools: Any) -> bool:
         template = self._tokenizer.get_chat_template(None, tools)
         return re.search(r"{%-?\s*generation\b", template) is not None
@@ -429,7 +439,14 @@ class _Words:
             rest = re.sub(r"^\s*<think>.*?</think>\s*", "", rest, flags=re.DOTALL)
             if not text.startswith(rest, start):
                 rest = rest.removesuffix(self._tokenizer.eos_token or "")
-        return range(start, start + len(rest))
+        end = start + len(rest)
+        # The model must learn to stop: a token of the template that follows the bare words counts.
+        marks = "|".join(map(re.escape, sorted(self._tokenizer.get_added_vocab(), reverse=True)))
+        if marks and not re.search(rf"(?:{marks})\s*\Z", text[:end]):
+            follows = re.compile(marks).match(text, end)
+            if follows:
+                end = follows.end()
+        return range(start, end)
 
     def _rendered(self, turns: list[Any], options: _Row, **more: Any) -> str:
         # A list of conversations, which may be empty.
@@ -442,11 +459,27 @@ def _with_roles(turns: _Turns, system: str | None) -> _Turns:
         named = []
         for turn in turns:
             role = _ROLES.get(turn["from"], turn["from"])
-            named.append(turn | {"role": role, "content": turn["value"]})
+            said = {"role": role, "content": turn["value"]}
+            if turn["from"] == "function_call":
+                calls = json.loads(turn["value"])
+                if isinstance(calls, dict):
+                    calls = [calls]
+                calls = [{"type": "function", "function": call} for call in calls]
+                said |= {"content": "", "tool_calls": calls}
+            named.append(turn | said)
         turns = named
     if system and turns[0]["role"] != "system":
         return [{"role": "system", "content": system}, *turns]
     return turns
+
+
+def _with_arguments(part: _Row) -> _Row:
+    if {"name", "arguments"} <= part.keys() and isinstance(part["arguments"], str):
+        with suppress(ValueError):
+            arguments = json.loads(part["arguments"])
+            if isinstance(arguments, dict):
+                return {**part, "arguments": arguments}
+    return part
 
 
 def _tokenizer(folder: Path) -> Any:

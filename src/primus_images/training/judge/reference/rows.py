@@ -120,8 +120,10 @@ def _rows(file: Path) -> Iterable[Row]:
         kind = "parquet"
     if kind:
         return _rows_of_table(file, kind, suffix)
-    lines = _unpacked(content).decode().split("\n")
-    lines = [line.removeprefix("\ufeff") for line in lines]
+    text = _unpacked(content).decode()
+    if suffix == ".txt":
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    lines = [line.removeprefix("\ufeff") for line in text.split("\n")]
     if suffix == ".txt":
         return _paragraphs(lines)
     if lines[0].lstrip().startswith("["):
@@ -138,14 +140,24 @@ def _rows_of_table(file: Path, kind: str, suffix: str) -> list[Row]:
     table = load_dataset(
         kind, data_files=glob.escape(str(file)), split="train", streaming=True, **options
     )
-    # A table has all columns in each row, and so have the messages in it.
-    text = json.dumps(list(table), default=str)
-    rows: list[Row] = json.loads(text, object_hook=_without_nulls)
-    return rows
+    return [_as_written(row, table.features) for row in table]
 
 
-def _without_nulls(part: Row) -> Row:
-    return {key: value for key, value in part.items() if value is not None}
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return a value of a table, which has the keys of all rows in each, as its writer had it."""
+    if repr(kind).startswith("Json("):
+        return value
+    if isinstance(value, dict):
+        kinds = kind if isinstance(kind, dict) else {}
+        written = {}
+        for key, item in value.items():
+            # A column of nulls alone has that type, and was written so.
+            if item is not None or repr(kinds.get(key)) == "Value('null')":
+                written[key] = _as_written(item, kinds.get(key))
+        return written
+    if isinstance(value, list):
+        return [_as_written(item, getattr(kind, "feature", None)) for item in value]
+    return value
 
 
 def _unpacked(content: bytes) -> bytes:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self, TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
+_OBEYED = re.compile(r"(?!\x1b\[\d{0,2}m)[\0-\x08\x0b-\x1f\x7f-\x9f]")
 _SIGNS = {"✓ ": "green", "✗ ": "red", "– ": ""}
 
 
@@ -186,9 +187,18 @@ def _broken(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
 
 
+def harmless(text: str) -> str:
+    """Return ``text`` with a sign for each control character that a terminal would obey.
+
+    A server or a file may have sent it, and could move the cursor, hide text or set the clipboard.
+    Ends of lines, tabs and our own colors stay.
+    """
+    return _OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def say(text: str) -> None:
     """Print a line to standard error. Bars of a progress that are there stay below it."""
-    print(text, file=sys.stderr, flush=True)
+    print(harmless(text), file=sys.stderr, flush=True)
 
 
 def counted(amount: int, noun: str) -> str:

@@ -44,6 +44,8 @@ _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _SPECIAL_FLOAT = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 # Characters that YAML does not allow.
 _UNREADABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
+# Control characters other than tabs and ends of lines.
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 # git's markers in a file that it could not merge.
 _CONFLICT = r"(?m)^(?:<{7}|>{7}) "
 # Text that needs no quotes, unless it reads as a number or another special value.
@@ -368,9 +370,11 @@ class _Builder:
             raise self._error(str(error), node) from None
 
     def _text(self, node: yaml.ScalarNode) -> str:
-        # An escape can spell it; no path, variable or argument can contain it.
-        if "\0" in node.value:
-            raise self._error("the character U+0000 is not allowed", node)
+        # An escape can spell it. No path, variable or argument can contain U+0000, and a terminal
+        # obeys the others.
+        control = re.search(_CONTROL, node.value)
+        if control:
+            raise self._error(f"the character U+{ord(control[0]):04X} is not allowed", node)
         return str(node.value)
 
 

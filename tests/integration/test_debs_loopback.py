@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,18 @@ def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) 
     archive.faults.cut["/pool/" + python.file] = [150_000]
     _fetch(files.values(), tmp_path / "c")
     assert archive.asked(python.file) == [None, "bytes=150000-"]
+
+
+def test_other_bytes_of_a_deb_are_named(archive: Server, tmp_path: Path) -> None:
+    files = _resolve(_base())
+    thing = files["libthing"]
+    other = replace(thing, sha256="0" + thing.sha256[1:].replace("0", "1"))
+    with pytest.raises(HostError) as caught:
+        _fetch([*(file for file in files.values() if file is not thing), other], tmp_path / "c")
+    assert str(caught.value).startswith(
+        f"{thing.file} from the archive of bookworm has sha256 {thing.sha256}, but sha256 "
+        f"{other.sha256} is locked for libthing 1.0-1"
+    )
 
 
 def test_a_file_archive_needs_no_server(

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from primus_images.terminal import PLAIN, Screen, Styled
+from primus_images.terminal import PLAIN, Screen, Styled, harmless
 from project_kit import SOURCE, Kit, make_project
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +177,17 @@ def test_numbers_are_aligned_at_their_right() -> None:
         "a         9",
         "b     1,000",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]52;c;eA==\x07", "\ufffd]52;c;eA==\ufffd"),
+        ("\x1b[2J\x1b[H", "\ufffd[2J\ufffd[H"),
+        ("a\rb\x08c", "a\ufffdb\ufffdc"),
+        ("\x9b1m\x7f", "\ufffd1m\ufffd"),
+        ("\x1b[31mred\x1b[0m\tand\n", "\x1b[31mred\x1b[0m\tand\n"),
+    ],
+)
+def test_text_of_others_does_not_command_the_terminal(text: str, shown: str) -> None:
+    assert harmless(text) == shown

@@ -115,6 +115,9 @@ def test_a_value_of_a_command_line() -> None:
     [
         ("a: 1\nb: \x07", "f:2:4", "the character U+0007 is not allowed"),
         ('a: "\\0"', "f:1:4", "the character U+0000 is not allowed"),
+        ('a: "\\e]52;c;eA==\\a"', "f:1:4", "the character U+001B is not allowed"),
+        ('a: "b\\x9b1m"', "f:1:4", "the character U+009B is not allowed"),
+        ('a: {"\\r": b}', "f:1:5", "the character U+000D is not allowed"),
         ("a: 1\na: 2", "f:2:1", "duplicate key 'a'"),
         ("a: *x", "f:1:4", "undefined alias"),
         ("a: &x 1\nb: &x 2", "f:2:4", "second occurrence"),

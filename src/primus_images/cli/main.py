@@ -24,7 +24,7 @@ from primus_images import __version__
 from primus_images.cli.verb import VERBS, Verb, parser_of, run
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
-from primus_images.terminal import Screen
+from primus_images.terminal import Screen, harmless
 
 signal.signal(signal.SIGINT, _handler)
 
@@ -37,6 +37,10 @@ _REASONS = {
     errno.EDQUOT: "the disk is full",
     errno.ENOMEM: "the machine gives no more memory or threads",
 }
+# A login that was typed, in an address or in the name of an image, which may end with a digest.
+_LOGIN = re.compile(
+    r"(?<=://)[^\s/@]*@|(?<![^\s'\"`(=])[^\s/@:='\"`(]+:[^\s/@]+@(?!sha256:)(?=[\w.-]+[:/])"
+)
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -122,10 +126,8 @@ def _report(text: str) -> None:
 
     If that is not possible, the exit code alone tells what happened.
     """
-    # A server or a file may have sent parts of it, whose control characters would move the cursor
-    # or hide text.
-    text = re.sub(r"(?<=://)[^\s/@]*@", "…@", text)  # a login in an address that was typed
-    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+    text = _LOGIN.sub("…@", text)
+    text = harmless(text.replace("\t", " ")).replace("\x1b", "\N{REPLACEMENT CHARACTER}")
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from primus_images.errors import InputError, nearest
+from primus_images.terminal import harmless, say
 from primus_images.yamlfile import read_values
 
 
@@ -244,10 +244,11 @@ def answer(
     It is 0, or 1 if not ``passed``.
     """
     if options.json:
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        # JSON's own escapes spare the characters from U+007F on.
+        print(harmless(json.dumps(document, indent=2, ensure_ascii=False)))
     else:
         for line in lines:
-            print(line)
+            print(harmless(line))
     if passed:
         return 0
     return 1
@@ -256,7 +257,7 @@ def answer(
 def note(options: Options | argparse.Namespace, *lines: str) -> None:
     """Print lines to standard error, unless ``--json`` asks for one document instead of text."""
     if not options.json:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        say("\n".join(lines))
 
 
 def _command(text: str) -> list[str]:

@@ -33,6 +33,7 @@ from primus_images.plan.project import Workspace
 from primus_images.programs import stop_all
 from primus_images.progress import choose_progress
 from primus_images.recipes.load import check
+from primus_images.terminal import say
 from primus_images.versions.lock import LockedFile, Request
 
 KINDS: Mapping[str, Kind] = {
@@ -80,7 +81,7 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
     if options.rehash:
         store.prepare()
         for sentence in remove_damage(store):
-            print(f"! {sentence}", file=sys.stderr)
+            say(f"! {sentence}")
     rules = rules_hash() if options.judge else ""
     complete = {}
     for plan in plans:

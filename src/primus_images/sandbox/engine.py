@@ -1,5 +1,7 @@
 """Running a command in an image by the command line of an engine: what podman and Docker share."""
 
+import csv
+import io
 import os
 import re
 import signal
@@ -16,7 +18,14 @@ from typing import Any
 
 from primus_images.errors import HostError, InputError
 from primus_images.programs import captured, received_signals, tracked
-from primus_images.sandbox.container import Command, RootFs, Stream, check_mounts, with_settings
+from primus_images.sandbox.container import (
+    Command,
+    Mount,
+    RootFs,
+    Stream,
+    check_mounts,
+    with_settings,
+)
 
 ENGINE = "the container engine"
 CRUN_HINT = (
@@ -196,9 +205,7 @@ def general_options(command: Command, terminal: bool) -> list[str]:
         options += ["--network=none", f"--hostname={command.hostname}"]
     if terminal:
         options.append("--tty")
-    for mount in command.mounts:
-        mode = "ro" if mount.read_only else "rw"
-        options.append(f"--volume={mount.source.absolute()}:{mount.target}:{mode}")
+    options += map(_mount_option, command.mounts)
     options += [f"--device={device}" for device in command.devices.names]
     if command.cwd:
         options.append(f"--workdir={command.cwd}")
@@ -208,6 +215,20 @@ def general_options(command: Command, terminal: bool) -> list[str]:
         options.append(f"--memory={command.memory_bytes}")
         options.append(f"--memory-swap={command.memory_bytes}")
     return options
+
+
+def _mount_option(mount: Mount) -> str:
+    source = str(mount.source.absolute())
+    if ":" not in source:
+        mode = "ro" if mount.read_only else "rw"
+        return f"--volume={source}:{mount.target}:{mode}"
+    # The other option of the engines, a row of CSV, does not separate the paths by colons.
+    row = ["type=bind", f"source={source}", f"target={mount.target}"]
+    if mount.read_only:
+        row.append("readonly")
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(row)
+    return f"--mount={text.getvalue()}"
 
 
 def group_options(command: Command) -> list[str]:

@@ -37,6 +37,11 @@ _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
 # What apt-get prints with --print-uris.
+# What apt-helper prints about a file whose bytes are not the expected ones.
+_OTHER_BYTES = re.compile(
+    r"^E: Failed to fetch (\S+)\s+Hash Sum mismatch.*?received file:\n\s*- SHA256:([0-9a-f]{64})",
+    re.M | re.S,
+)
 _URI = re.compile(
     r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb ([0-9]+)(?: SHA256:([0-9a-f]{64}))?", re.M
 )
@@ -344,6 +349,7 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
         if not words:
             return
         done = apt.run("/usr/lib/apt/apt-helper", "download-file", *words, cwd=folder)
+        _refuse_other_bytes(done.stderr, {uri: file for file, uri in uris.items()}, suites)
         # Whether a file that is not there any more matters is the caller's to judge.
         lost = r"^E: Failed to fetch (?!.*( 40[34] |not found)).*"
         fault = re.search(lost, done.stdout + done.stderr, re.M)
@@ -352,6 +358,22 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
                 f"the archive of {' and '.join(suites)} does not send its packages: "
                 f"{_reason(fault[0])}",
                 hint="check the network, and run it again",
+            )
+
+
+def _refuse_other_bytes(text: str, files: Mapping[str, LockedFile], suites: Sequence[str]) -> None:
+    """Raise HostError for a file of which apt-helper says that its bytes are not the locked ones.
+
+    ``files`` are by address.
+    """
+    for uri, sha256 in _OTHER_BYTES.findall(text):
+        file = files.get(uri)
+        if file:
+            raise HostError(
+                f"{file.file} from the archive of {' and '.join(suites)} has sha256 {sha256}, but "
+                f"sha256 {file.sha256} is locked for {file.name} {file.version}",
+                hint="do not trust that source; if its maker replaced the file on purpose: "
+                f"primus lock --refresh-package {file.name}",
             )
 
 

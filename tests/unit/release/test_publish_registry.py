@@ -318,3 +318,20 @@ def test_an_answer_byte_by_byte_has_a_time_limit(monkeypatch: pytest.MonkeyPatch
 def test_what_a_registry_sends_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     _report("status 418: \x1b[31mred\x07\n  → café")
     assert capsys.readouterr().err == "status 418: \ufffd[31mred\ufffd\n  → café\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("'bob:pw@host.example/x' is no repository", "'…@host.example/x' is no repository"),
+        ("--to bob:pw@host.example:5000/x", "--to …@host.example:5000/x"),
+        ("--to=bob:pw@host.example/x", "--to=…@host.example/x"),
+        ("https://bob:pw@host.example/x", "https://…@host.example/x"),
+        ("primus:v26.11@sha256:0a is not there", "primus:v26.11@sha256:0a is not there"),
+        ("rocm/primus:v26.11@sha256:0a", "rocm/primus:v26.11@sha256:0a"),
+        ("versions.yaml:3:4: a@b", "versions.yaml:3:4: a@b"),
+    ],
+)
+def test_a_login_is_not_shown(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _report(text)
+    assert capsys.readouterr().err == f"{shown}\n"

@@ -239,6 +239,9 @@ def test_options_of_a_container(tmp_path):
     assert f"--volume={tmp_path}:/out:rw" in options
     assert {"--tty", "--workdir=/w", "--user=me", "--shm-size=5", "--init"} <= set(options)
     assert options[options.index("--network=none") + 1] == "--hostname=h"
+    named = (Mount(source=Path("/a:b,c"), target="/in", read_only=False),)
+    options = engine.general_options(Command(mounts=named, hostname="h"), False)
+    assert '--mount=type=bind,"source=/a:b,c",target=/in' in options
     alone = engine.general_options(Command(network=True, hostname="h"), False)
     assert "--network=host" in alone
     assert not any(word.startswith(("--hostname", "--tty", "--user")) for word in alone)

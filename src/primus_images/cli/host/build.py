@@ -15,7 +15,7 @@ from primus_images.plan.explain import changes, explain_text, lost, outline, out
 from primus_images.plan.layers import plan_images
 from primus_images.plan.project import Workspace
 from primus_images.plan.resolve import ResolvedTarget
-from primus_images.terminal import Screen, Styled, bytes_text, counted
+from primus_images.terminal import Screen, Styled, bytes_text, counted, say
 
 
 def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
@@ -84,7 +84,7 @@ def _print_channels(targets: Sequence[ResolvedTarget]) -> None:
     for target in targets:
         if len(target.target.channels) > 1:
             channel = f"channel {target.choice.channel}, {target.choice.reason}"
-            print(f"{target.name}: {channel}", file=sys.stderr)
+            say(f"{target.name}: {channel}")
 
 
 def _finished(plans: Sequence[ImagePlan], store: Store) -> list[Built]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from primus_images.gpus.table import arch_of, generation, load_table
 from primus_images.launch import kubernetes, slurm
 from primus_images.launch.plan import Plan
 from primus_images.recipes.choose import CPU
+from primus_images.terminal import say
 from primus_images.training.run import machine
 
 
@@ -125,7 +125,7 @@ def _plan(request: Request, options: LaunchOptions) -> Plan:
         machine.check_prediction(recipe)
     for sentence in [plan.warning(), *_contradictions(options, recipe.gpu)]:
         if sentence:
-            print(f"primus launch: {sentence}", file=sys.stderr)
+            say(f"primus launch: {sentence}")
     return plan
 
 
@@ -142,10 +142,7 @@ def _for_gpu(request: Request, options: LaunchOptions, *, here: bool) -> Request
         gpu = load_table().generations[0].name
         request = request.with_gpu(gpu)
         request.resolved(here=here)
-        print(
-            f"primus launch: resolved for {gpu}; --gpu NAME names the GPU of the nodes",
-            file=sys.stderr,
-        )
+        say(f"primus launch: resolved for {gpu}; --gpu NAME names the GPU of the nodes")
     return request
 
 

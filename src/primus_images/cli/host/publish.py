@@ -1,7 +1,6 @@
 """`primus publish` and `primus tag`: images, their evidence and tags in a registry."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from primus_images.release.publish import Needs, Ready, move_tag, prepare, publi
 from primus_images.release.reference import require_repository
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Signer
-from primus_images.terminal import Screen
+from primus_images.terminal import Screen, say
 
 
 def publish(args: argparse.Namespace) -> int:
@@ -95,8 +94,8 @@ def _warn_of_previews(targets: Sequence[ResolvedTarget]) -> None:
         choice = resolved.choice
         if choice.preview:
             sentence = f"{resolved.name} is a preview of channel {choice.channel}: {choice.preview}"
-            print(f"! {sentence}", file=sys.stderr)
-            print(f"  → {choice.reason}; --preview publishes the preview", file=sys.stderr)
+            say(f"! {sentence}")
+            say(f"  → {choice.reason}; --preview publishes the preview")
 
 
 def _judgement(ready: Ready, repository: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from primus_images.release.cells import Cell, cell_of, cells_of
 from primus_images.release.hardware import NO_GPU, choose_gpus, cpu_model
 from primus_images.release.summary import Validated, outcome_text, table
 from primus_images.release.validation import Options, planned_jobs, validate as validate_cells
-from primus_images.terminal import Screen, counted
+from primus_images.terminal import Screen, counted, say
 
 Cells = Sequence[tuple[Cell, str]]
 """Cells, each with a level of the suite."""
@@ -109,7 +108,7 @@ def _record_golden(resolved: ResolvedTarget, validated: Sequence[Validated], *, 
     today = time.strftime("%Y-%m-%d", time.gmtime())
     curves = golden.of_records(resolved.ref, records, date=today, cpu=cpu_model())
     golden.save(resolved.root, curves, keep=keep)
-    print(f"{len(curves.curves)} golden curves of {resolved.ref} recorded", file=sys.stderr)
+    say(f"{len(curves.curves)} golden curves of {resolved.ref} recorded")
 
 
 def _report(validated: Sequence[Validated], args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -39,6 +39,7 @@ from primus_images.programs import lacks_ids, need, tracked
 from primus_images.versions.lock import LockedFile
 
 _NARROW = "narrow the base's pattern under `kernels`"
+_PLAIN = re.compile(r"[\w/.+-]+", re.ASCII)
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
@@ -186,11 +187,21 @@ def _own_processes() -> list[str]:
     return []
 
 
-def _workplace(scratch: Path) -> AbstractContextManager[str]:
-    if os.geteuid() == 0:
-        return nullcontext(str(scratch))
-    # An ordinary user's mapped ids must be able to enter it, which a home folder usually prevents.
-    return tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True)
+@contextmanager
+def _workplace(scratch: Path) -> Iterator[str]:
+    """Yield a folder for mmdebstrap, whose path apt can read in a line of its sources."""
+    if os.geteuid() == 0 and _PLAIN.fullmatch(str(scratch)):
+        yield str(scratch)
+        return
+    with tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True) as folder:
+        if os.geteuid() != 0:
+            # An ordinary user's mapped ids must be able to enter it, which a home folder usually
+            # prevents.
+            yield folder
+            return
+        link = Path(folder) / "scratch"
+        link.symlink_to(scratch)
+        yield str(link)
 
 
 def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:

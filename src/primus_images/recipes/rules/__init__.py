@@ -48,8 +48,10 @@ def fits(memory: Memory, available: float) -> bool:
     """Whether a run with this memory starts on a GPU of which ``available`` bytes are usable.
 
     If the peak does not fit but the least does, the allocator has to release memory in every step,
-    which costs speed.
+    which costs speed. Gradients that are always there leave it nothing to release.
     """
+    if memory.standing:
+        return memory.peak <= available
     return memory.least <= available / USABLE
 
 

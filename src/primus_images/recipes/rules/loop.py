@@ -30,7 +30,8 @@ class Memory:
     ``weights``, ``gradients`` and ``optimizer`` are shards; the other terms are what a step adds.
     ``unsharded``: gathered weights and gradients before they are reduced. ``loss``: logits and
     their gradients. ``reused``: memory of gradients that activations and logits use before the
-    gradients exist.
+    gradients exist. ``standing``: gradients exist while activations are at their largest, in
+    buffers that are never freed or because micro-batches add to them.
     """
 
     weights: float
@@ -40,6 +41,7 @@ class Memory:
     activations: float
     loss: float
     reused: float = 0.0
+    standing: bool = False
 
     @property
     def peak(self) -> float:
@@ -57,6 +59,7 @@ class Memory:
     def terms(self) -> dict[str, float]:
         """Name → bytes of the terms of ``peak``. Reused memory is negative; 0 is left out."""
         terms = asdict(self)
+        del terms["standing"]
         reused = terms.pop("reused")
         if reused:
             terms["reused"] = -reused
@@ -65,6 +68,8 @@ class Memory:
     @property
     def least(self) -> float:
         """What the backward pass requires at its start or end. With so little, it is slower."""
+        if self.standing:
+            return self.peak
         states = self.weights + self.optimizer
         return max(states + self.activations + self.loss, states + self.gradients) + self.unsharded
 
@@ -273,6 +278,7 @@ class Rules:
             activations=activations,
             reused=reused,
             loss=_loss(recipe, tokens),
+            standing=recipe.accumulation > 1,
         )
 
 

@@ -3,12 +3,24 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from primus_images.recipes.architecture import size
+from primus_images.recipes.architecture import Architecture
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.faults import Fault
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import loop as terms
 from primus_images.recipes.rules.loop import BFLOAT16, FACTORS, FLOAT32, Memory, Rules
+from primus_images.recipes.rules.stages import (
+    Share,
+    Stage,
+    products,
+    replicas,
+    share,
+    stage_faults,
+    stages,
+)
+
+_FSDP2 = "megatron.torch_fsdp2"
+_EIGHT = ("fp8", "mxfp8")
 
 
 class Megatron(Rules):
@@ -58,45 +70,84 @@ class Megatron(Rules):
             why = "Megatron splits sequences in Transformer Engine alone"
             yield _degree_key(recipe, "cp"), why, "use TP"
         yield from super().faults(recipe)
+        yield from stage_faults(recipe)
         # A file's number may be of the whole model, of which the command line takes fewer layers.
         key = "megatron.model.recompute_num_layers"
         recomputed = recipe.settings.get(key)
         if recomputed and recomputed.typed and int(str(recomputed.value)) > model.layers:
             why = f"{recomputed.value} is more than the model's {model.layers} layers"
             yield key, why, f"model.recompute_num_layers={model.layers} at most"
-        if recipe.find("megatron.torch_fsdp2", False):
+        if recipe.find(_FSDP2, False):
             yield from _fsdp2_faults(recipe)
         if recipe.degree("tp") > 1:
             yield from _tensor_faults(recipe)
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
-        """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""
-        model = recipe.architecture
-        tokens = batch * recipe.seq_len / recipe.degree("cp")
-        total = float(size(model).total)
-        width = terms.width_of(recipe.find("megatron.training.dtype", "bfloat16"))
-        reduced = width
-        if recipe.find("megatron.ddp.grad_reduce_in_fp32", True):
-            reduced = FLOAT32
-        tensor = recipe.degree("tp")
-        stages = recipe.degree("pp")
-        parts = tensor * stages * recipe.degree("ep")
-        optimizer_parts = parts
+        """Predict the peak of one rank: of the pipeline stage that needs most."""
+        rows = [stage_memory(recipe, stage, batch) for stage in stages(recipe)]
+        return max(rows, key=lambda row: row.peak)
+
+
+def stage_memory(recipe: Recipe, stage: Stage, batch: int) -> Memory:
+    """Predict the peak of one rank of ``stage``, with micro-batches of ``batch``."""
+    model = recipe.architecture
+    tokens = batch * recipe.seq_len / recipe.degree("cp")
+    width = terms.width_of(recipe.find("megatron.training.dtype", "bfloat16"))
+    tensor = recipe.degree("tp")
+    here = share(recipe, stage)
+    # Megatron's own buffers of gradients exist from the start of a run to its end.
+    has_buffers = not recipe.find(_FSDP2, False)
+    if has_buffers:
+        weights = width * here.total
+        gradients = _reduced(recipe, width) * here.total
+        optimized = _optimized(recipe, here)
         gathered = 0.0
-        if recipe.find("megatron.ddp.use_distributed_optimizer", True):
-            optimizer_parts = recipe.world_size
-        if recipe.find("megatron.torch_fsdp2", False):
-            parts = optimizer_parts = recipe.world_size
-            gathered = terms.unsharded(recipe, width)
-        in_flight = min(stages, max(1, recipe.accumulation))
-        return Memory(
-            weights=width * total / parts,
-            gradients=reduced * total / parts,
-            optimizer=_states(recipe, width) * total / optimizer_parts,
-            unsharded=gathered,
-            activations=_saved(recipe) * in_flight * tokens * width / tensor,
-            loss=tokens * model.vocab_size * FACTORS["megatron_loss"] / tensor,
-        )
+    else:
+        # Gradients are reduced in float32, and kept in the precision of the weights.
+        optimized = here.total / recipe.world_size
+        weights = gradients = width * optimized
+        gathered = terms.unsharded(recipe, width)
+    loss = 0.0
+    if stage.is_last:
+        loss = tokens * model.vocab_size * _per_logit(recipe) / tensor
+    saved = _saved(recipe, len(stage.layers)) * stage.in_flight
+    copies = 0.0
+    if recipe.precision in _EIGHT:
+        # Transformer Engine keeps weights in FP8, as they are and transposed.
+        copies = 2 * products(recipe, stage)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=_states(recipe, width) * optimized,
+        unsharded=gathered,
+        activations=saved * tokens * width / tensor + copies,
+        loss=loss,
+        standing=has_buffers or recipe.accumulation > 1,
+    )
+
+
+def _reduced(recipe: Recipe, width: int) -> int:
+    """Return the bytes of a gradient in Megatron's buffers."""
+    if recipe.find("megatron.ddp.grad_reduce_in_fp32", True):
+        return FLOAT32
+    return width
+
+
+def _optimized(recipe: Recipe, here: Share) -> float:
+    """Return the parameters of which this rank keeps the optimizer's states."""
+    if not recipe.find("megatron.ddp.use_distributed_optimizer", True):
+        return here.total
+    parts = replicas(recipe)
+    instances = recipe.find("megatron.ddp.num_distributed_optimizer_instances", 1)
+    return instances * (here.dense / parts.dense + here.experts / parts.experts)
+
+
+def _per_logit(recipe: Recipe) -> float:
+    if not recipe.find("megatron.model.cross_entropy_loss_fusion", False):
+        return FACTORS["megatron_plain_loss"]
+    if recipe.find("megatron.model.cross_entropy_fusion_impl", "native") == "te":
+        return FACTORS["megatron_te_loss"]
+    return FACTORS["megatron_loss"]
 
 
 def _degree_key(recipe: Recipe, kind: str) -> str:
@@ -131,33 +182,55 @@ def _states(recipe: Recipe, width: int) -> float:
     """Return the bytes of the optimizer's states of one parameter that stay on the GPU."""
     states: float = 2 * FLOAT32
     if width == BFLOAT16:
-        states += FLOAT32
+        states += _master(recipe)
     if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
         states *= 1 - recipe.find("megatron.optimizer.optimizer_offload_fraction", 0.0)
     return states
 
 
-def _saved(recipe: Recipe) -> float:
-    """Return the elements per token that the layers of a stage keep."""
+def _master(recipe: Recipe) -> int:
+    """Return the bytes of what the optimizer keeps of a weight beside its BF16 value."""
+    is_aware = recipe.find("megatron.optimizer.use_precision_aware_optimizer", False)
+    if is_aware and recipe.find("megatron.optimizer.store_param_remainders", True):
+        # The lower half of a float32 value, of which the weight is the upper half.
+        return BFLOAT16
+    return FLOAT32
+
+
+def _saved(recipe: Recipe, layers: int) -> float:
+    """Return the elements per token that the ``layers`` of a stage keep."""
     model = recipe.architecture
-    layers = model.layers / recipe.degree("pp")
     recomputed, group = _recomputed(recipe, layers)
     layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
+    if recipe.precision in _EIGHT:
+        layer -= _inputs_in_eight(model) / 2
     saved = (layers - recomputed) * layer + recomputed / group * model.hidden_size
     if recomputed:
         saved += group * layer * FACTORS["recomputed"]
     return saved
 
 
-def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
+def _inputs_in_eight(model: Architecture) -> float:
+    """Return the elements per token of products' inputs, which FP8 keeps in half the bytes.
+
+    Attention keeps what it returns, so the copy in FP8 is one more.
+    """
+    inputs = 2 * model.hidden_size + terms.ffn_width(model, routed=False)
+    routed = model.moe.top_k * (model.moe.ffn_size + model.hidden_size)
+    inputs += routed * model.sparse_layers / model.layers
+    return inputs - model.heads * model.value_size
+
+
+def _recomputed(recipe: Recipe, layers: int) -> tuple[int, int]:
     # How many of a stage's layers are recomputed in full, and how many at a time.
     if recipe.find("megatron.training.recompute", "none") == "full":
         return layers, 1
     if recipe.find("megatron.model.recompute_granularity", "none") != "full":
-        return 0.0, 1
+        return 0, 1
     number = recipe.find("megatron.model.recompute_num_layers", 0)
-    # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of
-    # that many.
+    # "block" recomputes that many layers of each chunk one by one; "uniform" recomputes all layers
+    # in groups of that many.
     if recipe.find("megatron.model.recompute_method", "") == "block":
-        return min(layers, number), 1
+        virtual = recipe.find("megatron.model.virtual_pipeline_model_parallel_size", 1)
+        return min(layers, number * virtual), 1
     return layers, max(1, number)

@@ -105,11 +105,12 @@ class Torchtitan(Rules):
         width, compute = _widths(recipe)
         tensor = recipe.degree("tp")
         stages = recipe.degree("pp")
-        in_flight = 1
+        in_flight = micro_batches = 1
         if stages > 1:
             # A pipeline splits the local batch into micro batches of its own.
             part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
-            in_flight = min(stages, max(1, batch // part))
+            micro_batches = max(1, batch // part)
+            in_flight = min(stages, micro_batches)
             tokens *= min(1.0, part / batch)
         elements = model.layers / stages * kept.saved * in_flight + kept.once
         weights = width * float(size(model).total) * recipe.degree("replicas") / recipe.world_size
@@ -125,6 +126,7 @@ class Torchtitan(Rules):
             unsharded=_gathered(recipe, width, compute),
             activations=elements * tokens * compute / tensor + kept.copies,
             loss=loss,
+            standing=recipe.accumulation > 1 or micro_batches > 1,
         )
 
     def _kept(self, recipe: Recipe) -> "_Kept":
@@ -255,6 +257,7 @@ def _alone(recipe: Recipe, tokens: float, kept: _Kept) -> Memory:
         activations=activations,
         loss=loss,
         reused=reused,
+        standing=recipe.accumulation > 1,
     )
 
 

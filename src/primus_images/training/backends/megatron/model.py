@@ -157,7 +157,7 @@ def build(job: RankJob, *, on_cpu: bool) -> list[Any]:
     """
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
-    transformer = _configured(job, on_cpu=on_cpu)
+    transformer = transformer_config(job, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     choices = job.section(MegatronConfig)
     source = source_of(choices.weights, offline=True)
@@ -167,7 +167,7 @@ def build(job: RankJob, *, on_cpu: bool) -> list[Any]:
     parts = []
     with _automatic_attention(transformer):
         for stage in virtual_stages:
-            part = _gpt(job, transformer, stage)
+            part = gpt_model(job, transformer, stage)
             if not on_cpu:
                 part.cuda(torch.cuda.current_device())
             if source:
@@ -178,8 +178,8 @@ def build(job: RankJob, *, on_cpu: bool) -> list[Any]:
             else:
                 seed = job.training.seed
                 weights.draw(part, methods, seed, tied=job.model.tied_embeddings)
-            parts.append(_in_bfloat16(transformer, part) if transformer.bf16 else part)
-    return _distributed(transformer, parts, job, sharded=choices.torch_fsdp2)
+            parts.append(in_bfloat16(transformer, part) if transformer.bf16 else part)
+    return distributed_parts(transformer, parts, job, sharded=choices.torch_fsdp2)
 
 
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -201,7 +201,8 @@ def _automatic_attention(transformer: TransformerConfig) -> Iterator[None]:
         os.environ.update(variables)
 
 
-def _configured(job: RankJob, *, on_cpu: bool) -> TransformerConfig:
+def transformer_config(job: RankJob, *, on_cpu: bool) -> TransformerConfig:
+    """Return Megatron's configuration of the job's model."""
     model = job.model
     dtype = getattr(torch, job.training.dtype)
     settings = section(job.config, "model")
@@ -238,7 +239,8 @@ def _configured(job: RankJob, *, on_cpu: bool) -> TransformerConfig:
     return TransformerConfig(**values)
 
 
-def _gpt(job: RankJob, transformer: TransformerConfig, stage: int | None) -> GPTModel:
+def gpt_model(job: RankJob, transformer: TransformerConfig, stage: int | None) -> GPTModel:
+    """Return this rank's part of the model. ``stage`` is that of an interleaved pipeline."""
     return GPTModel(
         config=transformer,
         transformer_layer_spec=_spec(transformer, job.turbo, stage),
@@ -249,7 +251,8 @@ def _gpt(job: RankJob, transformer: TransformerConfig, stage: int | None) -> GPT
     )
 
 
-def _in_bfloat16(transformer: TransformerConfig, part: GPTModel) -> Float16Module:
+def in_bfloat16(transformer: TransformerConfig, part: GPTModel) -> Float16Module:
+    """Return ``part`` in bfloat16, but for the biases of its routers."""
     wrapped = Float16Module(transformer, part)
     for module in part.modules():
         if isinstance(module, TopKRouter):
@@ -258,9 +261,10 @@ def _in_bfloat16(transformer: TransformerConfig, part: GPTModel) -> Float16Modul
     return wrapped
 
 
-def _distributed(
+def distributed_parts(
     transformer: TransformerConfig, parts: Sequence[Any], job: RankJob, *, sharded: bool
 ) -> list[Any]:
+    """Return the ``parts`` with what reduces their gradients."""
     settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not sharded}
     settings |= section(job.config, "ddp")
     ddp = distributed.DistributedDataParallelConfig(**settings)

@@ -49,7 +49,7 @@ class MegatronSession:
         self._tied = job.model.tied_embeddings
         self.model_parts: Sequence[torch.nn.Module] = build(job, on_cpu=on_cpu)
         self._ddp = self.model_parts[0].ddp_config
-        settings = _optimizer_settings(job, self._ddp)
+        settings = optimizer_settings(job, self._ddp)
         self._optimizer = get_megatron_optimizer(
             settings,
             self.model_parts,
@@ -228,7 +228,8 @@ def _start(job: RankJob, *, on_cpu: bool) -> None:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 
 
-def _optimizer_settings(job: RankJob, ddp: Any) -> OptimizerConfig:
+def optimizer_settings(job: RankJob, ddp: Any) -> OptimizerConfig:
+    """Return Megatron's configuration of the job's optimizer. ``ddp`` is that of the gradients."""
     values = {
         **arguments(job.training, ARGUMENTS, "optimizer"),
         "optimizer": "adam",

@@ -56,11 +56,13 @@ def find_waste(
     *,
     without: Collection[str] = (),
     caches: bool = False,
+    more: Mapping[str, Sequence[Path]] | None = None,
 ) -> list[Waste]:
     """Return what can be removed, in the order in which it is safe to remove it.
 
     ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images to
-    remove as well. ``caches`` adds downloaded files, unpacked layers and results of gates.
+    remove as well. ``caches`` adds downloaded files, unpacked layers and results of gates, and
+    ``more`` has other paths by their kind.
 
     Raises HostError if the index, a manifest or a config is damaged, because the layers it needs
     are then unknown.
@@ -92,6 +94,7 @@ def find_waste(
         # `primus verify` was killed, or was asked to keep a store that differs.
         "stores of verify": sorted(workspace.folder.glob("verify-*")),
         "hashes of files": hashes,
+        **(more or {}),
     }
     return [
         Waste(kind=kind, paths=tuple(paths), size=sum(map(_size, paths)))

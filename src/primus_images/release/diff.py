@@ -29,8 +29,11 @@ ROWS = (
 Values = Mapping[str, str | None]
 Kind = Literal["added", "removed", "changed"]
 NONE = "–"
-# What is said of a missing value: of a release that AMD published, and of pins or an image.
-_ABSENT = ("not published", "not there")
+# What is said of a value that a side lacks: a release that AMD published, or a side that does not
+# say all of this kind, or one that does.
+_NOT_PUBLISHED = "not published"
+_NOT_STATED = "not stated"
+_NOT_THERE = "not there"
 HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
 # The most rows of one section as text, such as files.
 _MOST = 60
@@ -56,12 +59,24 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """The differences of one kind, such as components, packages or files, and the values that are
-    the same.
+    the same. ``absent`` says of the old and of the new side what it means that a value is missing.
     """
 
     name: str
     changes: tuple[Change, ...]
     same: Mapping[str, str]
+    absent: tuple[str, str]
+
+    @property
+    def compared(self) -> tuple[Change, ...]:
+        """The changes of which both sides know."""
+        known = []
+        for change in self.changes:
+            old_known = change.old is not None or self.absent[0] == _NOT_THERE
+            new_known = change.new is not None or self.absent[1] == _NOT_THERE
+            if old_known and new_known:
+                known.append(change)
+        return tuple(known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +105,22 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
     """Compare ``old`` with ``new``, of which ``issues`` are known."""
     before = old.release
     after = new.release
+    origins = (before.origin, after.origin)
     sections = [
-        _compare("facts", release_facts(before), release_facts(after)),
+        _compare("facts", release_facts(before), release_facts(after), origins),
         # The locked version counts for a component that only the other side names.
         _compare(
             "components",
             {**before.locked, **before.components},
             {**after.locked, **after.components},
+            origins,
             component_order([*before.components, *after.components]),
         ),
     ]
     for name, part in new.parts.items():
         if name in old.parts:
             names = sorted({*old.parts[name], *part}, key=_natural)
-            sections.append(_compare(name, old.parts[name], part, names))
+            sections.append(_compare(name, old.parts[name], part, origins, names))
     notes = {}
     for release in (before, after):
         if release.notes and not release.origin:
@@ -145,6 +162,7 @@ def release_facts(release: Release) -> dict[str, str | None]:
         "date": release.date,
         "supported until": release.supported_until,
         "drivers": release.drivers,
+        "validated": release.validated,
         "size": size,
         "compressed size": compressed,
         "GPUs": _joined(release.gpus),
@@ -161,7 +179,13 @@ def _joined(names: tuple[str, ...] | None) -> str | None:
     return ", ".join(sorted(names, key=_natural)) or "none"
 
 
-def _compare(name: str, old: Values, new: Values, entries: Iterable[str] | None = None) -> Section:
+def _compare(
+    name: str,
+    old: Values,
+    new: Values,
+    origins: tuple[str, str],
+    entries: Iterable[str] | None = None,
+) -> Section:
     """Compare ``entries``, by default those of ``old``."""
     changes = []
     same = {}
@@ -172,7 +196,19 @@ def _compare(name: str, old: Values, new: Values, entries: Iterable[str] | None 
             changes.append(_change(entry, before, after))
         elif before is not None:
             same[entry] = before
-    return Section(name=name, changes=tuple(changes), same=same)
+    absent = (_absent(name, origins[0]), _absent(name, origins[1]))
+    return Section(name=name, changes=tuple(changes), same=same, absent=absent)
+
+
+def _absent(section: str, origin: str) -> str:
+    """Return what it means that a side of this origin lacks a value of a section."""
+    if not origin:
+        return _NOT_PUBLISHED
+    # An image names its pins, and not what is pinned of its base.
+    pinned = section == "components" and origin.startswith("pins of")
+    if section == "facts" or (section == "components" and not pinned):
+        return _NOT_STATED
+    return _NOT_THERE
 
 
 def _change(entry: str, old: str | None, new: str | None) -> Change:
@@ -195,7 +231,7 @@ def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     """
     more: tuple[str, ...] = ()
     if any(release.origin for release in releases):
-        more = ("supported until", "drivers")
+        more = ("supported until", "drivers", "validated")
     rows = []
     for release in newest_first(releases):
         facts = release_facts(release)
@@ -206,12 +242,13 @@ def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
     """Return everything that is known about one release."""
-    absent = _ABSENT[bool(release.origin)]
     facts = release_facts(release)
     if release.same_as:
         facts["same table as"] = release.same_as
-    fact_rows = [(name, value or absent) for name, value in facts.items()]
+    unknown = _absent("facts", release.origin)
+    fact_rows = [(name, value or unknown) for name, value in facts.items()]
     names = component_order(release.components)
+    absent = _absent("components", release.origin)
     component_rows = [(name, release.components[name] or absent) for name in names]
     lines = [
         *screen.wrap(Styled(release.reference, "bold")),
@@ -236,8 +273,7 @@ def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
 
 def _rows(part: Section, difference: Diff) -> list[tuple[str, str, str]]:
     """Return the first changes of a section, and what is the same where that is of interest."""
-    old_absent = _ABSENT[bool(difference.old_origin)]
-    new_absent = _ABSENT[bool(difference.new_origin)]
+    old_absent, new_absent = part.absent
     rows: list[tuple[str, str, str]] = []
     for change in part.changes[:_MOST]:
         values = f"{change.old or old_absent} → {change.new or new_absent}"

@@ -93,6 +93,24 @@ def load(root: Path, release: str) -> Curves | None:
     return curves
 
 
+def of_pins(root: Path, release: str, files: Iterable[LockedFile]) -> Curves | None:
+    """Return the curves of ``release`` if the packages of its lock, ``files``, computed them.
+
+    Without them, None: those of another release or of other versions say nothing of it.
+    """
+    curves = load(root, release)
+    if curves is None:
+        return None
+    locked = {}
+    for file in files:
+        if file.kind == "wheel" and file.base is None:
+            locked[file.name] = file.version
+    for package, version in curves.versions.items():
+        if locked.get(package, version) != version:
+            return None
+    return curves
+
+
 def name_of(record: Record) -> str | None:
     """Return the name of the curve in a record; None unless it is of FP32 on a CPU."""
     recipe = record.recipe
@@ -163,6 +181,8 @@ def changes(
     if not old or not new:
         without = new_name if old else old_name
         return (f"{without} has no golden curves, so training was not compared",)
+    if old == new:
+        return (f"training was not compared: both sides have the curves of one run, {old.release}",)
     sentences = []
     for name in sorted({*old.curves, *new.curves}):
         sentence = _change(name, old, new)

@@ -48,6 +48,7 @@ class Release:
     supported_until: str | None = None
     drivers: str | None = None
     components: Mapping[str, str | None]
+    validated: str | None = None
     notes: tuple[str, ...] = ()
     origin: str = ""
     locked: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from primus_images.oci.store import MANIFEST_TYPE, Store, digest_of
 from primus_images.plan.action import Composed, ImagePlan
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
-from primus_images.recipes.recipe import misstated
 from primus_images.release.artifact import Document
 from primus_images.release.documents import VALIDATION, documents
 from primus_images.release.git import checkout
+from primus_images.release.hardware import NO_GPU
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
+from primus_images.release.records import records_of
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
 from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
-from primus_images.schema import read_json
 from primus_images.training.judge.record import Record
 from primus_images.versions.remotes import skopeo
 
@@ -298,38 +298,14 @@ def _push(
 
 def _validations(folder: Path, content: str) -> list[Document]:
     """Return the validations of the image with this config as documents."""
-    records = _records(folder)
-    return [_validation(record) for record in records if record.image.content == content]
-
-
-def _records(folder: Path) -> list[Record]:
-    """Read the records of validations below ``folder``. Raises InputError for what is none."""
-    records = []
-    for path in sorted(folder.glob("*/record.json")):
-        try:
-            data = read_json(path).data
-        except OSError:
-            raise InputError("not a validation record", where=str(path), hint="remove it") from None
-        try:
-            record = Record.of(data, str(path))
-        except InputError as error:
-            raise InputError(
-                f"not a validation record: {error.message}", where=str(path), hint="remove it"
-            ) from None
-        fault = misstated(asdict(record.recipe))
-        if fault:
-            raise InputError(
-                f"not a validation record: {fault}",
-                where=str(path),
-                hint="remove it, and validate again",
-            )
-        records.append(record)
-    return records
+    return [_validation(record) for record in records_of(folder, content)]
 
 
 def _validation(record: Record) -> Document:
     recipe = record.recipe
     name = f"{recipe.name}-{recipe.backend}-{recipe.mode}-{recipe.precision}"
+    if record.gpu != NO_GPU:
+        name += f"-{record.gpu}"
     data = json.dumps(record.as_json(), indent=1, ensure_ascii=False, sort_keys=True).encode()
     return Document(
         media_type=VALIDATION,

@@ -18,7 +18,7 @@ from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError, PrimusError, did_you_mean
 from primus_images.gates.examined import LayerFacts, examine_layer, observe
 from primus_images.oci.layer import walk
-from primus_images.oci.store import Store
+from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.progress import Progress
@@ -37,6 +37,7 @@ from primus_images.release.history import (
     select,
     spread,
 )
+from primus_images.release.records import records_of
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
 from primus_images.sandbox.container import LayerRef
@@ -166,7 +167,7 @@ def _of_pins(project: Project, target: str, origin: str) -> Side:
     return Side(
         release=replace(release, components=components),
         parts=_pinned_parts(project.root, targets),
-        curves=_newest_curves(project.root, targets),
+        curves=_curves_of_pins(project.root, targets),
     )
 
 
@@ -191,11 +192,30 @@ def _pinned_parts(root: Path, targets: Sequence[ResolvedTarget]) -> dict[str, Pa
     }
 
 
-def _newest_curves(root: Path, targets: Sequence[ResolvedTarget]) -> golden.Curves | None:
+def _curves_of_pins(root: Path, targets: Sequence[ResolvedTarget]) -> golden.Curves | None:
     for target in targets:
-        for curves in golden.recorded(root, target.name + target.choice.suffix):
+        files = target.lock.files if target.lock else ()
+        curves = golden.of_pins(root, target.ref, files)
+        if curves:
             return curves
     return None
+
+
+def _curves_of_image(
+    project: Project, ref: str, content: str, packages: Part
+) -> golden.Curves | None:
+    """Return the curves of an image: of its own validations, or recorded with its packages."""
+    output = project.root / "out/validation" / target_of(ref)
+    measured = golden.of_records(ref, records_of(output, content))
+    if measured.curves:
+        return measured
+    curves = golden.load(project.root, ref)
+    if curves is None:
+        return None
+    for package, version in curves.versions.items():
+        if packages.get(package, version) != version:
+            return None
+    return curves
 
 
 def _in_image(lock: Lock) -> Iterator[LockedFile]:
@@ -312,7 +332,7 @@ def _of_store(project: Project, ref: str) -> Side:
     return Side(
         release=_release(root.config, image, layers.values()),
         parts=parts,
-        curves=golden.load(project.root, ref),
+        curves=_curves_of_image(project, ref, digest_of(root.config_bytes), packages),
         layers=layers,
     )
 

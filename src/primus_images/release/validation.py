@@ -26,6 +26,7 @@ from primus_images.progress import choose_progress
 from primus_images.release import golden
 from primus_images.release.cells import Cell
 from primus_images.release.hardware import NO_GPU, Hardware, ran_on, require_gpus
+from primus_images.release.records import FILE, image_folder, make_room
 from primus_images.release.summary import GATE, Validated, mark
 from primus_images.report.html import page
 from primus_images.sandbox.container import Command, Mount, RootFs
@@ -144,7 +145,7 @@ class _Validation:
     def validate_cell(self, number: int, jobs: Sequence[Job]) -> Validated:
         """Validate the cell of a number, counted from 1."""
         cell = self.cells[number - 1]
-        folder = self.options.output / self.resolved.name / cell.folder
+        folder = self._folder(cell)
         shown = f"[{number}/{len(self.cells)}] {cell}"
         if not (self.options.again or self.options.recording):
             earlier = passed_before(folder, self._state(jobs), self.gates)
@@ -154,6 +155,7 @@ class _Validation:
                 return Validated(record=earlier, folder=folder, earlier=True)
         if len(self.cells) > 1:
             self._tell(f"▸ {shown}")
+        make_room(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # Evidence is about the bytes of the image, so they are what the jobs must read.
         self.runner.verify(self.root)
@@ -162,11 +164,18 @@ class _Validation:
         if not self.options.recording:
             record = _with_curve(record, self.resolved)
         content = json.dumps(record.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
-        write_file(folder / "record.json", content + "\n")
+        write_file(folder / FILE, content + "\n")
         (folder / "report.html").write_text(page(record), encoding="utf-8")
         if self.together > 1:
             self._tell(f"{mark(record.passed)} {shown}: {len(record.verdicts)} checks")
         return Validated(record=record, folder=folder)
+
+    def _folder(self, cell: Cell) -> Path:
+        """Return the folder of a cell's validation: that of the image, the cell and the GPU."""
+        name = cell.folder
+        if self.options.hardware.gpu != NO_GPU:
+            name += f"-{self.options.hardware.gpu}"
+        return image_folder(self.options.output / self.resolved.name, self.image) / name
 
     def _tell(self, line: str) -> None:
         if not self.options.quiet:
@@ -188,7 +197,7 @@ class _Validation:
             raise KeyboardInterrupt
         here = folder / job.output.relative_to(_INSIDE)
         if here.exists():
-            # Files of an earlier validation must not be mistaken for those of this one.
+            # Files of an interrupted validation must not be mistaken for those of this one.
             shutil.rmtree(here)
         here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
         show = self.together == 1 and not self.options.quiet
@@ -288,7 +297,7 @@ def passed_before(folder: Path, state: tuple[str, ...], gates: Checked) -> Recor
     as now, too.
     """
     try:
-        record = Record.of(read_json(folder / "record.json").data)
+        record = Record.of(read_json(folder / FILE).data)
     except (OSError, InputError):
         return None
     before = (

@@ -102,7 +102,7 @@ def test_history_against_the_present_file(
         "- rocm 10.1.0 → not there",
         "~ flash_attention 2.8.4 → 2.8.1",
         "+ alpha not published → local",
-        "- size 56.4 GB → not there",
+        "- size 56.4 GB → not stated",
         "~ GPUs mi300x, mi325x, mi350x, mi355x → none",
     ):
         assert line in lines, line

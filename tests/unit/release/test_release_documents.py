@@ -25,6 +25,7 @@ from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, pur
 from primus_images.release.documents import provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licences
+from primus_images.release.records import records_of
 from primus_images.release.reference import on_this_machine
 from primus_images.training.judge.record import RecordedImage
 from primus_images.versions.lock import Lock, LockedFile, load
@@ -279,7 +280,7 @@ def test_what_is_no_record_of_a_validation_is_a_sentence(
         InputError,
         match=r"record.json(:1:2)?: (this is not a regular file|not JSON|not a validation)",
     ):
-        publish._records(tmp_path)
+        records_of(tmp_path, "sha256:1")
 
 
 def test_only_validations_of_this_image_are_published(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """`primus clean`: what of the store and the workspace can go."""
 
 import argparse
+import json
 from collections.abc import Collection
+from pathlib import Path
 
 from primus_images.cli.host.common import open_project, sweep_containers
 from primus_images.cli.verb import answer
 from primus_images.errors import InputError, did_you_mean
 from primus_images.plan.project import Project
+from primus_images.release.records import orphans
 from primus_images.terminal import Screen, bytes_text
 
 
@@ -22,7 +25,13 @@ def clean(args: argparse.Namespace) -> int:
             sweep_containers(project.workspace)
         _require_images(args.image, store.images())
         needed = _locked_files(project)
-        waste = find_waste(project.workspace, needed, without=args.image, caches=args.caches)
+        waste = find_waste(
+            project.workspace,
+            needed,
+            without=args.image,
+            caches=args.caches,
+            more=_validations(project, args),
+        )
         if not args.dry_run:
             for name in set(args.image):
                 store.untag(name)
@@ -45,6 +54,20 @@ def clean(args: argparse.Namespace) -> int:
         "bytes": size,
     }
     return answer(args, document, lines)
+
+
+def _validations(project: Project, args: argparse.Namespace) -> dict[str, list[Path]]:
+    """Return the validations of images that the store does not have, if they are to go."""
+    if not args.validations:
+        return {}
+    store = project.workspace.store
+    contents = set()
+    for name, entry in store.images().items():
+        if name not in args.image:
+            manifest = json.loads(store.read(str(entry["digest"])))
+            contents.add(manifest["config"]["digest"])
+    folders = orphans(project.root / "out/validation", contents)
+    return {"validations of images that are gone": folders}
 
 
 def _require_images(names: Collection[str], images: Collection[str]) -> None:

@@ -1,7 +1,8 @@
 """`primus releases`: this project's releases, and the published images."""
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from primus_images.cli.verb import answer
 from primus_images.errors import InputError
@@ -17,8 +18,10 @@ from primus_images.release.history import (
     pins,
     select,
 )
+from primus_images.release.records import all_records, summary
 from primus_images.release.sides import past_releases, side
 from primus_images.terminal import Screen
+from primus_images.training.judge.record import Record
 
 
 def names() -> list[str]:
@@ -34,7 +37,9 @@ def releases(args: argparse.Namespace) -> int:
     if args.name is None:
         shown = load_history().releases
         if project:
-            shown = (_pinned(project, project.versions.release), *past_releases(project), *shown)
+            ours = (_pinned(project, project.versions.release), *past_releases(project))
+            records = list(all_records(project.root / "out/validation"))
+            shown = (*(_with_validations(release, records) for release in ours), *shown)
         text = release_list(shown, Screen.of())
     else:
         shown = _named(args.name, project)
@@ -49,6 +54,10 @@ def project_here(args: argparse.Namespace) -> Project | None:
     return None
 
 
+def _with_validations(release: Release, records: Sequence[Record]) -> Release:
+    return replace(release, validated=summary(records, release.tag))
+
+
 def _named(word: str, project: Project | None) -> tuple[Release, ...]:
     try:
         return select(load_history(), word)
@@ -57,8 +66,11 @@ def _named(word: str, project: Project | None) -> tuple[Release, ...]:
             raise
     bare = word.removeprefix(f"{IMAGE}:")
     if bare in pin_names(project.versions, project.target_names()):
-        return (_pinned(project, bare),)
-    return (side(word, project).release,)
+        release = _pinned(project, bare)
+    else:
+        release = side(word, project).release
+    records = list(all_records(project.root / "out/validation"))
+    return (_with_validations(release, records),)
 
 
 def _pinned(project: Project, name: str) -> Release:

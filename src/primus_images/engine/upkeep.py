@@ -12,13 +12,15 @@ from typing import Any
 from primus_images.engine.workshop import wheel_of
 from primus_images.errors import HostError
 from primus_images.files import remove_path
-from primus_images.oci.store import Store
+from primus_images.oci.store import DiskFull, Store
 from primus_images.plan.project import Workspace
 from primus_images.sandbox.container import layer_folder
 from primus_images.sandbox.layers import LISTING
 from primus_images.sandbox.state import remove_tree
 
 _PARTIAL = ".tmp"
+_BLOBS = "layers and manifests"
+_RECORDS = "records of builds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +84,11 @@ def find_waste(
         layers = set()
         hashes = sorted((workspace.folder / "cache").glob("stats*"))
     paths_of = {
-        "records of builds": [
+        _RECORDS: [
             *_others(root / "targets", needed.targets, _stem),
             *_others(root / "actions", needed.actions, _stem),
         ],
-        "layers and manifests": _others(root / "blobs" / "sha256", blobs),
+        _BLOBS: _others(root / "blobs" / "sha256", blobs),
         "unpacked layers": list(_unneeded_layers(workspace.unpacked, layers)),
         "downloaded files": _others(workspace.files.root / "sha256", files),
         "findings of gates": _others(workspace.facts, judged, _judged_blob),
@@ -119,17 +121,43 @@ def _unneeded_layers(folder: Path, needed: Collection[str]) -> Iterator[Path]:
             yield from _inside(storage / "containers")
 
 
-def remove(waste: Sequence[Waste]) -> None:
-    """Remove the files. An interrupt leaves a valid store.
+def remove(waste: Sequence[Waste], store: Store, images: Iterable[str] = ()) -> None:
+    """Remove the names of ``images`` from the store, and the files. An interrupt leaves a valid
+    store.
 
     Raises OSError or HostError if one cannot be removed.
     """
+    # An image that is named needs its blobs. Without the others, it is whole, and a full disk has
+    # room for the new index.
+    of_images = [kind for kind in waste if kind.kind in (_BLOBS, _RECORDS)]
     for kind in waste:
-        for path in kind.paths:
-            if path.is_dir() and not path.is_symlink():
-                _remove_folder(path)
-            else:
-                path.unlink(missing_ok=True)
+        if kind not in of_images:
+            _remove_paths(kind.paths)
+    for name in images:
+        _untag(store, name, of_images)
+    for kind in of_images:
+        _remove_paths(kind.paths)
+
+
+def _untag(store: Store, name: str, waste: Iterable[Waste]) -> None:
+    try:
+        store.untag(name)
+    except DiskFull:
+        # Nothing but the image was there to remove. Until the index is written, the image counts as
+        # damaged.
+        blobs = [path for kind in waste if kind.kind == _BLOBS for path in kind.paths]
+        if not blobs:
+            raise
+        max(blobs, key=_size).unlink()
+        store.untag(name)
+
+
+def _remove_paths(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            _remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _remove_folder(path: Path) -> None:

@@ -37,6 +37,10 @@ _REF = "org.opencontainers.image.ref.name"
 _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 
 
+class DiskFull(HostError):
+    """A file could not be written, because the disk or the user's share of it is full."""
+
+
 def canonical_json(data: object) -> bytes:
     """Return canonical JSON: sorted keys, no spaces, UTF-8.
 
@@ -385,7 +389,7 @@ def _reason(error: OSError | InputError) -> str:
 def storage_error(error: OSError, path: Path) -> PrimusError:
     """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return HostError(
+        return DiskFull(
             f"the disk that holds {path.parent} is full",
             hint="free space and run it again: finished work is kept",
         )

@@ -6,6 +6,11 @@ is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
 import os
+import signal
+
+# Ctrl-C before the command runs. Without this, Python would show a traceback.
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,5 +1,6 @@
 """`primus clean` removes what nothing needs, and nothing else."""
 
+import errno
 import fcntl
 import json
 import subprocess
@@ -15,6 +16,7 @@ from gits import git
 from primus_images.cli.host.common import open_project
 from primus_images.engine.upkeep import find_waste, remove
 from primus_images.errors import HostError
+from primus_images.oci.store import Store, storage_error
 from primus_images.plan.project import Project
 from primus_images.sandbox.container import layer_folder
 from project_kit import Kit, make_project
@@ -65,6 +67,29 @@ def test_layers_of_earlier_builds_go(kit: Kit) -> None:
     kit.write("parts/alpha/more", b"more")
     assert kit.layers() == {"alpha": True, "beta": False, "recipes": False}
     assert kit.build().digest != new
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_full_disk_is_freed(kit: Kit, monkeypatch: pytest.MonkeyPatch, caches: bool) -> None:
+    kit.build("demo", "other")
+    store = kit.root / ".primus/store"
+    if caches:
+        kit.write(".primus/logs/old-0123.log", "x")
+    blobs = len(list((store / "blobs/sha256").iterdir()))
+    untag = Store.untag
+
+    def full(self: Store, ref: str) -> None:
+        logs = kit.root / ".primus/logs"
+        freed = blobs - len(list((store / "blobs/sha256").iterdir()))
+        if not freed and not (caches and not list(logs.glob("old*"))):
+            raise storage_error(OSError(errno.ENOSPC, "full"), store)
+        untag(self, ref)
+
+    monkeypatch.setattr(Store, "untag", full)
+    assert kit.primus("clean", "--image", "v26.11-other").code == 0
+    assert "v26.11-other" not in (store / "index.json").read_text()
+    monkeypatch.undo()
+    assert "nothing to do" in kit.build("demo").err
 
 
 def test_an_image_that_is_named_goes_with_its_layers(kit: Kit) -> None:
@@ -188,7 +213,7 @@ def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:
     cuts = 0
     while waste := find_waste(Project.find(kit.root).workspace, set()):
         first = replace(waste[0], paths=waste[0].paths[:1])
-        remove([first])
+        remove([first], Project.find(kit.root).workspace.store)
         cuts += 1
         for path in (store.root / "actions").glob("*.json"):
             layer = store.layer(path.stem)
@@ -206,7 +231,8 @@ def test_a_half_removed_layer_never_counts_as_unpacked(
     kit.write(".primus/unpacked/0123/etc/passwd", "x")
     monkeypatch.setattr("primus_images.engine.upkeep.remove_tree", lambda _path: None)
     with pytest.raises(HostError, match="cannot be removed"):
-        remove(find_waste(Project.find(kit.root).workspace, set()))
+        workspace = Project.find(kit.root).workspace
+        remove(find_waste(workspace, set()), workspace.store)
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]
 
 

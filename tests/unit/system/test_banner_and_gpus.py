@@ -169,3 +169,27 @@ def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(
     assert "complete -W 'words' primus" in ended.stdout
     # Other shells read the file, too.
     subprocess.run(["dash", "-eu", str(tmp_path / "primus.sh")], env={"PATH": "/bin"}, check=True)
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "primus_images.files":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+import primus_images.system.banner
+"""
+
+
+def test_ctrl_c_before_the_command_is_no_traceback() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -33,9 +33,7 @@ def clean(args: argparse.Namespace) -> int:
             more=_validations(project, args),
         )
         if not args.dry_run:
-            for name in set(args.image):
-                store.untag(name)
-            remove(waste)
+            remove(waste, store, sorted(set(args.image)))
     size = sum(item.size for item in waste)
     rows = []
     table = []

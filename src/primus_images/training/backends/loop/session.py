@@ -23,8 +23,6 @@ from primus_images.turbo.optimizations import CALLS
 
 # The label of a token that is not trained.
 IGNORED = -100
-# PyTorch clips a norm that is larger than `max_norm` after this is added.
-_ADDED_TO_NORM = 1e-6
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids``
 # and ``labels``, both int64 [samples, seq_len]. Labels are already shifted, and may be IGNORED.
@@ -410,16 +408,20 @@ class Sharded(Session):
     def step(self, lr: float) -> float:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
-        # The CPU waits here, and no longer: it starts the next step while the GPU updates.
-        exact_norm = float(norm.full_tensor())
+        exact_norm = norm.full_tensor().to("cpu", non_blocking=True)
+        arrived = None
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # A smaller norm would be multiplied by 1. One that is not a number is not smaller.
-        if not exact_norm + _ADDED_TO_NORM < self._config.max_norm:
-            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+        nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return exact_norm
+        # The CPU waits for the norm, and prepares the next step while the GPU updates.
+        if arrived:
+            arrived.synchronize()
+        return float(exact_norm)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.table import generation
+from primus_images.launch.merge import patched
 from primus_images.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus_images.programs import captured
 from primus_images.recipes import load
@@ -20,8 +21,21 @@ from primus_images.yamlfile import filled, read_values
 Manifest = dict[str, Any]
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
 RUNS = "/workspace/runs"
+PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
+# The user of the pods, and its group, unless an option says more.
+_USER = 1000
+
+
+# AMD's devices belong to a group whose number differs between nodes.
+_DEVICES = """\
+if [ -e /dev/kfd ] && [ ! -w /dev/kfd ]; then
+    group=$(stat -c %g /dev/kfd)
+    echo "primus: user $(id -u) may not use the GPUs: launch with --group $group" >&2
+    exit 2
+fi
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +62,21 @@ class Cluster:
     selector: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     resume_from: str = ""
+    user: str = ""
+    groups: tuple[str, ...] = ()
+    service_account: str = ""
+    priority_class: str = ""
+    labels: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+    tolerations: tuple[str, ...] = ()
+    pull_policy: str = ""
+    patch: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.image:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
+        secrets += (*self.labels, *self.annotations)
         refuse_secrets(
             secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME"
         )
@@ -61,6 +85,40 @@ class Cluster:
             raise InputError(
                 "--resume-from needs --claim NAME: without it, pods have no folder of earlier runs"
             )
+
+    @property
+    def uid(self) -> int:
+        """The user of the pods. Only root can register memory with network devices."""
+        user = self.user.partition(":")[0]
+        if user:
+            return int(user)
+        if self.rdma:
+            return 0
+        return _USER
+
+    @property
+    def gid(self) -> int:
+        """The group of the pods."""
+        return int(self.user.partition(":")[2] or self.uid)
+
+    def security(self) -> str:
+        """Return a sentence about the Pod Security level that the pods need."""
+        exceptions = []
+        if self.patch:
+            return f"that of the manifests with {self.patch}"
+        if self.host_network:
+            exceptions.append("the network of the host (--host-network)")
+        if self.rdma and self.uid == 0:
+            exceptions.append("the capability IPC_LOCK (--rdma)")
+        user = f"user {self.uid}"
+        if exceptions:
+            refused = " and ".join(exceptions)
+            return f"baseline, {user}, and {refused}: the namespace must allow privileged pods"
+        if self.uid == 0:
+            return f"baseline, {user}"
+        if self.rdma:
+            user += ", whose memory the container runtime must let RDMA lock (memlock)"
+        return f"restricted, {user}"
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
@@ -84,8 +142,13 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
             values[part] = None
             if values[option]:
                 values[part] = filled(form, values)
+    for part in ("pod_security", "container_security"):
+        values[part] = values[part] or values[f"root_{part}"]
     values["env"] = _environment(cluster, values)
-    return [filled(_COMMON["service"], values), filled(_COMMON["job"], values)]
+    objects = [filled(_COMMON["service"], values), filled(_COMMON["job"], values)]
+    if cluster.patch:
+        objects = patched(objects, cluster.patch)
+    return objects
 
 
 def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
@@ -103,7 +166,14 @@ def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
         # The pods of all nodes end together, and each counts.
         values["failures"] = plan.nodes * cluster.restarts
     values["limits"] = _limits(plan, cluster)
-    values["requests"] = _known({"cpu": cluster.cpu, "memory": cluster.memory})
+    values["requests"] = _requests(plan, cluster)
+    values |= _rights(cluster)
+    labels = filled(_COMMON["labels_of_all"], values)
+    values["labels"] = {**_pairs(cluster.labels), **labels}
+    values["job_labels"] = dict(values["labels"])
+    if cluster.queue:
+        values["job_labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
+    values["annotations"] = _pairs(cluster.annotations) or None
     secret, _, key = cluster.token_secret.partition(":")
     values["secret"] = secret
     values["secret_key"] = key or "token"
@@ -113,7 +183,50 @@ def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
         values["gpu"] = f"{values['maker']}.com/gpu"
         values["label"] = _COMMON["labels"][values["maker"]]
         values["products"] = _products(plan.recipe.gpu)
+    values["tolerations"] = _tolerations(cluster, values.get("gpu")) or None
     return values
+
+
+def _rights(cluster: Cluster) -> dict[str, Any]:
+    """Return what ``job.yaml`` needs to know about the user of the pods and its rights."""
+    return {
+        "uid": cluster.uid,
+        "gid": cluster.gid,
+        "groups": [int(group) for group in cluster.groups] or None,
+        "root": cluster.uid == 0,
+        "other_user": cluster.uid != 0,
+        "locks_memory": cluster.uid == 0 and bool(cluster.rdma),
+        "no_claim": not cluster.claim,
+        # A token of the cluster is for pods that call it.
+        "mounts_token": None if cluster.service_account else False,
+    }
+
+
+def _requests(plan: Plan, cluster: Cluster) -> dict[str, object]:
+    """Return what each pod requests: a pod without requests is the first to be evicted."""
+    kind = "gpu" if vendor(plan.recipe.gpu) else "cpu"
+    usual = _COMMON["requests"][kind]
+    return {
+        "cpu": cluster.cpu or str(usual["cpu"] * plan.ranks),
+        "memory": cluster.memory or f"{usual['memory_gib'] * plan.ranks}Gi",
+    }
+
+
+def _tolerations(cluster: Cluster, gpu: str | None) -> list[dict[str, str]]:
+    """Return the tolerations: of the taint that nodes with GPUs have, and those of the options."""
+    tolerations = []
+    if gpu:
+        tolerations.append({"key": gpu, "operator": "Exists", "effect": "NoSchedule"})
+    for word in cluster.tolerations:
+        taint, _, effect = word.partition(":")
+        key, equals, value = taint.partition("=")
+        toleration = {"key": key, "operator": "Exists"}
+        if equals:
+            toleration |= {"operator": "Equal", "value": value}
+        if effect:
+            toleration["effect"] = effect
+        tolerations.append(toleration)
+    return tolerations
 
 
 def _limits(plan: Plan, cluster: Cluster) -> dict[str, object]:
@@ -186,6 +299,8 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
         if cluster.resume_from:
             script += f" --resume-from {shlex.quote(cluster.resume_from)}"
     script = _writing(files) + script
+    if vendor(plan.recipe.gpu) == "amd":
+        script = _DEVICES + script
     # Kubernetes replaces $(NAME) by a variable of the pod, and $$( by $(.
     return script.replace("$(", "$$(")
 

@@ -36,7 +36,8 @@ WORDS = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x"]
 
 
 def made(gpu: str = "mi300x", nodes: int = 2, **options: Any) -> list[dict[str, Any]]:
-    plan = Plan(recipe=resolve("llama3.1-8b", (), Choices(nodes=nodes, gpu=gpu)))
+    proxy = ("proxy=true",) if gpu == "cpu" else ()
+    plan = Plan(recipe=resolve("llama3.1-8b", proxy, Choices(nodes=nodes, gpu=gpu)))
     return manifests(plan, Cluster(**{"image": "a/b:c", **options}))
 
 
@@ -57,9 +58,242 @@ def test_manifests_hold_by_the_current_schemas(gpu: str, full: bool) -> None:
     assert (
         container["resources"]["limits"]["nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"] == 8
     )
-    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert "privileged" not in json.dumps(objects)
+
+
+ALLOWED_VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret", "configMap", "projected"}
+
+
+def faults(pod: dict[str, Any], level: str) -> list[str]:
+    """What Pod Security of this level refuses, by its table of controls."""
+    spec = pod["spec"]
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    for volume in spec["volumes"]:
+        found += set(volume) - {"name"} - ALLOWED_VOLUMES
+    for container in spec["containers"]:
+        context = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
+        capabilities = context.get("capabilities", {})
+        found += capabilities.get("add", [])
+        if context.get("privileged"):
+            found.append("privileged")
+        if level == "baseline":
+            continue
+        if context.get("allowPrivilegeEscalation") is not False:
+            found.append("allowPrivilegeEscalation")
+        if capabilities.get("drop") != ["ALL"]:
+            found.append("drop")
+        if context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0:
+            found.append("runAsNonRoot")
+        if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            found.append("seccompProfile")
+    return found
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"claim": "runs", "token_secret": "hf", "queue": "team"},
+        {"user": "4321:99", "groups": ("109",), "service_account": "trainer"},
+        {"rdma": "rdma/hca=8", "user": "1000"},
+        {"priority_class": "high", "pull_policy": "Always", "environment": ("HOME=/x",)},
+    ],
+)
+def test_pods_are_admitted_by_restricted(gpu: str, options: dict[str, Any]) -> None:
+    pod = pod_of(made(gpu, **options))
+    assert faults(pod, "restricted") == []
+    assert Cluster(image="a", **options).security().startswith("restricted")
+
+
+@pytest.mark.parametrize(
+    ("options", "exceptions"),
+    [
+        ({"user": "0"}, []),
+        ({"rdma": "rdma/hca"}, ["IPC_LOCK"]),
+        ({"host_network": True}, ["hostNetwork"]),
+        ({"rdma": "rdma/hca", "host_network": True}, ["hostNetwork", "IPC_LOCK"]),
+        ({"host_network": True, "user": "7"}, ["hostNetwork"]),
+    ],
+)
+def test_what_exceeds_baseline_is_named(options: dict[str, Any], exceptions: list[str]) -> None:
+    assert faults(pod_of(made(**options)), "baseline") == exceptions
+    sentence = Cluster(image="a", **options).security()
+    assert sentence.startswith("baseline")
+    assert ("must allow privileged pods" in sentence) == bool(exceptions)
+    for word in exceptions:
+        assert word.replace("hostNetwork", "--host-network") in sentence
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "requests"),
+    [
+        ("mi300x", {}, {"cpu": "64", "memory": "512Gi"}),
+        ("h200", {"cpu": "96", "memory": "1Ti"}, {"cpu": "96", "memory": "1Ti"}),
+        ("mi355x", {"cpu": "500m"}, {"cpu": "500m", "memory": "512Gi"}),
+        ("cpu", {}, {"cpu": "4", "memory": "16Gi"}),
+    ],
+)
+def test_pods_request_cpus_and_memory(
+    gpu: str, options: dict[str, Any], requests: dict[str, str]
+) -> None:
+    resources = pod_of(made(gpu, **options))["spec"]["containers"][0]["resources"]
+    assert resources["requests"] == requests
+    assert resources.get("limits", {}).get("memory") == options.get("memory")
+
+
+def test_a_user_without_a_name_has_a_home_and_a_login() -> None:
+    def environment(**options: Any) -> dict[str, str]:
+        rows = pod_of(made(**options))["spec"]["containers"][0]["env"]
+        return {row["name"]: row["value"] for row in rows if "value" in row}
+
+    assert environment()["HOME"] == "/tmp"
+    assert environment()["USER"] == "primus"
+    assert environment(environment=("HOME=/x",))["HOME"] == "/x"
+    assert "HOME" not in environment(user="0")
+
+
+def test_the_results_of_a_pod_without_a_claim_have_a_place() -> None:
+    volumes = pod_of(made())["spec"]["volumes"]
+    assert volumes[1:] == [{"name": "runs", "emptyDir": {}}]
+    claimed = pod_of(made(claim="a"))["spec"]["volumes"]
+    assert claimed[1:] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "a"}}]
+
+
+def test_more_options_reach_the_job() -> None:
+    service, job = made(
+        user="5:6",
+        groups=("109",),
+        service_account="trainer",
+        priority_class="high",
+        labels=("team=a",),
+        annotations=("example.com/owner=b c",),
+        tolerations=("dedicated=train:NoSchedule", "spot", "x:NoExecute"),
+        pull_policy="Always",
+    )
+    pod = job["spec"]["template"]
+    spec = pod["spec"]
+    for item in (service, job, pod):
+        assert item["metadata"]["labels"]["team"] == "a"
+        assert item["metadata"]["annotations"] == {"example.com/owner": "b c"}
+    assert service["spec"]["selector"] == {"app.kubernetes.io/name": "primus-llama3-1-8b"}
+    assert spec["securityContext"]["runAsUser"] == 5
+    assert spec["securityContext"]["fsGroup"] == 6
+    assert spec["securityContext"]["supplementalGroups"] == [109]
+    assert (spec["serviceAccountName"], spec["priorityClassName"]) == ("trainer", "high")
+    assert "automountServiceAccountToken" not in spec
+    assert spec["containers"][0]["imagePullPolicy"] == "Always"
+    assert spec["tolerations"] == [
+        {"key": "amd.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "dedicated", "operator": "Equal", "value": "train", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists"},
+        {"key": "x", "operator": "Exists", "effect": "NoExecute"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--user=me"],
+        ["--user=1:2:3"],
+        ["--group=render"],
+        ["--label=team"],
+        ["--label=app.kubernetes.io/name=x"],
+        ["--annotation=x"],
+        ["--toleration=a=b:Never"],
+        ["--service-account=A_b"],
+        ["--priority-class=High"],
+        ["--pull-policy=Often"],
+        ["--label=token=hf_aaaaaaaaaaaaaaaaaaaaaaaaa"],
+    ],
+)
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--dry-run", *words]) == 2
+    assert words[0].partition("=")[0] in capsys.readouterr().err.replace("token", "--label")
+
+
+def test_a_script_is_printed_as_a_literal_block(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--claim", "runs", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "        - |\n          if [ -e /dev/kfd ]" in out
+    assert "\n          run_ranks() {" in out
+    _, job = yaml.safe_load_all(out)
+    assert job == made(image="a:mi300x", claim="runs")[1]
+
+
+@pytest.mark.parametrize(
+    ("image", "code", "said"),
+    [
+        ("rocm/primus:v26.11-cpu", 2, "named for the CPU, but the nodes have GPUs (mi300x)"),
+        ("r.example:5000/cpu/primus:v26.11-cpu-mine", 2, "named for the CPU"),
+        ("rocm/primus:v26.11-mi300x-preview", 0, "is named as a preview"),
+        ("cpu/primus:v26.11-mi300x", 0, ""),
+        ("primus", 0, ""),
+    ],
+)
+def test_images_for_other_nodes_are_named(
+    image: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "k8s", "llama3.1-8b", "--gpu", "mi300x", "--dry-run", "--image", image]
+    assert main(words) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert said or not err
+
+
+PATCH = """\
+spec:
+  ttlSecondsAfterFinished: null
+  template:
+    spec:
+      schedulerName: volcano
+      containers:
+      - name: node
+        env: [{name: A, value: b}, {name: NODE_NAME, $patch: delete}]
+        resources: {limits: {cpu: 4}}
+      - {name: side, image: log:1}
+      tolerations: [{operator: Exists}]
+---
+kind: Service
+metadata: {labels: {x: y}}
+"""
+
+
+def test_a_patch_is_merged_as_kubernetes_does(tmp_path: Path) -> None:
+    (tmp_path / "patch.yaml").write_text(PATCH)
+    before = made()[1]
+    service, job = made(patch=tmp_path / "patch.yaml")
+    assert service["metadata"]["labels"]["x"] == "y"
+    assert "ttlSecondsAfterFinished" not in job["spec"]
+    spec = job["spec"]["template"]["spec"]
+    node, side = spec["containers"]
+    assert spec["schedulerName"] == "volcano"
+    assert side == {"name": "side", "image": "log:1"}
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    names = [row["name"] for row in node["env"]]
+    assert "A" in names
+    assert "NODE_NAME" not in names
+    assert "MASTER_ADDR" in names
+    assert node["resources"]["limits"] == {"amd.com/gpu": 8, "cpu": 4}
+    assert node["command"] == before["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: Jobs\n", "no object of kind 'Jobs'"),
+        ("- a\n", "a patch is a mapping"),
+        ("spec: {template: {spec: {containers: [{image: a}]}}}", "needs name"),
+        ("spec: {template: {spec: {containers: [a]}}}", "needs name"),
+        ("a: b: c\n", "not YAML"),
+        (f"metadata: {{labels: {{a: hf_{'a' * 30}}}}}\n", "looks like a secret"),
+    ],
+)
+def test_a_bad_patch_is_a_sentence(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "patch.yaml").write_text(text)
+    with pytest.raises(InputError, match=said):
+        made(patch=tmp_path / "patch.yaml")
 
 
 def test_options_reach_the_job() -> None:

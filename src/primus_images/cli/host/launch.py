@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from primus_images.cli.image.finetune import tuning_on
 from primus_images.cli.image.request import RecipeOptions, Request
 from primus_images.cli.image.train import PassedOptions, checked_recipe, passed_on
@@ -17,6 +15,7 @@ from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
 from primus_images.gpus.table import arch_of, generation, load_table
 from primus_images.launch import kubernetes, slurm
+from primus_images.launch.merge import manifest_text
 from primus_images.launch.plan import Plan
 from primus_images.recipes.choose import CPU
 from primus_images.terminal import say
@@ -58,6 +57,15 @@ class LaunchOptions(RecipeOptions, PassedOptions):
     memory: str
     shm: str
     ttl: int
+    user: str
+    groups: Sequence[str]
+    service_account: str
+    priority_class: str
+    labels: Sequence[str]
+    annotations: Sequence[str]
+    tolerations: Sequence[str]
+    pull_policy: str
+    patch: Path | None
 
 
 def launch(options: LaunchOptions) -> int:
@@ -93,11 +101,12 @@ def _kubernetes(request: Request, options: LaunchOptions) -> int:
     plan = _plan(request, options)
     objects = kubernetes.manifests(plan, site)
     document: dict[str, object] = {"plan": plan.document()}
+    shown = [*plan.lines(), f"security     Pod Security {site.security()}"]
     if options.dry_run:
-        text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
-        lines = [*(f"# {line}" for line in plan.lines()), text]
+        text = manifest_text(objects).rstrip("\n")
+        lines = [*(f"# {line}" for line in shown), text]
         return answer(options, {**document, "manifests": objects}, lines)
-    note(options, *plan.lines())
+    note(options, *shown)
     kubernetes.create(objects)
     name = kubernetes.name_of(plan, site)
     document |= {"name": name, "namespace": site.namespace}
@@ -120,6 +129,7 @@ def _plan(request: Request, options: LaunchOptions) -> Plan:
     here = options.system == "slurm"  # pods have other files than this machine
     request = _for_gpu(request, options, here=here)
     recipe = checked_recipe(request, options, resumed=bool(options.resume_from), here=here)
+    _refuse_other_kind(options, recipe.gpu)
     plan = Plan(recipe=recipe, options=passed_on(options))
     if not options.force:
         machine.check_prediction(recipe)
@@ -153,6 +163,11 @@ def _contradictions(options: LaunchOptions, gpu: str) -> Iterator[str]:
             f"the image is named for {named}, but the nodes have {gpu} (--gpu): use the image "
             f"for {gpu}"
         )
+    if _tag_words(options).intersection(["preview"]):
+        yield (
+            f"{options.image} is named as a preview: it is made of other files than a release, and "
+            "not proven"
+        )
     if options.image and options.container == "none":
         yield (
             f"without a container, the nodes run their own primus, not {options.image}: "
@@ -174,6 +189,21 @@ def _contradictions(options: LaunchOptions, gpu: str) -> Iterator[str]:
 def _gpu_of_image(options: LaunchOptions) -> str | None:
     words = re.split(r"[-_.:/]", options.image)
     return next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
+
+
+def _tag_words(options: LaunchOptions) -> set[str]:
+    """Return the words of the image's tag, such as v26.11, mi300x and preview."""
+    name = options.image.partition("@")[0].rpartition("/")[2]
+    return set(name.partition(":")[2].split("-"))
+
+
+def _refuse_other_kind(options: LaunchOptions, gpu: str) -> None:
+    """Raise InputError for an image without code for GPUs on nodes with GPUs."""
+    if gpu != CPU and "cpu" in _tag_words(options):
+        raise InputError(
+            f"{options.image} is named for the CPU, but the nodes have GPUs ({gpu})",
+            hint=f"name the image for {gpu}, or train on the CPU: --gpu cpu",
+        )
 
 
 def _slurm(request: Request, options: LaunchOptions) -> int:

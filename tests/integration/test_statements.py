@@ -20,7 +20,7 @@ import yaml
 from amd_channel import registry, restore
 from host_tools import needs
 from primus_images.engine.pipeline import Options, build
-from primus_images.errors import HostError, InputError, PrimusError
+from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
 from primus_images.gates.check import judge
 from primus_images.gates.examined import examine_image
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
@@ -42,8 +42,11 @@ from primus_images.release.statement import (
     TEST_RESULT,
     Signer,
     Trust,
+    requests,
+    require_unedited,
     statements,
 )
+from primus_images.release.tags import move_tag
 from primus_images.release.verification import Verified, verified_text, verify_image
 from primus_images.training.judge import suite
 from primus_images.training.judge.checks import Verdict
@@ -389,6 +392,28 @@ def listing(world: World) -> str:
     return digest_tag(world.digest)
 
 
+def words(change: Change, what: str = TEST_RESULT) -> Callable[[World], None]:
+    """Sign a statement more with the right key, which no document says."""
+    return lambda world: added(
+        what,
+        lambda bundle: replace(
+            bundle, data=Signer(key=world.key("ours")).bundle(said_by(bundle, change))
+        ),
+    )(world)
+
+
+def said_by(bundle: Document, change: Change) -> Any:
+    statement = payload(bundle)
+    change(statement)
+    return statement
+
+
+def failing(content: Any) -> None:
+    """Let the record of a validation say that it failed."""
+    content["passed"] = False
+    content["verdicts"][0]["passed"] = False
+
+
 DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
 OTHER_KEY = put("more", value=1)
@@ -508,6 +533,39 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     "record without a job": (
         resigned("validation", put("jobs", value=lambda jobs: jobs[:1])),
         "validation.*runs and limits are not those of suite",
+    ),
+    # Words that the owner of the key signs, and that nothing else says.
+    "a failed validation beside the good one": (
+        words(put("predicate", "result", value="FAILED")),
+        "a validation of llama3-proxy that says FAILED is signed, and no document says the same",
+    ),
+    "a validation of another recipe": (
+        words(put("predicate", "primus", "recipe", "name", value="llama3.1-8b")),
+        "a validation of llama3.1-8b that says PASSED is signed, and no document",
+    ),
+    "a validation with more ranks": (
+        words(put("predicate", "primus", "recipe", "ranks", value=64)),
+        "a validation of llama3-proxy that says PASSED is signed, and no document",
+    ),
+    "another provenance": (
+        words(put("predicate", "runDetails", "builder", "id", value="x"), PROVENANCE),
+        "a statement of type https://slsa.dev/provenance/v1 is signed, and no document",
+    ),
+    "another bill": (
+        words(OTHER, BILL),
+        "a statement of type https://spdx.dev/Document is signed, and no document",
+    ),
+    "a statement with another name": (
+        words(put("subject", 0, "name", value="v26.12-demo"), BILL),
+        "a statement calls the image v26.12-demo, which was signed as v26.11-demo",
+    ),
+    "a failed validation with its document": (
+        resigned("validation", failing),
+        r"the validation of llama3-proxy \(fp32\) says FAILED: loss falls",
+    ),
+    "a validation without a check that passed": (
+        resigned("validation", lambda content: content.update(passed=False, verdicts=[])),
+        "says FAILED: it has no check",
     ),
     # As reported of cosign, notation, oras, skopeo and distribution, or close to it.
     "payload with a line end": (
@@ -681,6 +739,58 @@ def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
         f"{world.name}:{TAG}", Trust(key=str(world.root / "others.pub")), say=layers.append
     )
     assert ("its signature is not by" in stranger.faults[0], layers) == (True, [])
+
+
+def test_a_tag_moves_to_what_is_signed(world: World) -> None:
+    there = world.there
+    trust = Trust(key=str(world.root / "ours.pub"))
+    assert move_tag(there, "latest-demo", TAG, trust) == (None, world.digest)
+    assert move_tag(there, "latest-demo", TAG, trust) == (world.digest, world.digest)
+    assert move_tag(there, "v26.11", world.digest, trust) == (None, world.digest)
+    with pytest.raises(CheckFailed, match=r"v26\.12 is the name of another release"):
+        move_tag(there, "v26.12", TAG, trust)
+    stranger = Trust(key=str(world.root / "others.pub"))
+    with pytest.raises(
+        CheckFailed, match=r"latest-demo does not move to .* its signature is not by"
+    ):
+        move_tag(there, "latest-demo", TAG, stranger)
+    content = json.loads(world.ready.image.manifest)
+    content["annotations"]["x"] = "y"
+    there.tag("v26.12-demo", canonical_json(content))
+    with pytest.raises(CheckFailed, match=r"latest-demo does not move .* nothing is attached"):
+        move_tag(there, "latest-demo", "v26.12-demo", trust)
+    for release in ("v26.13-demo", f"{TAG}.by-{world.digest[7:19]}"):
+        with pytest.raises(InputError, match="its releases: v26"):
+            move_tag(there, "latest-demo", release, trust)
+    assert there.digest("latest-demo") == world.digest
+
+
+EDITS: dict[str, Change] = {
+    "more ranks": put("statements", -1, "predicate", "primus", "recipe", "ranks", value=4),
+    "passed": put("statements", -1, "predicate", "result", value="FAILED"),
+    "a statement less": put("statements", value=lambda those: those[:-1]),
+    "a statement more": put("statements", value=lambda those: [*those, those[-1]][1:]),
+    "another hash": put("statements", 0, "predicate", "documents", "lock.json", value="sha256:0"),
+    "another document": put("statements", 1, "predicate", "name", value="x"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_before_it_is_signed_is_refused(
+    world: World, tmp_path: Path, name: str
+) -> None:
+    there = world.there
+    store = Project(world.root / "project").workspace.store
+    publish(world.ready, store, there.name, Progress(), signing=tmp_path)
+    (path,) = tmp_path.glob("*/request.json")
+    (request,) = requests(tmp_path)
+    require_unedited(there, request)
+    content = json.loads(path.read_text())
+    EDITS[name](content)
+    path.write_text(json.dumps(content))
+    (request,) = requests(tmp_path)
+    with pytest.raises(InputError, match=r"the request to sign .* was edited"):
+        require_unedited(there, request)
 
 
 def test_a_key_that_cannot_be_used_is_no_verdict_on_the_image(world: World) -> None:

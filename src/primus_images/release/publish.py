@@ -3,14 +3,13 @@ it, set the tag.
 """
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from primus_images.errors import CheckFailed, HostError, InputError
+from primus_images.errors import CheckFailed, HostError
 from primus_images.gates.check import judge
 from primus_images.gates.examined import examine
 from primus_images.oci.store import MANIFEST_TYPE, Store, digest_of
@@ -23,15 +22,14 @@ from primus_images.release.git import checkout
 from primus_images.release.hardware import NO_GPU
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.records import records_of
-from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
-from primus_images.release.statement import RELEASE_TAG, Request, Signer, bundles, statements
+from primus_images.release.statement import Request, Signer, bundles, statements
 from primus_images.training.judge.record import Record
 from primus_images.versions.remotes import skopeo
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds
 # that others wait.
-_ANNOUNCED = ".by-"
+ANNOUNCED = ".by-"
 _PATIENCE = 2.0
 
 
@@ -156,9 +154,9 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
     CheckFailed if another image has the tag.
     """
     digest = digest_of(manifest)
-    mine = f"{tag}{_ANNOUNCED}{digest[7:19]}"
+    mine = f"{tag}{ANNOUNCED}{digest[7:19]}"
     there.tag(mine, manifest)
-    others = [other for other in there.tags(f"{tag}{_ANNOUNCED}") if other != mine]
+    others = [other for other in there.tags(f"{tag}{ANNOUNCED}") if other != mine]
     rounds = 0
     if others:
         rounds = 2 if min(others) < mine else 1
@@ -177,54 +175,8 @@ def _require_first(there: Repository, tag: str, now: str | None, digest: str) ->
         )
 
 
-def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
-    """Let a moving tag (``latest-cpu``) name a published release.
-
-    Returns the old digest and the new one. Raises InputError for a tag of a release or its
-    documents, which never moves, for a release of another target, and for one that was not
-    published: that a publisher announced it is not enough.
-    """
-    _require_moving(tag, release)
-    before = there.digest(tag)
-    digest = None
-    if _ANNOUNCED not in release:
-        digest = there.digest(release)
-    if digest is None:
-        others = [other for other in there.tags("v") if _ANNOUNCED not in other]
-        raise InputError(
-            f"{there.name} has no {release}; its releases: {', '.join(others) or 'none'}",
-            hint="primus publish publishes one",
-        )
-    if before != digest:  # a registry that forbids moving tags also refuses this one
-        there.tag(tag, there.manifest(release) or b"")
-    _require_set(there, tag, there.digest(tag), digest)
-    return before, digest
-
-
-def _require_moving(tag: str, release: str) -> None:
-    """Raise InputError unless ``tag`` may move to ``release``."""
-    if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag):
-        raise InputError(
-            f"{tag} is a tag of a release, which never moves by hand",
-            hint="move one such as latest-cpu",
-        )
-    require_tag(tag, "TAG")
-    require_tag(release.removeprefix("sha256:"), "RELEASE")
-    is_release = re.fullmatch(RELEASE_TAG, release) and _target_of(tag) == _target_of(release)
-    if tag.startswith("latest-") and not is_release:
-        raise InputError(
-            f"{release} is not the name of a release of the target of {tag}",
-            hint="name one, like v26.11-cpu for latest-cpu; a tag that does not begin with "
-            "latest- can stand for any image",
-        )
-
-
-def _target_of(tag: str) -> str:
-    name = tag.partition(_ANNOUNCED)[0].removesuffix("-preview")
-    return name.partition("-")[2]
-
-
-def _require_set(there: Repository, tag: str, now: str | None, digest: str) -> None:
+def require_set(there: Repository, tag: str, now: str | None, digest: str) -> None:
+    """Raise HostError if a tag names something else after it was set to ``digest``."""
     if now != digest:
         raise HostError(
             f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}",
@@ -258,7 +210,7 @@ def finish(
         there.tag(tag, manifest)
         now = there.digest(tag)
         _require_first(there, tag, now, digest)
-        _require_set(there, tag, now, digest)
+        require_set(there, tag, now, digest)
     return len(request.statements) if signer else 0
 
 

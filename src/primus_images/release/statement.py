@@ -30,6 +30,7 @@ BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
+WITHDRAWAL = "urn:primus-images:withdrawal:1"
 BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
@@ -216,6 +217,31 @@ def bundles(
         if _signed_by(data) not in before:
             new.append(Document(media_type=BUNDLE, name="", data=data))
     return new
+
+
+def require_unedited(there: Repository, request: "Request") -> None:
+    """Raise InputError unless a request's statements are those of the image's documents.
+
+    The documents were attached when the request was written. Who edits it afterwards would have
+    words signed that nobody measured.
+    """
+    digest = str(request.subject["digest"])
+    _, _, tag = request.ref.rpartition(":")
+    named: set[tuple[str, str]] = set()
+    for unsigned in request.statements:
+        if unsigned["predicateType"] == SIGNATURE:
+            named.update(unsigned["predicate"]["documents"].items())
+    attached = there.documents(digest)
+    documents = [one for one in attached if (one.name, digest_of(one.data)) in named]
+    expected = {canonical_json(one): one for one in statements(documents, tag, digest)}
+    asked = {canonical_json(one): one for one in request.statements}
+    for content in asked.keys() ^ expected.keys():
+        kind = (asked.get(content) or expected[content])["predicateType"]
+        raise InputError(
+            f"the request to sign {request.ref} was edited: its statement of type {kind} is not "
+            "that of the documents that were published",
+            hint="publish the image again with --sign-later",
+        )
 
 
 def payload(bundle: bytes) -> dict[str, Any]:

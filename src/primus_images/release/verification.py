@@ -28,16 +28,20 @@ from primus_images.release.policy import Policy, evidence_in, forbidden_in, obje
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
 from primus_images.release.statement import (
+    BILLS,
     BUNDLE,
+    PROVENANCE,
     RELEASE_TAG,
     SIGNATURE,
     TEST_RESULT,
+    WITHDRAWAL,
     Trust,
     payload,
     statements,
 )
+from primus_images.release.withdrawal import withdrawal_text
 from primus_images.sandbox.container import LayerRef
-from primus_images.terminal import counted
+from primus_images.terminal import counted, some
 from primus_images.training.judge.record import Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
 from primus_images.yamlfile import section
@@ -59,11 +63,15 @@ class Verified:
     """What was found.
 
     ``faults`` name tampering, ``void`` statements that hold elsewhere, ``lacking`` what the policy
-    needs. ``validations`` are the signed test results.
+    needs. ``validations`` are the signed test results. ``withdrawn`` says that the image was
+    withdrawn, and why; empty if it was not. ``target`` and ``release`` are those of its provenance.
     """
 
     digest: str = ""
     tag: str = ""
+    target: str = ""
+    release: str = ""
+    withdrawn: str = ""
     faults: list[str] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
@@ -73,7 +81,7 @@ class Verified:
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
-        return not (self.faults or self.void or self.lacking)
+        return not (self.faults or self.void or self.lacking or self.withdrawn)
 
 
 def verify_image(
@@ -82,8 +90,11 @@ def verify_image(
     *,
     policy: Policy | None = None,
     say: Callable[[str], None] = lambda _: None,
+    with_layers: bool = True,
 ) -> Verified:
     """Verify the image that ``name`` names, and with a ``policy``, whether it has what that needs.
+
+    Without its layers, only the statements, documents and config are.
 
     Raises InputError for a name of nothing, HostError if the registry or cosign cannot be used.
     """
@@ -101,9 +112,14 @@ def verify_image(
     result.signed = len(signatures.statements)
     result.faults += _signature_faults(documents, signatures, result)
     if signatures.statements:
-        result.tag = _signed_tag(tag, signatures.statements, result.faults)
+        result.tag = _signed_tag(tag, signatures, result.faults)
+        result.withdrawn = withdrawal_text(signatures.predicates(WITHDRAWAL))
     try:
-        image = _read_image(there, json.loads(manifest), signatures, result, say)
+        content = json.loads(manifest)
+        image = _Image(result.digest)
+        _read_config(there, content["config"], image, result)
+        if signatures.by_key and with_layers:
+            _read_layers(there, content["layers"], image, result, say)
     except _DAMAGED:
         result.faults.append("manifest: it is not that of an image")
         return result
@@ -116,7 +132,12 @@ def verify_image(
             result.faults.append(
                 f"{document.name}: it is damaged ({type(error).__name__}: {error})"
             )
+    result.faults += _failed_validations(result, image)
     result.void = list(_void(result.validations))
+    for provenance in image.of(IN_TOTO):
+        parameters = provenance["predicate"]["buildDefinition"]["externalParameters"]
+        result.target = str(parameters["target"])
+        result.release = str(parameters["release"])
     if policy and not result.faults:
         preview = result.tag.endswith("-preview")
         result.lacking += objections(evidence_in(image.documents), policy, preview=preview)
@@ -124,12 +145,19 @@ def verify_image(
     return result
 
 
-def _signed_tag(tag: str | None, statements: Sequence[Mapping[str, Any]], faults: list[str]) -> str:
-    """Return the tag that the image was signed as."""
-    names = sorted({str(statement["subject"][0].get("name")) for statement in statements})
-    if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
-        faults.append(f"tag: {tag} names the image that was signed as {', '.join(names)}")
-    return names[0]
+def _signed_tag(tag: str | None, signatures: "_Signatures", faults: list[str]) -> str:
+    """Return the tag that the image was signed as. Other statements must name the same."""
+    names = signatures.names(SIGNATURE)
+    others = sorted(signatures.names() - names)
+    if names and others:
+        faults.append(
+            f"signature: a statement calls the image {others[0]}, which was signed as "
+            f"{', '.join(sorted(names))}"
+        )
+    listed = sorted(names) or others
+    if tag and tag not in listed and re.fullmatch(RELEASE_TAG, tag):
+        faults.append(f"tag: {tag} names the image that was signed as {', '.join(listed)}")
+    return listed[0]
 
 
 @dataclass
@@ -151,25 +179,29 @@ class _Image:
         return contents
 
 
-def _read_image(
-    there: Repository,
-    manifest: Mapping[str, Any],
-    signatures: "_Signatures",
-    result: Verified,
-    say: Callable[[str], None],
-) -> _Image:
-    """Read the config, and the layers if the key signed anything here."""
-    image = _Image(result.digest)
+def _read_config(
+    there: Repository, entry: Mapping[str, Any], image: _Image, result: Verified
+) -> None:
     with tempfile.TemporaryDirectory(prefix="primus-verify-") as folder:
         path = Path(folder) / "blob"
-        entry = manifest["config"]
         if not there.blob(entry["digest"], path, entry["size"]):
             result.faults.append("config: it is missing")
         elif digest_of(path.read_bytes()) != entry["digest"]:
             result.faults.append(f"config: its bytes are not those of {entry['digest']}")
         else:
             image.config = json.loads(path.read_bytes())
-        layers = manifest["layers"] if signatures.by_key else ()
+
+
+def _read_layers(
+    there: Repository,
+    layers: Sequence[Mapping[str, Any]],
+    image: _Image,
+    result: Verified,
+    say: Callable[[str], None],
+) -> None:
+    """Read what the layers state of packages, and compare all of their bytes."""
+    with tempfile.TemporaryDirectory(prefix="primus-verify-") as folder:
+        path = Path(folder) / "blob"
         for number, layer in enumerate(layers):
             kind, name = _created_by(image.config, number)
             if not there.blob(layer["digest"], path, layer["size"]):
@@ -185,7 +217,6 @@ def _read_image(
                 continue
             # The packages of a registry's image are locked as layers, not individually.
             image.stated[name] = [i for i in stated if kind != "image" or i.kind != "deb"]
-    return image
 
 
 def _created_by(config: Mapping[str, Any], number: int) -> tuple[str, str]:
@@ -272,6 +303,14 @@ class _Signatures:
                 names.update(statement["predicate"]["documents"].items())
         return names
 
+    def names(self, kind: str = "") -> set[str]:
+        """Return the names that the statements, or those of one type, give to the image."""
+        names = set()
+        for statement in self.statements:
+            if kind in ("", statement["predicateType"]):
+                names.add(str(statement["subject"][0].get("name")))
+        return names
+
     def predicates(self, kind: str) -> list[Any]:
         """Return the predicates of the signed statements of a type."""
         return [s["predicate"] for s in self.statements if s["predicateType"] == kind]
@@ -303,6 +342,7 @@ def _signature_faults(
         yield f"signature: no statement about this image counts: {signatures.why}"
         return
     yield from _unnamed(documents, signatures)
+    said: dict[str, list[Any]] = {}
     for document in documents:
         try:
             needed = statements([document], "", result.digest)[1:]
@@ -310,6 +350,7 @@ def _signature_faults(
             continue
         for statement in needed:
             kind = statement["predicateType"]
+            said.setdefault(kind, []).append(statement["predicate"])
             signed = signatures.predicates(kind)
             if statement["predicate"] in signed:
                 if kind == TEST_RESULT:
@@ -321,6 +362,47 @@ def _signature_faults(
             elif signed:
                 reason = ", a signed one differs"
             yield f"{document.name}: no signed statement says the same{reason}"
+    yield from _undocumented(signatures, said)
+
+
+def _undocumented(signatures: _Signatures, said: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Yield the signed statements that no document says: words that nothing else is compared with.
+
+    Statements of other types than ours are not judged.
+    """
+    for kind in (PROVENANCE, TEST_RESULT, *BILLS.values()):
+        for predicate in signatures.predicates(kind):
+            if predicate in said.get(kind, ()):
+                continue
+            what = f"a statement of type {kind}"
+            if kind == TEST_RESULT:
+                with suppress(*_DAMAGED):
+                    name = predicate["primus"]["recipe"]["name"]
+                    what = f"a validation of {name} that says {predicate['result']}"
+            yield f"signature: {what} is signed, and no document says the same"
+
+
+def _failed_validations(result: Verified, image: _Image) -> Iterator[str]:
+    """Yield the signed validations that failed.
+
+    In that of a preview, gates may have failed that its findings say to fail.
+    """
+    failing = set()
+    if result.tag.endswith("-preview"):
+        for findings in image.of(GATES):
+            for gate in findings["gates"]:
+                if not gate["passed"]:
+                    failing.add(f"gate {gate['gate']}")
+    for validation in result.validations:
+        failed = set(validation["failedTests"])
+        if validation["result"] == "PASSED" or (failed and failed <= failing):
+            continue
+        recipe = validation["primus"]["recipe"]
+        names = some(sorted(failed), 3) or "it has no check"
+        yield (
+            f"the validation of {recipe['name']} ({recipe['precision']}) says "
+            f"{validation['result']}: {names}"
+        )
 
 
 def _unnamed(documents: Sequence[Document], signatures: _Signatures) -> Iterator[str]:
@@ -502,7 +584,10 @@ def _void(validations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def verified_text(reference: str, result: Verified) -> str:
     """Return the result as lines: each fault, and what the signed validations say."""
-    lines = [f"{reference} {result.digest}", f"  signed: {counted(result.signed, 'statement')}"]
+    lines = [f"{reference} {result.digest}"]
+    if result.withdrawn:
+        lines.insert(0, f"✗ {result.withdrawn}")
+    lines.append(f"  signed: {counted(result.signed, 'statement')}")
     lines += [f"  {_validation_line(validation)}" for validation in result.validations]
     for fault in (*result.faults, *result.void, *result.lacking):
         lines.append(f"  ✗ {fault}")

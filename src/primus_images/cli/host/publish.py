@@ -1,4 +1,4 @@
-"""`primus publish` and `primus tag`: images, their evidence and tags in a registry."""
+"""`primus publish`: images and their evidence in a registry."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,8 @@ from primus_images.plan.layers import plan_images
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.progress import choose_progress
 from primus_images.release import policy
-from primus_images.release.publish import Needs, Ready, move_tag, prepare, publish as upload
+from primus_images.release.publish import Needs, Ready, prepare, publish as upload
 from primus_images.release.reference import require_repository
-from primus_images.release.registry import Repository
 from primus_images.release.statement import Signer
 from primus_images.terminal import Screen, say
 
@@ -23,7 +22,7 @@ from primus_images.terminal import Screen, say
 def publish(args: argparse.Namespace) -> int:
     """Publish a built image with its evidence, which it needs to be a release."""
     example = (args.target or ["TARGET"])[0]
-    _check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/rocm/primus")
+    check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)
     if not args.preview:
         _warn_of_previews(targets)
@@ -75,15 +74,8 @@ def _needs(args: argparse.Namespace, root: Path) -> Needs:
     )
 
 
-def tag(args: argparse.Namespace) -> int:
-    """Move a tag to a published release, forwards after a publish or back to an earlier one."""
-    _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
-    before, digest = move_tag(Repository(args.to), args.tag, args.release)
-    line = f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})"
-    return answer(args, {"tag": f"{args.to}:{args.tag}", "old": before, "new": digest}, [line])
-
-
-def _check_repository(name: str, example: str) -> None:
+def check_repository(name: str, example: str) -> None:
+    """Raise InputError unless --to names a repository."""
     if not name:
         raise InputError("--to is missing: it names the repository to publish to", hint=example)
     require_repository(name, "--to")

@@ -6,7 +6,7 @@ from primus_images.cli.verb import answer
 from primus_images.errors import InputError
 from primus_images.release.publish import finish
 from primus_images.release.registry import Repository
-from primus_images.release.statement import Signer, requests
+from primus_images.release.statement import Signer, Trust, check_key, requests, require_unedited
 
 
 def sign(args: argparse.Namespace) -> int:
@@ -19,7 +19,9 @@ def sign(args: argparse.Namespace) -> int:
     for request in requests(args.folder):
         name, _, _ = request.ref.rpartition(":")
         digest = request.subject["digest"]
-        number = finish(Repository(name), request, signer)
+        there = Repository(name)
+        require_unedited(there, request)
+        number = finish(there, request, signer)
         done.append({"ref": request.ref, "digest": digest, "signed": number})
         lines += [f"{request.ref}: {number} statements signed", f"{name}@{digest}"]
     return answer(args, {"signed": done}, lines)
@@ -34,3 +36,19 @@ def signer_of(args: argparse.Namespace) -> Signer | None:
     signer = Signer(key=args.key)
     signer.check("--key")
     return signer
+
+
+def trust_of(args: argparse.Namespace) -> Trust:
+    """Return whose signatures count by --key, or by --identity and --issuer."""
+    if args.key and (args.identity or args.issuer):
+        raise InputError(
+            "--key and --identity with --issuer exclude each other: who must have signed it?",
+            hint="--key cosign.pub",
+        )
+    if not args.key and not (args.identity and args.issuer):
+        raise InputError(
+            "who must have signed it? Name either --key, or --identity and --issuer",
+            hint="--key cosign.pub",
+        )
+    check_key(args.key, "--key")
+    return Trust(key=args.key, identity=args.identity, issuer=args.issuer)

@@ -14,6 +14,7 @@ from typing import Any
 import zstandard
 
 from primus_images.cli.host.common import resolved_targets
+from primus_images.cli.host.sign import trust_of
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError
 from primus_images.gates.check import judge, outcome_text
@@ -25,7 +26,7 @@ from primus_images.plan.project import Workspace
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.progress import choose_progress
 from primus_images.release import policy
-from primus_images.release.statement import Trust, check_key
+from primus_images.release.statement import Trust
 from primus_images.terminal import Screen
 
 
@@ -166,15 +167,4 @@ def _trust(args: argparse.Namespace) -> Trust:
             f"{given} without --image: signatures and policies are about a published image",
             hint="add --image REF; without these options, a target is built again here",
         )
-    if args.key and (args.identity or args.issuer):
-        raise InputError(
-            "--key and --identity with --issuer exclude each other: who must have signed it?",
-            hint="--key cosign.pub",
-        )
-    if not args.key and not (args.identity and args.issuer):
-        raise InputError(
-            "who must have signed it? Name either --key, or --identity and --issuer",
-            hint="--key cosign.pub",
-        )
-    check_key(args.key, "--key")
-    return Trust(key=args.key, identity=args.identity, issuer=args.issuer)
+    return trust_of(args)

@@ -1,0 +1,110 @@
+"""Moving tags, such as ``latest-cpu``: they follow evidence, and stay with one target."""
+
+import json
+import re
+
+from primus_images.errors import CheckFailed, InputError
+from primus_images.release.documents import IN_TOTO
+from primus_images.release.publish import ANNOUNCED, require_set
+from primus_images.release.reference import require_tag
+from primus_images.release.registry import Repository
+from primus_images.release.statement import RELEASE_TAG, Trust
+from primus_images.release.verification import Verified, verify_image
+
+# A tag without a target, such as v26.12, which stands for a release.
+_RELEASE = re.compile(r"v[0-9]+(?:[.][0-9]+)*")
+
+
+def move_tag(there: Repository, tag: str, release: str, trust: Trust) -> tuple[str | None, str]:
+    """Let a moving tag (``latest-cpu``) name a published release whose statements verify.
+
+    Returns the old digest and the new one. Raises InputError for a release that was not published:
+    that a publisher announced it is not enough. Raises CheckFailed for an image that does not
+    verify, was withdrawn, or is of another target or release than the tag.
+    """
+    before = there.digest(tag)
+    manifest = None
+    if ANNOUNCED not in release:
+        manifest = there.manifest(release)
+    if manifest is None:
+        others = [other for other in there.tags("v") if ANNOUNCED not in other]
+        raise InputError(
+            f"{there.name} has no {release}; its releases: {', '.join(others) or 'none'}",
+            hint="primus publish publishes one",
+        )
+    separator = "@" if ":" in release else ":"
+    verified = verify_image(f"{there.name}{separator}{release}", trust, with_layers=False)
+    _require_verified(verified, tag, release, there)
+    _require_same_target(there, tag, before, verified)
+    if before != verified.digest:  # a registry that forbids moving tags also refuses this one
+        there.tag(tag, there.manifest(verified.digest) or b"")
+    require_set(there, tag, there.digest(tag), verified.digest)
+    return before, verified.digest
+
+
+def require_moving(tag: str, release: str) -> None:
+    """Raise InputError unless ``tag`` may move to ``release``, by their names."""
+    if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag) or ANNOUNCED in tag:
+        raise InputError(
+            f"{tag} is a tag of a release, which never moves by hand",
+            hint="move one such as latest-cpu",
+        )
+    require_tag(tag, "TAG")
+    require_tag(release.removeprefix("sha256:"), "RELEASE")
+    is_release = re.fullmatch(RELEASE_TAG, release) and _target_of(tag) == _target_of(release)
+    if tag.startswith("latest-") and not is_release:
+        raise InputError(
+            f"{release} is not the name of a release of the target of {tag}",
+            hint="name one, like v26.11-cpu for latest-cpu; a tag that does not begin with "
+            "latest- can stand for any image",
+        )
+
+
+def _target_of(tag: str) -> str:
+    name = tag.partition(ANNOUNCED)[0].removesuffix("-preview")
+    return name.partition("-")[2]
+
+
+def _require_verified(verified: Verified, tag: str, release: str, there: Repository) -> None:
+    problem = verified.withdrawn
+    if verified.faults:
+        problem = verified.faults[0]
+    if problem:
+        raise CheckFailed(
+            f"{tag} does not move to {release}: {problem}",
+            hint=f"primus verify --image {there.name}@{verified.digest} --key KEY tells all",
+        )
+
+
+def _require_same_target(
+    there: Repository, tag: str, before: str | None, verified: Verified
+) -> None:
+    """Raise CheckFailed if the tag stands for another target or release than the image."""
+    target = ""
+    if tag.startswith("latest-"):
+        target = _target_of(tag)
+    elif before:
+        target = _target_in(there, before)
+    if target and target != verified.target:
+        raise CheckFailed(
+            f"{tag} stands for target {target}, and the image is of {verified.target}",
+            hint="choose another tag, or a release of this target",
+        )
+    release = verified.release
+    if _RELEASE.fullmatch(tag) and tag != release and not release.startswith(f"{tag}."):
+        raise CheckFailed(
+            f"{tag} is the name of another release than that of the image, {release}",
+            hint=f"a tag for it can be {release} or one that is not the name of a release",
+        )
+
+
+def _target_in(there: Repository, digest: str) -> str:
+    """Return the target that the provenance of an image names; empty without one."""
+    for document in there.whole_documents(digest, IN_TOTO):
+        try:
+            content = json.loads(document.data)
+            definition = content["predicate"]["buildDefinition"]
+            return str(definition["externalParameters"]["target"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return ""

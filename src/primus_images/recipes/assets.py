@@ -19,6 +19,7 @@ _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionE
 
 def file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     """Yield the files that are not there; those at absolute paths only if the run is ``here``."""
+    yield from _template_faults(recipe)
     for key, setting in recipe.settings.items():
         elsewhere = not here and str(setting.value).startswith("/")
         if not elsewhere and (key.startswith("assets.") or key == "eval.corpus"):
@@ -47,6 +48,16 @@ def _asset_faults(recipe: Recipe, key: str) -> Iterator[Fault]:
     else:
         kind = "a file or a folder"
     yield key, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
+
+
+def _template_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield a chat template that is no file."""
+    key = "assets.chat_template"
+    if key in recipe.settings:
+        asset = recipe.asset(key)
+        if asset is None or not isfile(asset):
+            name = asset or recipe.get(key, str)
+            yield key, f"{name} is not a file", "name a file with the Jinja text of a template"
 
 
 def vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:

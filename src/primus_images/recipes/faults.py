@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 from primus_images.recipes.family import STRETCH, Family, Support, families, family
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.schema import model_rules
-from primus_images.recipes.setting import Value, outside
+from primus_images.recipes.setting import Value, outside, share_of
 from primus_images.yamlfile import Scalar, spell
 
 # The key of the wrong setting, the reason, and a remedy.
@@ -27,6 +27,7 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
     packing = recipe.find(f"{recipe.backend}.packing", False)
     evaluation = recipe.section("eval")
     is_mock = recipe.get("assets.corpus", str) == MOCK
+    yield from _column_faults(recipe)
     if evaluation:
         yield from _evaluation_faults(recipe, evaluation)
     if "epochs" in recipe.settings and (is_mock or recipe.architecture.of_images):
@@ -35,6 +36,22 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
     if packing:
         yield from _packing_faults(recipe)
+
+
+def _column_faults(recipe: Recipe) -> Iterator[Fault]:
+    named = [key for key in ("data.question", "data.answer") if key in recipe.settings]
+    if len(named) == 1:
+        yield named[0], "a question needs its answer", "give both data.question and data.answer"
+    elif named and "data.column" in recipe.settings:
+        why = "data.column names the column of whole texts or chats"
+        yield "data.column", why, "give either data.column, or data.question and data.answer"
+    if "data.skip" in recipe.settings:
+        text = recipe.get("data.skip", str)
+        try:
+            share_of(text)
+        except ValueError:
+            why = f"{text} is no share of the rows"
+            yield "data.skip", why, "for example data.skip=1%"
 
 
 def _evaluation_faults(recipe: Recipe, evaluation: Mapping[str, Value]) -> Iterator[Fault]:

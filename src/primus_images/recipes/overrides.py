@@ -11,7 +11,7 @@ from primus_images.recipes.schema import Backend, backend_rules, backends, model
 from primus_images.recipes.setting import CHOICES, COMMAND_LINE, Choices, Setting, Value
 from primus_images.yamlfile import value as typed_value
 
-_ASSETS = ("corpus", "tokenizer")
+_ASSETS = ("corpus", "tokenizer", "chat_template")
 # Sections of settings that belong to no backend.
 _COMMON_SECTIONS = ("validation", "assets", "model", "ranks")
 # YAML also reads signs, other bases and other spellings of true.

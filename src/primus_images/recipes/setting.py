@@ -80,6 +80,14 @@ class Setting:
 Settings: TypeAlias = Mapping[str, Setting]
 
 
+def share_of(text: str) -> float:
+    """Return the share that a percentage is: 0.01 of ``1%``. Raises ValueError for other text."""
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%", text)
+    if not match or float(match[1]) > 100:
+        raise ValueError(f"{text!r} is not a percentage")
+    return float(match[1]) / 100
+
+
 def bounded(default: Any, bounds: str) -> Any:
     """Return a dataclass field with an interval for its value or, if the value is a list, for each
     item.

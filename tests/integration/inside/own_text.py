@@ -94,20 +94,29 @@ def written(where: Path, name: str, *values: object) -> Path:
 
 
 def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int], list[int]]]:
+    template = choices.pop("template", None)
     data = {"train_on": "completions" if choices.pop("completions", True) else "all", **choices}
-    known = {key: value for key, value in data.items() if key in ("column", "split")}
+    known = {
+        key: value
+        for key, value in data.items()
+        if key in ("column", "split", "question", "answer")
+    }
     reader = tokens.Reader(
         Corpus(
             name=str(corpus),
             tokenizer=str(tokenizer),
             completions=data["train_on"] == "completions",
+            template=template,
             **known,
         )
     )
     documents = [(list(ids), list(mask)) for ids, mask in reader]
     if not reader.masked:
         documents = [(ids, []) for ids, _ in documents]
-    job = {"assets": {"corpus": str(corpus), "tokenizer": str(tokenizer)}, "data": data}
+    assets = {"corpus": str(corpus), "tokenizer": str(tokenizer)}
+    if template:
+        assets["chat_template"] = str(template)
+    job = {"assets": assets, "data": data}
     judged = [(read.tokens, list(map(int, read.trained or ()))) for read in reference(job, 0)]
     assert judged == documents, f"the reference reads {judged[:1]}, and the run {documents[:1]}"
     return documents
@@ -191,6 +200,9 @@ def check_template(case: str, where: Path) -> None:
     assert ours(corpus, marked) == wanted, "with markers"
     assert ours(corpus, plain) == wanted, f"without markers: {ours(corpus, plain)} {wanted}"
     assert ours(corpus, plain, completions=False) == [(ids, []) for ids, _ in wanted], "every token"
+    other = folder_of(where / "other", CONFIG | {"chat_template": "another"})
+    file = plain / "chat_template.jinja"
+    assert ours(corpus, other, template=file) == wanted, "of a file"
 
 
 LINES = [{"text": text, "n": number} for number, text in enumerate(TEXTS)]
@@ -344,6 +356,8 @@ def check_columns(case: str, where: Path) -> None:
         return_assistant_tokens_mask=True,
     )
     choice = {"column": "dialog"} if "dialog" in row else {}
+    if "asked" in row:
+        choice = {"question": "asked", "answer": "said"}
     read = ours(written(where, "rows.jsonl", row, row), tokenizer, **choice)
     assert read == [(encoded["input_ids"], encoded["assistant_masks"])] * 2, read
 

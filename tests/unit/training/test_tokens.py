@@ -23,6 +23,7 @@ class Texts:
     def __init__(self, *documents: Sequence[int], masked: bool = False) -> None:
         self.documents = documents
         self.masked = masked
+        self.skipped: list[InputError] = []
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         return ((document, [1] * len(document)) for document in self.documents)
@@ -116,3 +117,47 @@ def test_figures_are_those_of_what_is_trained_after_the_cut(tmp_path: Path) -> N
     for seq_len, (trained, end) in shares.items():
         figures = tokens.figures_of(made, seq_len, encoder)  # type: ignore[arg-type]
         assert (figures["trained"], figures["end"]) == (trained, end), seq_len
+
+
+def texts_of(file: Path, skip: float, monkeypatch: pytest.MonkeyPatch) -> tokens.Reader:
+    tokenizer = SimpleNamespace(texts=lambda texts: [[len(text)] for text in texts], left_out={})
+    monkeypatch.setattr(tokens, "Encoder", lambda *_: tokenizer)
+    return tokens.Reader(Corpus(name=str(file), skip=skip))
+
+
+BAD = ('{"text": 7}', '{"text": "cut', '{"body": "a"}', '["a"]', '{"text": "\\ud83d"}', "\xff")
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_wrong_rows_are_left_out_up_to_a_share(
+    bad: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ['{"text": "a"}'] * 4
+    lines.insert(place, bad)
+    if place == 0 and bad.startswith("["):
+        pytest.skip("a file that begins with [ is one list")
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    made = texts_of(tmp_path / "a.jsonl", 0.2, monkeypatch)
+    tokens.write(made, tmp_path, progress=nothing)
+    assert numbers(tmp_path / "train.tokens", "I") == [1, 1, 1, 1]
+    (named,) = (tmp_path / "train.skipped.jsonl").read_text(encoding="utf-8").splitlines()
+    assert f"a.jsonl:{place + 1}" in named
+    for skip, words in (
+        (0.19, r"1 of 5 rows cannot be read, more than data\.skip=19%"),
+        (0.0, "."),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            list(texts_of(tmp_path / "a.jsonl", skip, monkeypatch))
+        assert f"a.jsonl:{place + 1}" in str(caught.value.where)
+        if place and not skip:
+            assert "data.skip=1%" in str(caught.value.hint)
+
+
+def test_a_corpus_of_wrong_rows_alone_names_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3)
+    with pytest.raises(InputError, match="expected the column 'text'") as caught:
+        texts_of(tmp_path / "a.jsonl", 0.5, monkeypatch)
+    assert str(caught.value.where).endswith("a.jsonl:1")

@@ -25,6 +25,8 @@ from primus_images.turbo.optimizations import importable
 # Documents that are shown, and tokens of each.
 _SAMPLES = 5
 _SAMPLE_TOKENS = 2000
+# Rows that are named of those that are left out; --json has all.
+_SKIPPED = 20
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 # A part of a document, and whether it is trained.
@@ -102,10 +104,13 @@ def data(options: RecipeOptions) -> int:
         "bos": reader.encoder.begin,
         "eos": reader.encoder.end,
         **figures,
+        "skipped": [{"where": row.where, "why": row.message} for row in reader.skipped],
         "samples": [[_part_document(part) for part in parts] for parts in samples],
     }
     screen = Screen.of()
     lines = list(screen.wrap(reader.sentence(figures, recipe.seq_len)))
+    for row in reader.skipped[:_SKIPPED]:
+        lines += screen.wrap(f"left out: {row.where}: {row.message}")
     lines += [_marked(parts, screen) for parts in samples]
     return answer(options, document, lines)
 

@@ -10,13 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from primus_images.errors import InputError
-from primus_images.files import read_sealed, require_readable, sha256_of, write_sealed
+from primus_images.files import (
+    read_sealed,
+    require_readable,
+    sha256_of,
+    text_if_readable,
+    write_file,
+    write_sealed,
+)
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.run.job import Job
-from primus_images.training.text import tokens
+from primus_images.training.text import encoder, tokens
 from primus_images.training.text.corpus import Corpus, corpus_of, files_of, held_out_corpus_of
 from primus_images.training.text.mock import texts
 
@@ -33,6 +40,8 @@ def check(recipe: Recipe) -> None:
             hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for "
             "synthetic tokens",
         )
+    if corpus.template:
+        encoder.template_of(corpus.template)
     for it in (corpus, held_out_corpus_of(recipe)):
         if it and it.name != MOCK and not it.name.startswith(HUB):
             for file in files_of(it).paths:
@@ -61,12 +70,25 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
         if entry:
             with suppress(OSError):  # what cannot be stored is made again
                 _store(entry, cache, lines)
+    if _name_skipped(cache, job.output / tokens.SKIPPED):
+        progress(f"rows that are left out: {job.output / tokens.SKIPPED}")
     for name, line in lines.items():
         progress(line)
         source = corpus.name
         if held_out and name == "eval":
             source = held_out.name
         _check_tokens(recipe, name, tokens.stored(cache, name), source)
+
+
+def _name_skipped(cache: Path, file: Path) -> bool:
+    """Write the rows that were left out to one ``file`` of the run, and return whether any were."""
+    rows = []
+    for name in ("train", "eval"):
+        rows.append(text_if_readable(cache / f"{name}.{tokens.SKIPPED}"))
+    if not any(rows):
+        return False
+    write_file(file, "".join(rows))
+    return True
 
 
 def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
@@ -76,7 +98,9 @@ def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
         return None
     fraction = recipe.find("eval.fraction", 0.0)
     settings = [recipe.backend, recipe.seq_len, fraction, asdict(corpus)]
-    key = json.dumps([settings, *digests])
+    if corpus.template:
+        digests.append(recipe.asset_digests["chat_template"])
+    key = json.dumps([settings, *digests], default=str)
     return shared / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 

@@ -65,6 +65,8 @@ def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
 
 
 def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
+    if "data.skip" in recipe.settings:
+        yield "data.skip leaves out rows, and the reference reads all"
     if "eval.patience" in recipe.settings:
         yield "eval.patience may end the run early"
     if recipe.section("eval") and recipe.find(f"{recipe.backend}.save_weights", False):

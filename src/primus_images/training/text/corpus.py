@@ -12,6 +12,7 @@ from pathlib import Path
 from primus_images.errors import InputError
 from primus_images.files import below, refuse_special
 from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.setting import share_of
 from primus_images.recipes.weights import HUB, downloaded
 from primus_images.training.text.rows import (
     TABLE,
@@ -37,8 +38,10 @@ class Corpus:
     """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer``, and what to take of it.
 
     The tokenizer is a folder or ``hf:``, too. Without ``column``, the columns of the first row
-    decide. Without ``split``, it is ``usual_split`` if there are several. With ``completions``,
-    only the words of the assistant, or of the completion, are trained.
+    decide; with ``question`` and ``answer``, these columns are the turns of a chat. Without
+    ``split``, it is ``usual_split`` if there are several. With ``completions``, only the words of
+    the assistant, or of the completion, are trained. ``template`` is the file of a chat template in
+    place of the tokenizer's. A share of the rows, up to ``skip``, may be wrong: these are left out.
     """
 
     name: str
@@ -47,16 +50,27 @@ class Corpus:
     split: str | None = None
     usual_split: str = "train"
     completions: bool = True
+    question: str | None = None
+    answer: str | None = None
+    template: Path | None = None
+    skip: float = 0.0
 
 
 def corpus_of(recipe: Recipe) -> Corpus:
     """Return the corpus of ``recipe``."""
+    template = None
+    if "assets.chat_template" in recipe.settings:
+        template = recipe.asset("chat_template")
     return Corpus(
         name=_named(recipe, "assets.corpus"),
         tokenizer=_named(recipe, "assets.tokenizer"),
         column=recipe.find("data.column", "") or None,
         split=recipe.find("data.split", "") or None,
         completions=recipe.find("data.train_on", "completions") == "completions",
+        question=recipe.find("data.question", "") or None,
+        answer=recipe.find("data.answer", "") or None,
+        template=template,
+        skip=share_of(recipe.find("data.skip", "0%")),
     )
 
 
@@ -128,7 +142,10 @@ def files_of(corpus: Corpus) -> Files:
 
 
 def rows(corpus: Corpus, files: Files) -> Iterator[Row]:
-    """Yield every row. Raises InputError at one that cannot be read."""
+    """Yield every row; one that cannot be read is an InputError.
+
+    Raises InputError where the rest of a file cannot be read.
+    """
     if corpus.name.startswith(HUB):
         split = corpus.split or corpus.usual_split
         yield from rows_of_hub(corpus.name.removeprefix(HUB), split)

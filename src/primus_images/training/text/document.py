@@ -36,11 +36,15 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ``columns`` with the text or the ``chat`` of every row, and those that are ``unused``."""
+    """The ``columns`` with the text or the ``chat`` of every row, and those that are ``unused``.
+
+    With ``turns``, they are a question and its answer.
+    """
 
     columns: Sequence[str]
     chat: bool = False
     unused: Sequence[str] = ()
+    turns: bool = False
 
     @property
     def prompted(self) -> bool:
@@ -50,30 +54,34 @@ class Layout:
     @property
     def alpaca(self) -> bool:
         """Whether it is Alpaca's."""
-        return self.columns[0] == "instruction" and len(self.columns) > 1
+        return self.columns[0] == "instruction" and len(self.columns) > 1 and not self.turns
 
 
-def layout_of(row: Any, column: str | None, where: str) -> Layout:
+def layout_of(
+    row: Any, column: str | None, where: str, turns: tuple[str, str] | None = None
+) -> Layout:
     """Return the layout of a corpus whose first row is ``row``.
 
-    Raises InputError if no column is known.
+    ``turns`` are the columns of a question and its answer. Raises InputError if no column is known.
     """
     row = _mapping(row, where)
-    if column:
+    if turns:
+        columns = list(turns)
+    elif column:
         columns = [column]
     else:
         columns = _known_columns(row, where)
-    if columns[0] not in row:
+    if any(name not in row for name in columns):
         raise _missing(row, columns, where)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
     used = set(columns)
     if columns[0] == "instruction":
         used |= {"input", "history", *TABLE["beside_chats"]}
-    if chat:
+    if chat or turns:
         used |= {*TABLE["beside_chats"]}
     unused = [str(name) for name in row if name not in used]
-    return Layout(columns=columns, chat=chat, unused=unused)
+    return Layout(columns=columns, chat=chat, unused=unused, turns=bool(turns))
 
 
 def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
@@ -132,6 +140,9 @@ def document_of(row: Any, layout: Layout, where: str) -> Document:
         raise _missing(row, layout.columns, where)
     if layout.alpaca:
         return _alpaca(row, where)
+    if layout.turns:
+        question, answer = [_text(row[name], name, where) for name in layout.columns]
+        return _chat(row, _turns(question, answer), 0, where)
     if not layout.chat:
         return _of_texts([_text(row[name], name, where) for name in layout.columns])
     chats = [_messages(row[name], name, where) for name in layout.columns]
@@ -286,15 +297,19 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
         question = f"{instruction}\n{context}"
         more = ", paired with an input that provides further context"
         prompt = TABLE["alpaca"].format(more, instruction, f"### Input:\n{context}\n\n")
-    turns = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": output},
-    ]
+    turns = _turns(question, output)
     chat = _chat(row, [*_history(row.get("history"), where), *turns], 0, where)
     # Alpaca's text has no place for a system prompt, tools or earlier turns.
     if chat.messages != turns or chat.tools:
         return chat
     return replace(chat, text=prompt + output, prompt=len(prompt))
+
+
+def _turns(question: str, answer: str) -> list[Message]:
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def _history(pairs: Any, where: str) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
 from bisect import bisect_left, insort
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
 _EVERY = 1_000_000
+# The file of a run that names the rows that were left out.
+SKIPPED = "skipped.jsonl"
 
 
 class Reader:
@@ -49,13 +52,26 @@ class Reader:
             if not on_hub:
                 self.files = corpora.files_of(corpus)
             rows = corpora.rows(corpus, self.files)
-        first = next(rows, None)
-        if first is None:
-            raise InputError("the corpus contains no text", where=corpus.name)
-        where, row = first
-        self.layout: Layout = layout_of(row, corpus.column, where)
+        self.skipped: list[InputError] = []
+        self._read = 0
+        first, self.layout = self._first(rows)
         self._rows = chain([first], rows)
-        self.encoder = Encoder(corpus.tokenizer)
+        self.encoder = Encoder(corpus.tokenizer, corpus.template)
+
+    def _first(self, rows: Iterator[Row]) -> tuple[Row, Layout]:
+        """Return the first row that can be read, and its layout."""
+        turns = None
+        if self.corpus.question and self.corpus.answer:
+            turns = (self.corpus.question, self.corpus.answer)
+        for where, row in rows:
+            try:
+                return (where, row), layout_of(row, self.corpus.column, where, turns)
+            except InputError as error:
+                self._read += 1
+                self._skip(error)
+        if self.skipped:
+            raise self.skipped[0]
+        raise InputError("the corpus contains no text", where=self.corpus.name)
 
     @property
     def masked(self) -> bool:
@@ -68,16 +84,48 @@ class Reader:
         Without a mask, all are.
         """
         if self.layout.prompted:
-            return self._prompted()
-        return ((tokens, ()) for tokens in self._plain())
+            yield from self._prompted()
+        else:
+            for tokens in self._plain():
+                yield tokens, ()
+        self._refuse_many_skipped()
+
+    def _skip(self, error: InputError) -> None:
+        """Leave out the row that ``error`` is about. Raises it if the corpus skips none."""
+        if not self.corpus.skip:
+            hint = error.hint
+            if self._read > 1:
+                hint = f"{hint or 'correct the row'}; or data.skip=1% leaves out such rows"
+            raise InputError(error.message, where=error.where, hint=hint) from error
+        self.skipped.append(error)
+
+    def _refuse_many_skipped(self) -> None:
+        count = len(self.skipped)
+        if count <= self.corpus.skip * self._read:
+            return
+        first = self.skipped[0]
+        raise InputError(
+            f"{count:,} of {self._read:,} rows cannot be read, more than "
+            f"data.skip={100 * self.corpus.skip:.9g}%; the first: {first.message}",
+            where=first.where,
+            hint=first.hint,
+        )
 
     def _prompted(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         roles: set[str] = set()
         for where, row in self._rows:
-            document = document_of(row, self.layout, where)
+            self._read += 1
+            try:
+                document = document_of(row, self.layout, where)
+                encoded = self.encoder.document(
+                    document, where, completions=self.corpus.completions
+                )
+            except InputError as error:
+                self._skip(error)
+                continue
             for message in document.messages or ():
                 roles.add(message["role"])
-            yield self.encoder.document(document, where, completions=self.corpus.completions)
+            yield encoded
         if self.masked and roles and "assistant" not in roles:
             raise InputError(
                 "no message has the role assistant, whose words are trained; the roles are "
@@ -90,7 +138,12 @@ class Reader:
         texts: list[str] = []
         size = 0
         for where, row in self._rows:
-            text = document_of(row, self.layout, where).text
+            self._read += 1
+            try:
+                text = document_of(row, self.layout, where).text
+            except InputError as error:
+                self._skip(error)
+                continue
             if not text.strip():
                 continue
             texts.append(text)
@@ -119,6 +172,8 @@ class Reader:
         ]
         if figures["left_out"]:
             parts.append(f"{figures['left_out']:,} left out, which have no answer there")
+        if self.skipped:
+            parts.append(f"{counted(len(self.skipped), 'row')} left out that cannot be read")
         for name, chats in self.encoder.left_out.items():
             parts.append(f"the chat template leaves out {name} in {counted(chats, 'chat')}")
         if self.files.split:
@@ -131,7 +186,7 @@ class Reader:
 
     def _amount(self, figures: Mapping[str, Any]) -> str:
         kind = "document"
-        if self.layout.chat:
+        if self.layout.chat or self.layout.turns:
             kind = "chat"
         elif self.layout.prompted:
             kind = "answer"
@@ -345,6 +400,12 @@ def write(
             raise InputError(f"the corpus contains {lacking}", where=reader.corpus.name)
         for sink in sinks:
             sink.keep(masked=reader.masked)
+        if reader.skipped:
+            lines = []
+            for error in reader.skipped:
+                row = {"where": error.where, "why": error.message}
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            write_file(folder / f"{name}.{SKIPPED}", "".join(lines))
 
 
 class _Sink:

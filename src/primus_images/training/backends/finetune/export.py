@@ -18,7 +18,7 @@ from primus_images.training.backends.finetune import models
 from primus_images.training.backends.finetune.backend import FinetuneConfig
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.text.corpus import TOKENIZER_FILES, tokenizer_folder
-from primus_images.training.text.encoder import Encoder
+from primus_images.training.text.encoder import Encoder, template_of
 
 
 def save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
@@ -40,6 +40,10 @@ def save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         if job.assets["tokenizer"] != MOCK:
             tokenizer = tokenizer_folder(job.assets["tokenizer"])
         write(model, job.output / "weights", plain, tokenizer, source)
+        if "chat_template" in job.assets:
+            # transformers prefers this file to a template in tokenizer_config.json.
+            template = template_of(Path(job.assets["chat_template"]))
+            write_file(job.output / "weights" / "chat_template.jinja", template)
     dist.barrier()
 
 

@@ -297,13 +297,18 @@ def _joined(documents: Iterable[_Document]) -> Tensor:
 def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
     data = job.get("data", {})
     answers = data.get("train_on", "completions") == "completions"
-    words = _Words(Path(job["assets"]["tokenizer"]), answers)
+    words = _Words(Path(job["assets"]["tokenizer"]), answers, job["assets"].get("chat_template"))
     name = job["assets"]["corpus"]
     if name == MOCK:
         return [words.plain(text) for text in texts(seed)]
     column = data.get("column")
     documents: list[_Document] = []
     for row in rows_of(Path(name), data.get("split")):
+        if "question" in data:
+            asked = {"role": "user", "content": row[data["question"]]}
+            said = {"role": "assistant", "content": row[data["answer"]]}
+            documents.append(words.chat(row, [asked, said]))
+            continue
         column = column or next(names[0] for names in LAYOUTS if row.keys() >= {*names})
         documents += _documents(row, column, words)
     share = job.get("evaluation", {}).get("fraction", 0)
@@ -345,11 +350,16 @@ def _instructed(row: _Row, words: "_Words") -> _Document:
 
 
 class _Words:
-    """Text and chats as tokens of one tokenizer. ``answers``: only words of answers are trained."""
+    """Text and chats as tokens of one tokenizer. ``answers``: only words of answers are trained.
 
-    def __init__(self, folder: Path, answers: bool) -> None:
+    ``template`` is a file that replaces the tokenizer's chat template.
+    """
+
+    def __init__(self, folder: Path, answers: bool, template: str | None = None) -> None:
         self._answers = answers
         self._tokenizer = _tokenizer(folder)
+        if template:
+            self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         self.template = self._tokenizer.chat_template
         self._marks = marks(folder)
         if json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is False:

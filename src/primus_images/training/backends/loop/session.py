@@ -379,14 +379,21 @@ class Sharded(Session):
         return total
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        placed = {}
-        for name, tensor in batch.items():
-            placed[name] = tensor.to(self._device, non_blocking=True)
+        tensors = dict(batch)
         if self._by_rows:
             rows = trained_rows(batch["labels"])
             if rows is not None:
-                placed["rows"] = rows.to(self._device, non_blocking=True)
+                tensors["rows"] = rows
+        placed = {}
+        for name, tensor in tensors.items():
+            placed[name] = self._placed(tensor)
         return self._summed(model, placed)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` on the device. The CPU does not wait for the GPU."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> Tensor:

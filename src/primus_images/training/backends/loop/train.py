@@ -149,10 +149,10 @@ class _Loop:
 
 def _mean_loss(device: torch.device, session: Session, batches: list[Batch]) -> torch.Tensor:
     """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
-    terms_of_rank = sum(terms_of(batch) for batch in batches)
-    terms = round(
-        session.total(torch.tensor(terms_of_rank, dtype=torch.float64, device=device)).item()
-    )
+    terms = sum(terms_of(batch) for batch in batches)
+    if dist.get_world_size() > 1:
+        terms_of_rank = torch.tensor(terms, dtype=torch.float64, device=device)
+        terms = round(session.total(terms_of_rank).item())
     loss = session.forward_backward(batches, terms)
     mean_loss = session.total(loss.to(torch.float64)) / terms
     return mean_loss.to("cpu", non_blocking=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from primus_images.recipes.family import STRETCH, Family, Support, families, family
+from primus_images.recipes.load import folder
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.schema import model_rules
 from primus_images.recipes.setting import Value, outside, share_of
@@ -18,6 +19,8 @@ from primus_images.yamlfile import Scalar, spell
 # The key of the wrong setting, the reason, and a remedy.
 Fault: TypeAlias = tuple[str, str, str | None]
 
+# The tokens of the tokenizer that recipes carry along.
+_BUILT_IN_TOKENS = 1024
 # Part of the model → the key that enables it.
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
 
@@ -28,6 +31,7 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
     evaluation = recipe.section("eval")
     is_mock = recipe.get("assets.corpus", str) == MOCK
     yield from _column_faults(recipe)
+    yield from _tokenizer_faults(recipe)
     if evaluation:
         yield from _evaluation_faults(recipe, evaluation)
     if "epochs" in recipe.settings and (is_mock or recipe.architecture.of_images):
@@ -36,6 +40,29 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
     if packing:
         yield from _packing_faults(recipe)
+
+
+def _tokenizer_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield text of the user's that the built-in tokenizer, of a small model, would cut."""
+    if recipe.get("proxy", bool) or recipe.architecture.of_images:
+        return
+    tokenizer = recipe.asset("tokenizer")
+    corpus = recipe.asset("corpus")
+    assets = folder().resolve() / "assets"
+    own_text = corpus is not None and not corpus.resolve().is_relative_to(assets)
+    own_text |= recipe.get("assets.corpus", str).startswith("hf:")
+    vocabulary = recipe.architecture.vocab_size
+    built_in = tokenizer is not None and tokenizer.resolve() == assets / "tokenizer"
+    if built_in and own_text and vocabulary > _BUILT_IN_TOKENS:
+        why = (
+            f"the built-in one has {_BUILT_IN_TOKENS:,} tokens, and the model a vocabulary of "
+            f"{vocabulary:,}"
+        )
+        remedy = (
+            "tokenizer=FOLDER of the model's tokenizer, or hf:OWNER/NAME; --proxy trains a small "
+            "model with the built-in one"
+        )
+        yield "assets.tokenizer", why, remedy
 
 
 def _column_faults(recipe: Recipe) -> Iterator[Fault]:

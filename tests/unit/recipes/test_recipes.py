@@ -206,7 +206,7 @@ def test_a_run_shorter_than_its_warm_up_says_so() -> None:
 
 def test_epochs_leave_the_steps_to_the_run_or_to_the_user(edited: Path, tmp_path: Path) -> None:
     (corpus := tmp_path / "a.txt").write_text("text")
-    words = ["epochs=2.5", f"corpus={corpus}"]
+    words = ["epochs=2.5", f"corpus={corpus}", "tokenizer=mock"]
     choices = Choices(backend="finetune", mode="lora", gpu="mi300x")
     more = ["training.warmup_steps=1000", "eval.fraction=0.1", "eval.every=1000"]
     recipe = resolve.resolve("llama3.1-8b", [*words, *more], choices)

@@ -144,3 +144,12 @@ def test_unlisted_gpus_have_the_memory_of_the_smallest(
         machine.check(
             resolve("llama3.1-8b", ["ranks=1"], Choices(gpu="h200")), other, memory=memory
         )
+
+
+def test_a_dry_run_refuses_what_a_start_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "llama3.1-8b", "--gpu", "mi300x", "local_batch=64", "--dry-run"]
+    assert main(words) == 3
+    shown = capsys.readouterr().err
+    assert "2,230 GiB per rank, and AMD Instinct MI300X has 192 GiB" in shown
+    assert "--force shows it anyway" in shown
+    assert main([*words, "--force"]) == 0

@@ -132,7 +132,7 @@ def _plan(request: Request, options: LaunchOptions) -> Plan:
     _refuse_other_kind(options, recipe.gpu)
     plan = Plan(recipe=recipe, options=passed_on(options))
     if not options.force:
-        machine.check_prediction(recipe)
+        machine.check_prediction(recipe, anyway="--force submits it anyway")
     for sentence in [plan.warning(), *_contradictions(options, recipe.gpu)]:
         if sentence:
             say(f"primus launch: {sentence}")

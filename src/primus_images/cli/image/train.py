@@ -92,6 +92,8 @@ def _run(request: Request, options: RunOptions) -> int:
     memory = machine.unlisted_memory()
     job = _job(request, options, memory)
     if options.dry_run:
+        if not options.force:
+            machine.check_prediction(job.recipe, anyway="--force shows it anyway")
         if options.json:
             print(ranks.job_file(job), end="")
         else:
@@ -481,10 +483,18 @@ class _Progress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _last_kept(job: Job) -> Path | None:
-    complete = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
-    if complete and step_of(complete[-1]) < job.last_step:
+def newest_complete(output: Path) -> Path | None:
+    """Return the newest complete checkpoint of the run in ``output``."""
+    complete = [step for step in steps(output / "checkpoint") if identity.complete(step)]
+    if complete:
         return complete[-1]
+    return None
+
+
+def _last_kept(job: Job) -> Path | None:
+    newest = newest_complete(job.output)
+    if newest and step_of(newest) < job.last_step:
+        return newest
     return None
 
 
@@ -531,6 +541,20 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
         yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
-    if (weights := job.output / "weights").is_dir():
-        adapters = (weights / "adapter_config.json").exists()
-        yield f"  → {weights} for transformers{' and PEFT' * adapters}"
+    checkpoint = newest_complete(job.output)
+    if checkpoint:
+        yield f"  → {checkpoint}: --resume-from {job.output} continues with more steps"
+    yield from _exported(job, checkpoint)
+    yield f"  → `primus report {job.output}` draws its curves"
+
+
+def _exported(job: Job, checkpoint: Path | None) -> Iterator[str]:
+    """Yield where the weights are, and what loads them."""
+    weights = job.output / "weights"
+    if weights.is_dir():
+        name = "AutoModelForCausalLM"
+        if (weights / "adapter_config.json").exists():
+            name = "AutoPeftModelForCausalLM"
+        yield f'  → {weights}: {name}.from_pretrained("{weights}") loads it'
+    elif checkpoint and job.recipe.mode != "lora" and not job.recipe.architecture.of_images:
+        yield f"  → `primus export {job.output} DIR` writes its weights for transformers"

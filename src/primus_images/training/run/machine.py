@@ -14,6 +14,7 @@ from primus_images.recipes.rules import gpu_bytes, largest_batch, predict
 
 _GIB = 2**30
 _SHOW = "--dry-run shows the job"
+_SHOW_LARGE = "--dry-run --force shows the job"
 _SMALL = "--proxy trains a small model instead"
 # A CPU emulates FP8, with other settings than a GPU.
 _ON_CPU = ("fp32", "bf16")
@@ -39,17 +40,19 @@ def check(
         return
     _check_memory_of_gpu(recipe, there)
     if not force:
-        _check_activations(recipe, there)
+        _check_activations(recipe, there, "--force starts it anyway")
 
 
-def check_prediction(recipe: Recipe) -> None:
+def check_prediction(recipe: Recipe, *, anyway: str = "--force starts it anyway") -> None:
     """Raise HostError if ``check`` would refuse the predicted memory on the recipe's GPU, whatever
     this machine has.
+
+    ``anyway`` is how the caller goes on without this check.
     """
     there = gpu_bytes(recipe.gpu)
     if there:
-        _check_memory_of_gpu(recipe, there, anyway="--force submits it anyway")
-        _check_activations(recipe, there)
+        _check_memory_of_gpu(recipe, there, anyway)
+        _check_activations(recipe, there, anyway)
 
 
 def unlisted_memory(root: Path = Path("/")) -> float | None:
@@ -109,7 +112,7 @@ def _check_memory_of_host(recipe: Recipe, root: Path) -> None:
         )
 
 
-def _check_memory_of_gpu(recipe: Recipe, there: float, anyway: str = _SHOW) -> None:
+def _check_memory_of_gpu(recipe: Recipe, there: float, anyway: str = _SHOW_LARGE) -> None:
     needed = predict(recipe).states
     if needed > there:
         raise HostError(
@@ -139,7 +142,7 @@ def _gpu_with(memory: float, recipe: Recipe) -> str:
     return "a GPU of this machine"
 
 
-def _check_activations(recipe: Recipe, there: float) -> None:
+def _check_activations(recipe: Recipe, there: float, anyway: str) -> None:
     needed = predict(recipe).least
     if needed * (1 - recipe.knows.memory_error) <= there:
         return
@@ -150,7 +153,7 @@ def _check_activations(recipe: Recipe, there: float) -> None:
     raise HostError(
         f"a micro batch of {recipe.local_batch} needs about {needed / _GIB:,.0f} GiB per "
         f"rank, and {_gpu_with(there, recipe)} has {there / _GIB:,.0f} GiB",
-        hint=f"{way}; `primus fit` shows every term; --force starts it anyway",
+        hint=f"{way}; `primus fit` shows every term; {anyway}",
     )
 
 

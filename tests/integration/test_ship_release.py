@@ -27,6 +27,7 @@ from primus_images.release.documents import GATES
 from primus_images.release.policy import Policy
 from primus_images.release.publish import Needs, Ready, prepare, publish
 from primus_images.release.registry import Repository
+from primus_images.release.statement import Signer
 from primus_images.versions.lock import Lock, dumps
 from project_kit import SOURCE, Kit, make_project
 
@@ -192,21 +193,26 @@ def test_a_page_runs_as_written(
         "images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=()))
     )
     kit.write(
-        ".gitignore", ".primus\nout\n/cosign.*\n/to-sign\n/osv\n/*.json\n/*.yaml\n!/versions.yaml\n"
+        ".gitignore",
+        ".primus\nout\n/cosign.*\n/to-sign\n/osv\n/*.json\n/*.yaml\n!/versions.yaml\n"
+        "!/withdrawn.yaml\n",
     )
     gits.commit(kit.root, {})
     for name, value in (("name", "t"), ("email", "t@example.invalid")):
         gits.git(kit.root, "config", f"user.{name}", value)
     repository += f"-{page[:-3]}"
-    publish(ready(kit, "cpu"), Project(kit.root).workspace.store, repository, Progress())
+    monkeypatch.setenv("COSIGN_PASSWORD", "secret")
+    subprocess.run(["cosign", "generate-key-pair"], cwd=kit.root, check=True, capture_output=True)
+    signer = Signer(key=str(kit.root / "cosign.key"))
+    store = Project(kit.root).workspace.store
+    publish(ready(kit, "cpu"), store, repository, Progress(), signing=signer)
+    gits.git(kit.root, "tag", "v26.11")
     record(kit)
     kit.write("osv/none.json", "[]")
     kit.write("accepted.yaml", "accepted: []\n")
     kit.write("cpu.spdx.json", kit.primus("sbom", "cpu", "--json").out)
-    monkeypatch.setenv("COSIGN_PASSWORD", "secret")
     text = (Path(__file__).parents[2] / "docs" / page).read_text().replace("\\\n", "")
     text = text.replace("registry.example.com/rocm/cache", f"{repository}-cache")
-    subprocess.run(["cosign", "generate-key-pair"], cwd=kit.root, check=True, capture_output=True)
     if page == "statements.md":
         before, sign, after = text.partition("## Sign")
         text = sign + after + before  # what the first lines verify is signed by later ones
@@ -227,22 +233,22 @@ def test_a_page_runs_as_written(
                 # What is published is verified on a machine that has the public key and nothing
                 # else.
                 result = (empty if "--image" in words else kit).primus(*words)
-                assert result.code == 0, (line, result.out, result.err)
-            elif program == "cosign":
+                withdrawn = "withdrawn on" in result.out and "--image" in words
+                assert result.code == int(withdrawn), f"{line}\n{result.out}{result.err}"
+            elif program in ("cosign", "git"):
                 subprocess.run([program, *words], cwd=kit.root, check=True, capture_output=True)
     if page == "statements.md":
         return
     there = Repository(repository)
-    assert (
-        there.digest("latest-cpu")
-        == there.digest("v26.11-cpu")
-        != there.digest("v26.12-cpu")
-        is not None
-    )
+    digests = {tag: there.digest(tag) for tag in ("v26.11-cpu", "v26.11.1-cpu", "v26.12-cpu")}
+    assert len({*digests.values(), None}) == 4
+    assert there.digest("latest-cpu") == there.digest("v26.11") == digests["v26.11.1-cpu"]
+    told = kit.primus("releases", "v26.11.1").out
+    assert re.search(r"supported until +\d{4}-", told) or "not stated" in told
     there.attach(
         [Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject
     )
-    result = kit.primus("diff", f"{repository}:v26.12-cpu", "HEAD")
+    result = kit.primus("diff", f"{repository}:v26.11.1-cpu", "HEAD")
     assert (
         result.code == 2
         and "gates.json" in result.err
@@ -253,5 +259,7 @@ def test_a_page_runs_as_written(
 def record(kit: Kit) -> None:
     """Write what a validation of the built image would leave."""
     image = ready(kit, "cpu").image
-    validation = record_of(digest_of(image.config), image.digest)
-    kit.write("out/validation/cpu/llama3-proxy/record.json", validation.data)
+    content = digest_of(image.config)
+    validation = record_of(content, image.digest)
+    folder = f"out/validation/cpu/{image.plan.ref}-{content[7:19]}/llama3-proxy"
+    kit.write(f"{folder}/record.json", validation.data)

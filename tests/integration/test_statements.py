@@ -765,6 +765,37 @@ def test_a_tag_moves_to_what_is_signed(world: World) -> None:
     assert there.digest("latest-demo") == world.digest
 
 
+def test_a_withdrawn_image_says_so_first(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = make_project(tmp_path / "project")
+    monkeypatch.chdir(kit.root)
+    there = world.there
+    there.tag("latest-demo", world.ready.image.manifest)
+    words = ("--to", world.name, "--key", world.key("ours"), "--reason", "wrong gradients")
+    done = kit.primus("withdraw", TAG, *words)
+    assert done.code == 0, done.err
+    assert "! latest-demo still names it" in done.err
+    assert "wrong gradients" in (kit.root / "withdrawn.yaml").read_text()
+    result = world.verify()
+    assert not result.passed
+    assert verified_text("x", result).startswith("✗ withdrawn on ")
+    trust = Trust(key=str(world.root / "ours.pub"))
+    with pytest.raises(CheckFailed, match=r"does not move to .*: withdrawn on .*: wrong gradients"):
+        move_tag(there, "latest-demo", TAG, trust)
+    kit.primus("build", "demo", "--offline")
+    shown = kit.primus("diff", f"{world.name}:{TAG}", "versions.yaml")
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith(f"! {world.name}:{TAG} was withdrawn on ")
+    for verb in (("run", "demo", "--", "true"), ("plan", "demo")):
+        told = kit.primus(*verb)
+        assert f"! {TAG} was withdrawn on " in told.err + told.out
+    by_others = kit.primus("withdraw", TAG, *words[:3], world.key("others"), *words[4:])
+    assert by_others.code == 0
+    assert world.verify(key="others.pub").withdrawn
+    assert kit.primus("withdraw", TAG, *words[:4], "--reason", " ").code == 2
+
+
 EDITS: dict[str, Change] = {
     "more ranks": put("statements", -1, "predicate", "primus", "recipe", "ranks", value=4),
     "passed": put("statements", -1, "predicate", "result", value="FAILED"),

@@ -395,6 +395,8 @@ def _facts(resolved: ResolvedTarget) -> dict[str, object]:
         "preview": resolved.choice.preview,
         "components": components,
     }
+    if resolved.versions.supported_until:
+        facts["supported_until"] = resolved.versions.supported_until
     if resolved.extras:
         facts["extras"] = list(resolved.extras)
     return facts

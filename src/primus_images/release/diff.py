@@ -87,7 +87,7 @@ class Diff:
     ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides
     state; ``not_compared`` is what only one of them states. ``notes`` are sentences by release.
     ``curves`` are differences between the golden curves of both sides, and ``issues`` the known
-    issues of the new one.
+    issues of the new one. ``withdrawn`` are sentences about sides that were withdrawn.
     """
 
     old: str
@@ -99,6 +99,7 @@ class Diff:
     notes: Mapping[str, tuple[str, ...]]
     curves: tuple[str, ...]
     issues: tuple[str, ...]
+    withdrawn: tuple[str, ...]
 
 
 def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
@@ -135,6 +136,9 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
         notes=notes,
         curves=golden.changes(old.curves, new.curves, before.reference, after.reference),
         issues=tuple(map(str, issues)),
+        withdrawn=tuple(
+            f"{one.release.reference} was {one.withdrawn}" for one in (old, new) if one.withdrawn
+        ),
     )
 
 
@@ -262,7 +266,10 @@ def release_page(release: Release, screen: Screen = PLAIN) -> str:
 
 def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
-    lines = screen.wrap(Styled(_title(difference), "bold"))
+    lines = []
+    for sentence in difference.withdrawn:
+        lines += screen.wrap(f"! {sentence}", hanging="  ")
+    lines += screen.wrap(Styled(_title(difference), "bold"))
     for part in difference.sections:
         lines += _heading(f"{part.name}: {_counts(part.changes, len(part.same))}", screen)
         lines += screen.table(_rows(part, difference), indent="  ")
@@ -287,6 +294,8 @@ def _rows(part: Section, difference: Diff) -> list[tuple[str, str, str]]:
 def notes(difference: Diff) -> str:
     """Return the differences as release notes in Markdown."""
     lines = [f"# {_escaped(_title(difference))}", ""]
+    for sentence in difference.withdrawn:
+        lines += [f"**{_escaped(sentence)}**", ""]
     for part in difference.sections:
         rows = [(change.what, _cell(change.old), _cell(change.new)) for change in part.changes]
         if rows:

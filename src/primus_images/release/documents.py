@@ -72,6 +72,7 @@ def provenance(image: Composed, commit: str | None, others: Sequence[Document]) 
         "buildType": "urn:primus-images:build:1",
         "externalParameters": {
             "release": resolved.versions.release,
+            "supported_until": resolved.versions.supported_until,
             "target": resolved.name,
             "channel": resolved.choice.channel,
             "preview": resolved.choice.preview or "",

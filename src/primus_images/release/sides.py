@@ -40,6 +40,8 @@ from primus_images.release.history import (
 from primus_images.release.records import records_of
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
+from primus_images.release.statement import BUNDLE, WITHDRAWAL, payload
+from primus_images.release.withdrawal import withdrawal_text, withdrawals
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import bytes_text
 from primus_images.training.judge.record import Record
@@ -60,15 +62,30 @@ class Side:
 
     ``parts`` are name → value per section, without those that it does not state. ``curves`` are
     its golden curves, if any. ``layers`` are name → layer, if their blobs are in a store.
+    ``withdrawn`` says that it was withdrawn, and why.
     """
 
     release: Release
     parts: Mapping[str, Part] = field(default_factory=dict)
     curves: golden.Curves | None = None
     layers: Mapping[str, LayerRef] = field(default_factory=dict)
+    withdrawn: str = ""
 
 
 def side(word: str, project: Project | None, target: str = "") -> Side:
+    """Return what :func:`_side` finds, and whether the project says that it was withdrawn."""
+    result = _side(word, project, target)
+    if project is None or result.withdrawn:
+        return result
+    known = withdrawals(project.root)
+    tag = result.release.tag
+    withdrawal = known.get(tag) or known.get(f"{tag}-{target}")
+    if result.release.image != IMAGE and withdrawal and withdrawal.digest != result.release.digest:
+        return result
+    return replace(result, withdrawn=withdrawal.sentence if withdrawal else "")
+
+
+def _side(word: str, project: Project | None, target: str) -> Side:
     """Return what ``word`` names: an image, a published release, pins, or a revision.
 
     The first of these that knows the name decides. Of pins that name no target, only those of
@@ -370,8 +387,13 @@ def _of_registry(name: str, tag: str) -> Side:
     sizes = {name: layer.size for name, layer in zip(names, layers, strict=True)}
     parts = _parts_of_config(config, sizes)
     records = []
+    withdrawn = []
     for document in registry.documents(digest):
         try:
+            if document.media_type == BUNDLE:
+                words = payload(document.data)
+                if words["predicateType"] == WITHDRAWAL:
+                    withdrawn.append(words["predicate"])
             parts |= _part_of_document(document)
             if document.media_type == VALIDATION:
                 records.append(Record.of(json.loads(document.data)))
@@ -383,7 +405,15 @@ def _of_registry(name: str, tag: str) -> Side:
             ) from None
     release = _release(config, image, layers)
     curves = golden.of_records(release.reference, records)
-    return Side(release=release, parts=parts, curves=curves if curves.curves else None)
+    sentence = withdrawal_text(withdrawn)
+    if sentence:
+        sentence += " (its signature is not verified here)"
+    return Side(
+        release=release,
+        parts=parts,
+        curves=curves if curves.curves else None,
+        withdrawn=sentence,
+    )
 
 
 def _part_of_document(document: Document) -> dict[str, Part]:

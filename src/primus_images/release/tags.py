@@ -2,14 +2,17 @@
 
 import json
 import re
+from typing import NamedTuple
 
 from primus_images.errors import CheckFailed, InputError
-from primus_images.release.documents import IN_TOTO
+from primus_images.oci.store import MANIFEST_TYPE, digest_of
+from primus_images.release.documents import IN_TOTO, statement
 from primus_images.release.publish import ANNOUNCED, require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
-from primus_images.release.statement import RELEASE_TAG, Trust
+from primus_images.release.statement import RELEASE_TAG, WITHDRAWAL, Signer, Trust, bundles
 from primus_images.release.verification import Verified, verify_image
+from primus_images.release.withdrawal import Withdrawal
 
 # A tag without a target, such as v26.12, which stands for a release.
 _RELEASE = re.compile(r"v[0-9]+(?:[.][0-9]+)*")
@@ -40,6 +43,68 @@ def move_tag(there: Repository, tag: str, release: str, trust: Trust) -> tuple[s
         there.tag(tag, there.manifest(verified.digest) or b"")
     require_set(there, tag, there.digest(tag), verified.digest)
     return before, verified.digest
+
+
+class PublishedImage(NamedTuple):
+    """An image of a release that was published, and the moving tags that name it."""
+
+    tag: str
+    digest: str
+    manifest: bytes
+    moving_tags: tuple[str, ...]
+
+
+def withdrawable(there: Repository, release: str, successor: str | None) -> PublishedImage:
+    """Return the published image that is called ``release``.
+
+    Raises InputError if there is none, or if the successor is not another release of its target.
+    """
+    if not re.fullmatch(RELEASE_TAG, release):
+        raise InputError(
+            f"{release} is not the name of a release", hint="name one, such as v26.11-cpu"
+        )
+    manifest = there.manifest(release)
+    if manifest is None:
+        raise there.lacks(release)
+    digest = digest_of(manifest)
+    if successor:
+        _require_successor(there, successor, release, digest)
+    moving = []
+    for tag in there.tags():
+        fixed = re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag) or ANNOUNCED in tag
+        if not fixed and there.digest(tag) == digest:
+            moving.append(tag)
+    return PublishedImage(release, digest, manifest, tuple(moving))
+
+
+def _require_successor(there: Repository, successor: str, release: str, digest: str) -> None:
+    same_target = _target_of(successor) == _target_of(release)
+    if not re.fullmatch(RELEASE_TAG, successor) or not same_target or successor == release:
+        raise InputError(
+            f"--successor {successor} is not another release of the target of {release}",
+            hint="name one, such as v26.11.1-cpu for v26.11-cpu",
+        )
+    after = there.digest(successor)
+    if after is None:
+        raise there.lacks(successor)
+    if after == digest:
+        raise InputError(
+            f"--successor {successor} is the same image as {release}",
+            hint="publish the mended release first",
+        )
+
+
+def withdraw(
+    there: Repository, image: PublishedImage, withdrawal: Withdrawal, signer: Signer
+) -> None:
+    """Attach the signed statement that an image is withdrawn."""
+    content = statement(image.tag, image.digest, WITHDRAWAL, withdrawal.predicate)
+    subject = {
+        "mediaType": MANIFEST_TYPE,
+        "digest": image.digest,
+        "size": len(image.manifest),
+    }
+    there.attach(bundles(there, image.digest, [content], signer), subject)
 
 
 def require_moving(tag: str, release: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
@@ -41,6 +42,7 @@ from primus_images.release.statement import (
 )
 from primus_images.release.withdrawal import withdrawal_text
 from primus_images.sandbox.container import LayerRef
+from primus_images.system.support import support_text
 from primus_images.terminal import counted, some
 from primus_images.training.judge.record import Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
@@ -72,6 +74,7 @@ class Verified:
     target: str = ""
     release: str = ""
     withdrawn: str = ""
+    supported_until: str | None = None
     faults: list[str] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
@@ -138,6 +141,7 @@ def verify_image(
         parameters = provenance["predicate"]["buildDefinition"]["externalParameters"]
         result.target = str(parameters["target"])
         result.release = str(parameters["release"])
+        result.supported_until = parameters.get("supported_until")
     if policy and not result.faults:
         preview = result.tag.endswith("-preview")
         result.lacking += objections(evidence_in(image.documents), policy, preview=preview)
@@ -587,6 +591,9 @@ def verified_text(reference: str, result: Verified) -> str:
     lines = [f"{reference} {result.digest}"]
     if result.withdrawn:
         lines.insert(0, f"✗ {result.withdrawn}")
+    support = support_text(result.supported_until, date.today())
+    if support:
+        lines.append(f"  {support}")
     lines.append(f"  signed: {counted(result.signed, 'statement')}")
     lines += [f"  {_validation_line(validation)}" for validation in result.validations]
     for fault in (*result.faults, *result.void, *result.lacking):

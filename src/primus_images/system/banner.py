@@ -14,12 +14,14 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from primus_images.files import json_if_readable
 from primus_images.gpus.detect import detect
 from primus_images.system.host import IMAGE_FILE
+from primus_images.system.support import support_text
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
 # Tab completion. bash reads this file if it is interactive and not a login shell; login shells read
@@ -36,7 +38,7 @@ def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: 
     return terminal or (Path(command[0]).name in SHELLS and "-c" not in command)
 
 
-def compose(image: Mapping[str, Any], gpu: str) -> str:
+def compose(image: Mapping[str, Any], gpu: str, today: date) -> str:
     """Return the greeting of an image with the content of ``/etc/primus/image.json``.
 
     Missing fields are left out.
@@ -48,6 +50,9 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
     lines = [f"Primus {title}"]
     if image.get("preview"):
         lines.append(f"  PREVIEW, no release: {image['preview']}")
+    support = support_text(str(image.get("supported_until") or ""), today)
+    if support:
+        lines.append(f"  {support}")
     components = image.get("components")
     if isinstance(components, Mapping) and components:
         width = max(map(len, components))
@@ -75,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         command = ["/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"]
     if wanted(command, os.environ, terminal=sys.stderr.isatty()):
         with suppress(Exception):
-            greeting = compose(json_if_readable(IMAGE_FILE), detect().sentence())
+            greeting = compose(json_if_readable(IMAGE_FILE), detect().sentence(), date.today())
             print(greeting, end="", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], with_bashrc(command))

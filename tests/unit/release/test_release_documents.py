@@ -51,7 +51,7 @@ def image(lock: Lock, **local: str) -> Any:
         ref="v26.11-x",
         name="x",
         roots=[BASES[lock.channel]],
-        versions=SimpleNamespace(release="v26.11"),
+        versions=SimpleNamespace(release="v26.11", supported_until="2027-05-20"),
         choice=SimpleNamespace(channel=lock.channel, preview=None),
         gpu=None,
         target=SimpleNamespace(recipes=()),

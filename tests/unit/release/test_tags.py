@@ -1,10 +1,14 @@
 """A moving tag follows evidence, and stays with its target and its release."""
 
 import json
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from primus_images.cli.host.bump import _begin, _require_later
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import digest_of
 from primus_images.release import tags
@@ -12,8 +16,16 @@ from primus_images.release.artifact import Document
 from primus_images.release.documents import IN_TOTO
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Trust
-from primus_images.release.tags import move_tag, require_moving
+from primus_images.release.tags import move_tag, require_moving, withdrawable
 from primus_images.release.verification import Verified
+from primus_images.release.withdrawal import (
+    Withdrawal,
+    remember,
+    withdrawal_text,
+    withdrawals,
+)
+from primus_images.system.support import support_text
+from primus_images.versions.components import Versions
 
 OURS = Verified(release="v26.11", target="cpu", tag="v26.11-cpu", signed=6)
 
@@ -39,6 +51,9 @@ class Registry:
 
     def tags(self, beginning: str = "") -> list[str]:
         return [tag for tag in self.images if tag.startswith(beginning)]
+
+    def lacks(self, tag: str) -> InputError:
+        return InputError(f"{self.name} has no image {tag}")
 
     def tag(self, tag: str, manifest: bytes) -> None:
         self.images[tag] = manifest
@@ -101,6 +116,124 @@ def test_a_tag_does_not_move_without_evidence(
     fields = {"release": "v26.11", "target": "cpu", "tag": "v26.11-cpu", **changes}
     with pytest.raises(CheckFailed, match=reason):
         moved(monkeypatch, tag, Verified(**fields), target)
+
+
+def test_a_withdrawal_names_the_moving_tags_of_the_image() -> None:
+    there = Registry("cpu")
+    there.images |= {
+        "latest-cpu": b"cpu",
+        "v26.11-cpu.by-0": b"cpu",
+        "sha256-0": b"cpu",
+        "v26.11.1-cpu": b"mended",
+    }
+    image = withdrawable(cast(Repository, there), "v26.11-cpu", "v26.11.1-cpu")
+    assert (image.digest, image.moving_tags) == (digest_of(b"cpu"), ("latest-cpu",))
+
+
+@pytest.mark.parametrize(
+    ("release", "successor", "reason"),
+    [
+        ("latest-cpu", None, "latest-cpu is not the name of a release"),
+        ("v26.10-cpu", None, "has no image v26.10-cpu"),
+        ("v26.11-cpu", "v26.11-cpu", "is not another release of the target"),
+        ("v26.11-cpu", "v26.11-h200", "is not another release of the target"),
+        ("v26.11-cpu", "stable", "is not another release of the target"),
+        ("v26.11-cpu", "v26.13-cpu", "has no image v26.13-cpu"),
+        ("v26.11-cpu", "v26.12-cpu", "is the same image as v26.11-cpu"),
+    ],
+)
+def test_what_cannot_be_withdrawn_is_refused(
+    release: str, successor: str | None, reason: str
+) -> None:
+    there = Registry("cpu")
+    there.images["v26.12-cpu"] = b"cpu"
+    with pytest.raises(InputError, match=reason):
+        withdrawable(cast(Repository, there), release, successor)
+
+
+@pytest.mark.parametrize(
+    ("predicates", "text"),
+    [
+        ([], ""),
+        (
+            [{"reason": "wrong gradients", "date": "2026-12-01", "successor": "v26.11.1-cpu"}],
+            "withdrawn on 2026-12-01: wrong gradients; use v26.11.1-cpu instead",
+        ),
+        (
+            [{"reason": "new", "date": "2026-12-02"}, {"reason": "old", "date": "2026-12-01"}],
+            "withdrawn on 2026-12-02: new",
+        ),
+        ([{}], "withdrawn on an unknown day: for no stated reason"),
+        (["damaged"], "withdrawn on an unknown day: for no stated reason"),
+    ],
+)
+def test_a_withdrawal_is_a_sentence(predicates: list[Any], text: str) -> None:
+    assert withdrawal_text(predicates) == text
+
+
+def test_a_project_remembers_what_was_withdrawn(tmp_path: Path) -> None:
+    first = Withdrawal(reason="wrong: gradients", date="2026-12-01", digest="sha256:1")
+    second = replace(first, successor="v26.12-cpu", digest="sha256:2")
+    assert withdrawals(tmp_path) == {}
+    remember(tmp_path, "v26.11-cpu", first)
+    path = remember(tmp_path, "v26.11.1-cpu", second)
+    assert withdrawals(tmp_path) == {"v26.11-cpu": first, "v26.11.1-cpu": second}
+    for text in ("[]", "v26.11-cpu: 5", "v26.11-cpu: {reason: x}", "v26.11-cpu: {a: b}", "{"):
+        path.write_text(text)
+        with pytest.raises(InputError, match="withdrawn"):
+            withdrawals(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "current", "reason"),
+    [
+        ("v26.11.1", "v26.11", None),
+        ("v26.11.2", "v26.11.1", None),
+        ("v26.12", "v26.11.1", None),
+        ("v26.11.1", "v26.12", "not the name of a release after"),
+        ("v26.12.1", "v26.11", "is a patch of v26.12, and versions.yaml is of v26.11"),
+        ("v26.11.0", "v26.11", "not the name of a release"),
+        ("v26.11.1.1", "v26.11.1", "not the name of a release"),
+        ("v26.11.1", "v26.11.1", "not the name of a release"),
+    ],
+)
+def test_a_patch_begins_on_the_branch_of_its_release(
+    name: str, current: str, reason: str | None
+) -> None:
+    if reason is None:
+        _require_later(name, current)
+        return
+    with pytest.raises(InputError, match=reason):
+        _require_later(name, current)
+
+
+@pytest.mark.parametrize(("name", "until"), [("v26.11.1", "2027-05-20"), ("v26.12", "2027-06-01")])
+def test_a_patch_keeps_the_support_of_its_release(name: str, until: str) -> None:
+    text = "release: v26.11\ncreated: 2026-11-20\nsupported_until: 2027-05-20\n"
+    versions = Versions(
+        release="v26.11",
+        created="2026-11-20",
+        supported_until="2027-05-20",
+        bases={},
+        components={},
+    )
+    assert _begin(text, name, date(2026, 12, 1), versions) == (
+        f"release: {name}\ncreated: 2026-12-01\nsupported_until: {until}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("until", "day", "text"),
+    [
+        (None, "2026-12-01", ""),
+        ("2027-05-20", "2026-12-01", "supported until 2027-05-20"),
+        ("2027-05-20", "2027-05-20", "supported until 2027-05-20"),
+        ("2027-05-20", "2027-05-21", "support ended on 2027-05-20: use a later release"),
+        ("soon", "2027-05-21", ""),
+    ],
+)
+def test_support_in_words(until: str | None, day: str, text: str) -> None:
+    assert support_text(until, date.fromisoformat(day)) == text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,21 @@ def test_the_greeting() -> None:
         "target": "cpu",
         "channel": "pypi",
         "preview": "a test",
+        "supported_until": "2027-05-20",
         "components": components,
     }
-    assert banner.compose(image, "none found").splitlines() == [
+    assert banner.compose(image, "none found", date(2026, 11, 30)).splitlines() == [
         "Primus v26.11 cpu (pypi channel)",
         "  PREVIEW, no release: a test",
+        "  supported until 2027-05-20",
         "  PyTorch  2.13.0",
         "  Triton   3.6.0",
         "  GPU: none found",
         "  start: primus train llama3-proxy    help: primus --help",
     ]
-    assert banner.compose({}, "x").startswith("Primus unnamed build\n")
+    late = banner.compose(image, "none found", date(2027, 5, 21))
+    assert "  support ended on 2027-05-20: use a later release" in late.splitlines()
+    assert banner.compose({}, "x", date(2026, 11, 30)).startswith("Primus unnamed build\n")
 
 
 def greet(

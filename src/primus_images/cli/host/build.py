@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from primus_images.cli.host.common import resolved_targets, sweep_containers
+from primus_images.cli.host.common import resolved_targets, state_of, sweep_containers
 from primus_images.cli.verb import answer, note
 from primus_images.gates.rules import rules_hash
 from primus_images.oci.store import Store
@@ -109,12 +109,15 @@ def _print_plans(
                 "ref": plan.ref,
                 "key": plan.key,
                 "layers": rows,
+                "supported_until": plan.resolved.versions.supported_until,
                 "known_issues": [asdict(issue) for issue in issues],
             }
         )
         state = store.record("targets", plan.state)
         changed = changes(state, plan) if state else None
         lines = [outline_text(plan, rows, changed, screen, full=full)]
+        for sentence in state_of(plan.resolved) if full else ():
+            lines += screen.wrap(sentence, "  ", "    ")
         for issue in issues if full else ():
             lines += screen.wrap(f"known issue: {issue}", "  ! ", "    ")
         texts.append("\n".join(lines))

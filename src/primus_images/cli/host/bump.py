@@ -49,8 +49,7 @@ def bump(args: argparse.Namespace) -> int:
     old = (project.root / "versions.yaml").read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
-        dated = project.versions.supported_until is not None
-        new = _begin(new, args.release, datetime.now(tz=UTC).date(), dated=dated)
+        new = _begin(new, args.release, datetime.now(tz=UTC).date(), project.versions)
     locks = _relock(project, new, quiet=args.json)
     message = ""
     lines = ["nothing moves: pins are as named, or the newest that fit"]
@@ -80,9 +79,24 @@ def _require_later(name: str, current: str) -> None:
     if not re.fullmatch(pattern, name) or Version(name) <= Version(current):
         raise InputError(
             f"--release {name!r} is not the name of a release after the current one, {current}",
-            hint=f"its form is vYY.N, like {current}, and it must be later; to "
-            "go back to an earlier one, edit `release` in versions.yaml",
+            hint=f"its form is vYY.N, like {current}, or vYY.N.P for a patch, and it must be "
+            "later; a patch of an earlier release begins on a branch of that release",
         )
+    if is_patch(name) and _patched(name) != _patched(current):
+        raise InputError(
+            f"--release {name} is a patch of {_patched(name)}, and versions.yaml is of {current}",
+            hint=f"begin it on a branch of that release: git switch -c NAME {_patched(name)}",
+        )
+
+
+def is_patch(release: str) -> bool:
+    """Whether a release mends another one, as v26.11.1 does."""
+    return release.count(".") > 1
+
+
+def _patched(release: str) -> str:
+    """Return the release that a patch mends, or the release itself."""
+    return ".".join(release.split(".")[:2])
 
 
 def _moves(args: argparse.Namespace) -> Moves:
@@ -144,11 +158,16 @@ def _moved(outlooks: Outlooks, name: str, version: str | None, moves: Moves) -> 
     return moves
 
 
-def _begin(text: str, name: str, today: date, *, dated: bool) -> str:
-    """Return the text of versions.yaml with a new release, which begins today."""
-    if not dated:
-        text = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", text, count=1)
-    entries = {"release": name, "created": today, "supported_until": _six_months_after(today)}
+def _begin(text: str, name: str, today: date, versions: Versions) -> str:
+    """Return the text of versions.yaml with a new release, which begins today.
+
+    A patch keeps the day until which the release is supported.
+    """
+    entries: dict[str, object] = {"release": name, "created": today}
+    if not is_patch(name):
+        if versions.supported_until is None:
+            text = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", text, count=1)
+        entries["supported_until"] = _six_months_after(today)
     for key, value in entries.items():
         text = re.sub(rf"(?m)^{key}:[^#\n]*?( +#.*)?$", rf"{key}: {value}\1", text, count=1)
     return text

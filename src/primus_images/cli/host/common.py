@@ -4,12 +4,16 @@ import argparse
 import contextlib
 import os
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from primus_images import programs
 from primus_images.errors import InputError
 from primus_images.plan.project import Project, Workspace
 from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.release.withdrawal import withdrawals
+from primus_images.system.support import support_text
+from primus_images.terminal import say
 
 
 def target_names() -> Sequence[str]:
@@ -51,6 +55,27 @@ def _refuse_committed(workspace: Path) -> None:
             where=workspace.parent / committed[0],
             hint="git rm -r --cached .primus && rm -rf .primus",
         )
+
+
+def state_of(resolved: ResolvedTarget) -> list[str]:
+    """Return that a release was withdrawn, and until when it is supported, as sentences."""
+    sentences = []
+    withdrawal = withdrawals(resolved.root).get(resolved.ref)
+    if withdrawal:
+        sentences.append(f"! {resolved.ref} was {withdrawal.sentence}")
+    support = support_text(resolved.versions.supported_until, datetime.now(tz=UTC).date())
+    if support.startswith("support ended"):
+        support = f"! {support}"
+    if support:
+        sentences.append(support)
+    return sentences
+
+
+def warn_of_state(resolved: ResolvedTarget) -> None:
+    """Say on standard error that a release was withdrawn, or that its support ended."""
+    for sentence in state_of(resolved):
+        if sentence.startswith("!"):
+            say(sentence)
 
 
 def sweep_containers(workspace: Workspace) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primus_images.cli.host.common import resolved_targets
+from primus_images.cli.host.common import resolved_targets, warn_of_state
 from primus_images.cli.host.sign import signer_of
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError
@@ -24,6 +24,8 @@ def publish(args: argparse.Namespace) -> int:
     example = (args.target or ["TARGET"])[0]
     check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)
+    for resolved in targets:
+        warn_of_state(resolved)
     if not args.preview:
         _warn_of_previews(targets)
     signing = _signing(args)

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from primus_images.cli.host.common import resolved_target
+from primus_images.cli.host.common import resolved_target, warn_of_state
 from primus_images.cli.verb import answer, note
 from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError
@@ -111,4 +111,5 @@ def _bytes(option: str, text: str | None) -> int | None:
 def _image_root(args: argparse.Namespace) -> RootFs:
     """Return the root file system of the image. Raises InputError if it is not built."""
     resolved, workspace = resolved_target(args)
+    warn_of_state(resolved)
     return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

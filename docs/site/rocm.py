@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from primus_images.compat.translate import table
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
+from primus_images.recipes.experiments.translate import table
 from primus_images.recipes.load import Entry, entries
 from primus_images.release.mad import tags_of
 
@@ -51,7 +51,7 @@ def rocm_data(root: Path) -> dict[str, str]:
 
 
 def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
-    stems = table("paths")["stems"]
+    stems = table("models")["recipes"]
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in some:
         models = groups.setdefault(entry.architecture.family, {})

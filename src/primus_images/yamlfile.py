@@ -120,10 +120,11 @@ def read_text(path: Path, name: str | None = None) -> str:
         raise InputError(f"cannot be read: {reason_of(error)}", where=shown) from None
 
 
-def parse(text: str, name: str, *, typed: bool = False) -> Document:
+def parse(text: str, name: str, *, typed: bool = False, last_wins: bool = False) -> Document:
     """Parse ``text``, with ``typed`` scalars or all as text.
 
-    Raises InputError with the place of the first error.
+    With ``last_wins``, the last of several equal keys counts, as PyYAML takes it. Raises InputError
+    with the place of the first error.
     """
     if len(text) > _MOST_CHARACTERS:
         raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=name)
@@ -140,7 +141,7 @@ def parse(text: str, name: str, *, typed: bool = False) -> Document:
         raise conflict(text, name) or _not_yaml(error, text, name) from None
     except RecursionError:
         raise InputError(_TOO_DEEP, where=name) from None
-    builder = _Builder(name, typed=typed)
+    builder = _Builder(name, typed=typed, last_wins=last_wins)
     data = None
     if root is not None:
         data = builder.value(root, ())
@@ -149,9 +150,12 @@ def parse(text: str, name: str, *, typed: bool = False) -> Document:
     )
 
 
-def read(path: Path, name: str | None = None, *, typed: bool = False) -> Document:
+def read(
+    path: Path, name: str | None = None, *, typed: bool = False, last_wins: bool = False
+) -> Document:
     """Read ``path`` as :func:`parse` does; ``name`` is its name in messages."""
-    return parse(read_text(path, name), name or str(path), typed=typed)
+    text = read_text(path, name)
+    return parse(text, name or str(path), typed=typed, last_wins=last_wins)
 
 
 parse_values = partial(parse, typed=True)
@@ -305,7 +309,8 @@ class _Loader(_Base):  # type: ignore[misc]
 class _Builder:
     """Makes plain data of YAML's nodes, and remembers their places."""
 
-    def __init__(self, name: str, *, typed: bool) -> None:
+    def __init__(self, name: str, *, typed: bool, last_wins: bool) -> None:
+        self._last_wins = last_wins
         self.places: dict[Key, tuple[int, int]] = {}
         self.origins: dict[Key, tuple[int, int]] = {}
         self._name = name
@@ -339,7 +344,7 @@ class _Builder:
         mapping: dict[str, Tree] = {}
         for key_node, value_node in node.value:
             word = self._word(key_node)
-            if word in mapping:
+            if word in mapping and not self._last_wins:
                 raise self._error(f"duplicate key {word!r}", key_node, "keep one of the two")
             self.places[(*key, word)] = _place(key_node)
             mapping[word] = self.value(value_node, (*key, word))

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from requests.adapters import BaseAdapter
 
 from primus_images import files
-from primus_images.compat.translate import read_experiment
 from primus_images.engine.kinds.wheels import wheel_entries
 from primus_images.errors import PrimusError
 from primus_images.gpucode.bundles import bundles_in
@@ -32,6 +31,7 @@ from primus_images.oci.tar import Entry
 from primus_images.plan.skeleton import Prefix
 from primus_images.plan.stats import StatIndex
 from primus_images.recipes.assets import vocabulary
+from primus_images.recipes.experiments.source import import_experiment
 from primus_images.recipes.load import parse
 from primus_images.recipes.tensors import header
 from primus_images.recipes.weights import config_of
@@ -225,7 +225,7 @@ READERS: dict[str, tuple[Callable[[Path], bytes], Callable[[bytes, Path], object
     ),
     "experiment": (
         lambda _: (ROOT / TEXTS[1]).read_bytes()[:2000],
-        to_file("e.yaml", lambda path: read_experiment(path, {})),
+        to_file("e.yaml", lambda path: import_experiment(path, {})),
     ),
     "node": (lambda _: json.dumps(NODE.document()).encode(), to_file("n.json", nodes.read)),
     "run": (lambda _: b'{"exit_code": 0, "step": 1, "loss": 2.0, "summary": {"steps": 1}}', of_run),

@@ -12,19 +12,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from primus_images.cli.verb import TYPES, parser_of_shared
-from primus_images.compat.translate import (
-    Option,
-    Translation,
-    is_experiment,
-    listed,
-    options,
-    read_experiment,
-    recipe_of,
-    table,
-    translate,
-)
+from primus_images.compat.tables import table
 from primus_images.errors import HostError, InputError, nearest
 from primus_images.gpus.table import load_table, words_for
+from primus_images.recipes.experiments.presets import Argument, is_experiment
+from primus_images.recipes.experiments.source import backend_of
+from primus_images.recipes.experiments.translate import (
+    Translation,
+    listed,
+    options,
+    table as table_of_experiments,
+    translate,
+)
 from primus_images.recipes.load import names
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import backends
@@ -167,8 +166,13 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
         )
     model, precision = match.groups()
     backend = paths["frameworks"][folders[start]]
-    stem = listed(model, paths["stems"][backend], name, "no document has a model")
-    recipe, settings = recipe_of(backend, stem)
+    known = table_of_experiments("models")["recipes"][backend]
+    row = known[listed(model, known, name, "no document has a model")]
+    recipe = row
+    settings: Mapping[str, Any] = {}
+    if not isinstance(row, str):
+        recipe = row["recipe"]
+        settings = row["settings"]
     says = paths["says"].get("/".join([*folders, file][max(start - 1, 0) :]))
     request = Request(
         recipe=recipe,
@@ -211,7 +215,11 @@ def _pretrain(
     if path.is_dir():
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     if path.is_file() and is_experiment(path):
-        request, done = _of_experiment(path, arguments, environment)
+        # Like any recipe file: the experiment is read where the run is resolved.
+        of_file = backend_of(path, environment)
+        choices = Choices(backend=of_file, mode="pretrain")
+        request = Request(recipe=_as_path(name), choices=choices)
+        done = translate(of_file, arguments)
     elif path.is_file() or name in names():
         # The recipe's default backend determines the names of its keys.
         recipe = resolve(name, (), Choices(backend=backend, gpu="mi300x"))
@@ -240,20 +248,15 @@ def _backend(environment: Mapping[str, str]) -> str | None:
     return str(frameworks[word])
 
 
-def _of_experiment(
-    path: Path, arguments: Sequence[Option], environment: Mapping[str, str]
-) -> tuple[Request, Translation]:
-    source = read_experiment(path, environment)
-    sentence = (
-        f"{path} is a Primus experiment; what it does not set is as in the recipe {source.recipe}"
-    )
-    choices = Choices(backend=source.backend, mode="pretrain")
-    request = Request(recipe=source.recipe, choices=choices, says=(sentence,))
-    return request, source.translated(arguments)
+def _as_path(name: str) -> str:
+    """Return the name of a file so that it is no name of a recipe."""
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return name
+    return f"./{name}"
 
 
 def _of_document(
-    name: str, arguments: Sequence[Option], precision: str | None
+    name: str, arguments: Sequence[Argument], precision: str | None
 ) -> tuple[Request, Translation]:
     request, settings = documented(name)
     in_document = request.choices.precision
@@ -271,14 +274,17 @@ def _with_environment(
     if stage not in STAGES:
         raise InputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{TUNING}={stage}")
     says = list(request.says)
-    for name, why in table("keys")["environment"].items():
+    for name, why in table_of_experiments("keys")["environment"].items():
         if environment.get(name):
             says.append(f"{name} is left out: {why}")
-    says += done.left_out
+    if done.left_out:
+        says.append(done.summary())
     for option, why in done.unmapped:
         says.append(f"{option.key} is left out: {why}")
-    # The script's default is one node, whereas the recipe's default may be more.
-    nodes = _count(environment, "NNODES") or 1
+    nodes = _count(environment, "NNODES")
+    if nodes is None and not is_experiment(Path(request.recipe)):
+        # The script's default is one node, whereas the recipe's default may be more.
+        nodes = 1
     words = []
     ranks = _count(environment, "GPUS_PER_NODE")
     if ranks:

@@ -102,11 +102,15 @@ def _is_met(choice: str, values: Sequence[str], fact: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What recipe files say: settings that always apply, cases in order, and the files read."""
+    """What recipe files say: settings that always apply, cases in order, and the files read.
+
+    ``says`` are sentences for the user about how an experiment file was read.
+    """
 
     settings: Settings
     cases: Sequence[Case]
     files: tuple[Path, ...] = ()
+    says: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Source:
@@ -114,6 +118,11 @@ def read(path: Path) -> Source:
 
     Raises InputError with the place.
     """
+    return read_all([path])
+
+
+def read_all(paths: Sequence[Path]) -> Source:
+    """Read recipe files in order, each after the files in its ``uses``, and each file once."""
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
     files: dict[str, Path] = {}  # by its real path
@@ -135,7 +144,10 @@ def read(path: Path) -> Source:
         settings.update(source.settings)
         cases.extend(source.cases)
 
-    collect(path, os.path.realpath(path))
+    for path in paths:
+        real = os.path.realpath(path)
+        if real not in files:
+            collect(path, real)
     return Source(settings=settings, cases=cases, files=tuple(files.values()))
 
 

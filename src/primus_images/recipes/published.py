@@ -68,6 +68,9 @@ def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference
     """Yield where the model is not as published. A proxy has other sizes, but the same parts."""
     model = recipe.architecture
     for key, name, value in described(family(model.family), facts, recipe.path):
+        of_scaling = key.startswith("rope_scaling.") and key != "rope_scaling.kind"
+        if of_scaling and model.rope_scaling.kind == "none":
+            continue
         here = attrgetter(key)(model)
         published = value
         if key == "head_dim":
@@ -85,11 +88,14 @@ def _is_number(value: Any) -> bool:
 
 def _is_intended(recipe: Recipe, key: str, here: Any, published: Any) -> bool:
     setting = recipe.settings.get(f"model.{key}")
+    if recipe.settings["model.family"].deliberate:
+        return True
     if setting is None:
         return False
     numbers = _NUMBER.findall(setting.because)
     named = {float(number.replace(",", "")) for number in numbers}
-    return setting.typed or (_is_number(published) and {here, published} <= named)
+    by_user = setting.typed or setting.deliberate
+    return by_user or (_is_number(published) and {here, published} <= named)
 
 
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -45,7 +45,7 @@ class Recipe:
 
     ``overrides`` and ``choices`` are the user's; with both, the same recipe can be resolved again.
     ``precisions`` are all that it supports with this backend in this mode. ``by_path``: the user
-    gave a path. ``files`` were read.
+    gave a path. ``files`` were read. ``says`` are sentences about how an experiment file was read.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Recipe:
     precisions: tuple[str, ...] = ()
     by_path: bool = False
     files: tuple[Path, ...] = ()
+    says: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
         """Return the value of ``key``. Raises InputError if its type is not ``kind``.

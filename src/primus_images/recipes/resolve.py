@@ -16,6 +16,7 @@ from primus_images.errors import InputError
 from primus_images.recipes import load, strict
 from primus_images.recipes.assets import file_faults, vocabulary_faults
 from primus_images.recipes.choose import CPU, LENGTH, choose, supported
+from primus_images.recipes.experiments import source as sources
 from primus_images.recipes.family import OTHER, families, family
 from primus_images.recipes.faults import (
     Fault,
@@ -158,7 +159,7 @@ def _resolve(draft: Draft, place: Place) -> Recipe:
 
 
 def _read(name: str, path: Path, overrides: Sequence[str], choices: Choices) -> Draft:
-    source = load.read(path)
+    source = sources.read(path)
     choices, words = choices_among(choices, overrides)
     return Draft(name=name, path=path, choices=choices, words=words, source=source)
 
@@ -346,6 +347,7 @@ def _recipe(draft: Draft) -> Recipe:
         precisions=precisions[draft.facts["backend"], draft.facts["mode"]],
         by_path=load.is_path(draft.name),
         files=draft.source.files,
+        says=draft.source.says,
     )
 
 

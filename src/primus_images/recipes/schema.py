@@ -21,6 +21,8 @@ from primus_images.yamlfile import Scalar, read_values
 # A larger whole number in a recipe is a typing error.
 _LARGEST = 10**12
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Names of data types, for keys that a library declares as such.
+DTYPES = ("fp32", "bf16", "fp16")
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
@@ -49,6 +51,8 @@ class Backend:
     needs: Mapping[str, str] = field(default_factory=dict)
     bounds: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    dtypes: Sequence[str] = ()
+    texts: Sequence[str] = ()
     inside: Sequence[str] = ()
     refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checkpointing: Sequence[Mapping[str, Scalar]] = ()
@@ -192,6 +196,10 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
     rules = {}
     for key, row in content["keys"].items():
         rule = _rule(row)
+        if key in backend.dtypes:
+            rule = replace(rule, types=frozenset({"str"}), choices=DTYPES, default=DTYPES[0])
+        if key in backend.texts:
+            rule = replace(rule, types=frozenset({"str"}), filled=True)
         rules[key] = replace(
             rule,
             choices=rule.choices or tuple(backend.choices.get(key, ())),

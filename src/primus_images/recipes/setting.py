@@ -64,11 +64,13 @@ class Setting:
     """One value and its origin: ``file:line:col``, or the command-line argument that set it.
 
     ``because`` is the reason that the recipe gives for a value on which sources disagree.
+    ``deliberate``: an experiment file has the value, which counts more than the publisher's.
     """
 
     value: Value
     origin: str
     because: str = ""
+    deliberate: bool = False
 
     @property
     def typed(self) -> bool:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from primus_images.compat.translate import table
+from primus_images.compat.tables import table
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.recipes.load import Entry, entries
 

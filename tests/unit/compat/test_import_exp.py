@@ -6,8 +6,9 @@ import pytest
 
 from primus_images.cli.main import main
 from primus_images.compat.commands import documented
-from primus_images.compat.translate import Option, options, translate
 from primus_images.errors import InputError
+from primus_images.recipes.experiments.presets import Argument
+from primus_images.recipes.experiments.translate import options, translate
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from tables import text_of
@@ -21,6 +22,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("EXP", "NNODES", "BACKEND", "PRIMUS_TEAM", "PRIMUS_USER"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("PRIMUS_ROOT", "PRIMUS_ALLOW_UNMAPPED"):
+        # A command sets them for its own process.
+        monkeypatch.setenv(name, "")
     return tmp_path
 
 
@@ -102,22 +106,22 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(
             "      micro_batchsize: 3\n      enable_primus_turbo: true\n      "
             "enable_turbo_attention_float8: true\n"
         )
-        + "      attn_logit_softcapping: 30.0\n      hidden_dropout: 0.1\n"
+        + "      fp4: e2m1\n      hidden_dropout: 0.1\n"
     )
     assert main(["import-exp", "exp.yaml"]) == 2
     said = capsys.readouterr().err
     assert (
-        "exp.yaml:30:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?"
-        in said
+        "exp.yaml:30:7: micro_batchsize: neither Megatron-LM nor Primus has such a key, as far as "
+        "known here; did you mean 'micro_batch_size'?" in said
     )
     assert "exp.yaml:32:7: enable_turbo_attention_float8: true has no counterpart" in said
-    assert "exp.yaml:33:7: attn_logit_softcapping: no recipe has such a key" in said
-    assert "exp.yaml:34:7: hidden_dropout: is set by primus" in said
+    assert "exp.yaml:33:7: fp4: e2m1 has no counterpart" in said
+    assert "exp.yaml:34:7: hidden_dropout: 0.1 has no counterpart (known: 0.0, 0)" in said
     document = imported(capsys, "--allow-unmapped")
     keys = {
         "micro_batchsize",
         "enable_turbo_attention_float8",
-        "attn_logit_softcapping",
+        "fp4",
         "hidden_dropout",
     }
     assert {option["key"] for option, _ in document["unmapped"]} == keys
@@ -166,7 +170,7 @@ def test_options_are_understood_in_all_their_forms() -> None:
 
 
 def test_a_later_option_wins_and_keeps_one_word() -> None:
-    twice = [Option(key="train_iters", value=number, where="x") for number in (5, 6)]
+    twice = [Argument(key="train_iters", value=number, where="x") for number in (5, 6)]
     assert translate("megatron", twice).words() == ("megatron.training.steps=6",)
 
 
@@ -230,8 +234,9 @@ def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
     assert imported(capsys, "--nodes", "4")["nodes"] == 4
     document = imported(capsys, "--nodes", "8")
     (here / "mine.yaml").write_text(document["text"])
-    for nodes, batch in ((None, 32), (8, 32), (16, 64)):
+    for nodes in (None, 8, 16):
+        # The batch is that of the whole job, as Primus reads it.
         recipe = resolve("./mine.yaml", (), Choices(gpu="mi300x", nodes=nodes))
-        assert (recipe.get("nodes", int), recipe.global_batch) == (nodes or 8, batch)
+        assert (recipe.get("nodes", int), recipe.global_batch) == (nodes or 8, 32)
     assert main(["import-exp", "exp.yaml", "--nodes", "0"]) == 2
     assert "must be a whole number of at least 1" in capsys.readouterr().err

@@ -10,9 +10,10 @@ import yaml
 
 from primus_images.cli.main import main
 from primus_images.compat.commands import requested
-from primus_images.compat.translate import table
+from primus_images.compat.tables import table
 from primus_images.errors import PrimusError
 from primus_images.gpus.detect import Found
+from primus_images.recipes.experiments.translate import table as table_of_experiments
 from primus_images.recipes.load import names
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
@@ -148,7 +149,8 @@ def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None
 
 def test_every_recipe_that_a_table_names_is_there() -> None:
     commands = table("commands")
-    stems = [row for rows in table("paths")["stems"].values() for row in rows.values()]
+    known = table_of_experiments("models")["recipes"].values()
+    stems = [row for rows in known for row in rows.values()]
     named_ones = {row if isinstance(row, str) else row["recipe"] for row in stems}
     named_ones |= {
         what["recipe"]

@@ -104,7 +104,7 @@ def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
     assert set(known.backends) <= set(backends())
     if not known.images:
         # transformers' own names, shapes and numbers: tests/integration/inside/families.py.
-        assert known.transformers and known.backends
+        assert known.backends and (known.transformers or name == "moe")
     # A family of which nobody says what torchtitan lacks.
     biased = replace(family("llama3"), fields=["qkv_bias"])
     assert [biased.has("qkv_bias", name) for name in ("torchtitan", "megatron", "finetune")] == [

@@ -21,6 +21,7 @@ APART = (
     "training/run/facts.py",
     "training/backends/export.py",
     "recipes/rules/",
+    "recipes/experiments/",
 )
 
 

@@ -11,9 +11,15 @@ from pathlib import Path
 from primus_images.cli.image.train import COMPILED, default_output
 from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
 from primus_images.compat.commands import Request, requested
-from primus_images.compat.translate import read_experiment, recipe_text
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
+from primus_images.recipes.experiments.presets import ROOT
+from primus_images.recipes.experiments.source import (
+    ALLOW_UNMAPPED,
+    import_experiment,
+    text_of,
+)
+from primus_images.recipes.published import another_model
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.report import sheets
@@ -52,19 +58,25 @@ class ImportOptions(Options):
     out: Path | None
     nodes: int | None
     allow_unmapped: bool
+    primus_root: Path | None
 
 
 def compat(options: CompatOptions) -> int:
     """Run a command of older documents: find the recipe it asks for and train it."""
     environment = dict(os.environ)
+    command = options.command.rpartition("/")[2]
     by_torchrun = _STARTED_BY_TORCHRUN in environment
     if by_torchrun and environment.get("LOCAL_RANK", "0") != "0":
         return 0
-    command = options.command.rpartition("/")[2]
     if command == "pytorch_benchmark_setup.sh" and not options.words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
     chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
+    if chosen.primus_root is not None:
+        os.environ[ROOT] = str(chosen.primus_root)
+        environment[ROOT] = os.environ[ROOT]
+    if chosen.allow_unmapped:
+        os.environ[ALLOW_UNMAPPED] = "1"
     request = requested(
         command,
         words,
@@ -171,31 +183,37 @@ def import_exp(options: ImportOptions) -> int:
     """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with
     their location.
     """
-    source = read_experiment(options.file, os.environ)
-    done = source.translated()
-    print(
-        f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr
-    )
-    if not options.allow_unmapped:
-        done.refuse_unmapped()
+    if options.primus_root is not None:
+        os.environ[ROOT] = str(options.primus_root)
+    if options.allow_unmapped:
+        os.environ[ALLOW_UNMAPPED] = "1"
+    imported = import_experiment(options.file.absolute())
+    for sentence in imported.says:
+        print(sentence, file=sys.stderr)
     # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys
     # are checked anyway.
-    choices = Choices(
-        backend=source.backend, precision=done.precision, gpu="mi355x", nodes=options.nodes
-    )
+    choices = Choices(gpu="mi355x", nodes=options.nodes)
     try:
-        recipe = resolve(source.recipe, done.words(), choices)
-        files(Job(name=source.name, recipe=recipe, output=Path("import")))
+        recipe = resolve(str(options.file.absolute()), (), choices)
+        files(Job(name=recipe.get("name", str), recipe=recipe, output=Path("import")))
     except InputError as error:
-        raise done.placed(error) from error
+        raise imported.done.placed(error) from error
+    other = another_model(recipe)
+    if other:
+        print(other, file=sys.stderr)
     nodes = recipe.get("nodes", int)
-    text = recipe_text(source, done, nodes)
+    text = text_of(imported, nodes=nodes, compared=not other)
+    done = imported.done
     document = {
-        "recipe": source.recipe,
-        "backend": source.backend,
+        "recipe": imported.recipe,
+        "backend": imported.backend,
         "nodes": nodes,
         "text": text,
-        **asdict(done),
+        "model": imported.model,
+        "settings": done.settings,
+        "precision": done.precision,
+        "left_out": done.left_out,
+        "unmapped": [[asdict(argument), why] for argument, why in done.unmapped],
     }
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")

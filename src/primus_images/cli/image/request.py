@@ -1,6 +1,7 @@
 """The recipe that a command asks for: by its name, or by the weights that it fine-tunes."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
+from primus_images.recipes.experiments.presets import ROOT
 from primus_images.recipes.load import names
 from primus_images.recipes.overrides import choices_among
 from primus_images.recipes.recipe import Recipe
@@ -69,9 +71,12 @@ class ChoiceOptions(Options):
     steps: int | None
     seed: int | None
     turbo: str | None
+    primus_root: Path | None = None
 
     def request_of(self, recipe: str) -> Request:
         """Return the request for the recipe of this name."""
+        if self.primus_root is not None:
+            os.environ[ROOT] = str(self.primus_root)
         choices = Choices(**{name: getattr(self, name) for name in CHOICES})
         words = list(self.overrides)
         for name in ("ranks", "steps", "seed", "turbo"):

@@ -423,7 +423,11 @@ def _headline(job: Job) -> str:
     batch = f"batch {recipe.global_batch} × {recipe.seq_len} tokens"
     parts = [f"{kind}, {counted(recipe.world_size, 'rank')}", span, batch, f"seed {recipe.seed}"]
     other = another_model(recipe)
-    return " · ".join(parts) + (f"\n  {other}" if other else "") + f"\n→ {job.output}"
+    lines = [" · ".join(parts)]
+    if other:
+        lines.append(f"  {other}")
+    lines += [f"  {sentence}" for sentence in recipe.says]
+    return "\n".join([*lines, f"→ {job.output}"])
 
 
 def _plan(job: Job) -> str:

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from primus_images.recipes.architecture import arguments
+from primus_images.recipes.schema import backends
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.session import Batch
 from primus_images.training.backends.megatron import cpu
@@ -35,6 +36,9 @@ from primus_images.training.backends.megatron.model import build
 from primus_images.training.backends.megatron.render import ARGUMENTS, TABLES
 from primus_images.training.judge.witness import Taken
 from primus_images.yamlfile import section
+
+# Names of data types in a recipe.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MegatronSession:
@@ -239,6 +243,10 @@ def optimizer_settings(job: RankJob, ddp: Any) -> OptimizerConfig:
         "overlap_param_gather": ddp.overlap_param_gather,
         **section(job.config, "optimizer"),
     }
+    for name in backends()["megatron"].dtypes:
+        field = name.removeprefix("optimizer.")
+        if field in values:
+            values[field] = _DTYPES[values[field]]
     return OptimizerConfig(**values)
 
 

@@ -1,0 +1,1 @@
+"""Experiment files of AMD's Primus, which are recipes by another name."""

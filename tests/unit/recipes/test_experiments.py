@@ -1,0 +1,269 @@
+"""Experiment files with presets at hand. ``fixtures/primus`` is a small checkout of our own."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_images.cli.main import main
+from primus_images.errors import InputError
+from primus_images.recipes.experiments import models
+from primus_images.recipes.experiments.presets import Argument, read_experiment
+from primus_images.recipes.experiments.source import import_experiment
+from primus_images.recipes.experiments.translate import alike, keys, megatron_arguments, translate
+from primus_images.recipes.published import another_model
+from primus_images.recipes.recipe import Recipe
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
+from primus_images.yamlfile import section
+from tables import FIXTURES
+
+PRIMUS = FIXTURES / "primus"
+LLAMA = PRIMUS / "experiments" / "llama.yaml"
+QWEN = PRIMUS / "experiments" / "qwen.yaml"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("MY_", "PRIMUS_", "NNODES")):
+            monkeypatch.delenv(name)
+    for name in ("PRIMUS_ROOT", "PRIMUS_ALLOW_UNMAPPED"):
+        # A command sets them for its own process.
+        monkeypatch.setenv(name, "")
+
+
+def resolved(path: Path = LLAMA, **choices: Any) -> Recipe:
+    return resolve(str(path), (), Choices(**{"gpu": "mi300x", **choices}))
+
+
+def test_a_file_with_its_presets_is_what_primus_merges() -> None:
+    recipe = resolved()
+    values = {key: setting.value for key, setting in recipe.settings.items()}
+    expected = {
+        "megatron.training.steps": 50,  # the file
+        "megatron.training.micro_batch_size": 2,  # the last of two equal keys
+        "megatron.training.lr": 2e-5,  # the preset of the trainer
+        "megatron.training.beta2": 0.999,
+        "megatron.training.seed": 1234,  # a preset that it extends
+        "megatron.training.seq_len": 8192,
+        "model.layers": 32,
+        "model.rope_theta": 500000,
+        "model.norm_eps": 1e-6,
+        "model.rope_scaling.kind": "none",
+        "model.vocab_size": 128256,
+    }
+    assert {key: values[key] for key in expected} == expected
+    assert recipe.architecture.family == "llama3"
+    # What only names kernels or files, or is a default, is no setting.
+    assert not [key for key in values if "suggested" in key or "align" in key]
+    assert recipe.settings["megatron.training.steps"].origin.startswith(f"{LLAMA}:9:")
+
+
+def test_the_figures_of_the_file_win_and_the_run_says_so_once() -> None:
+    recipe = resolved()
+    assert another_model(recipe) == (
+        "another model than meta-llama/Llama-3.1-8B: norm_eps 1.0e-06, not 1.0e-05; "
+        "rope_scaling.kind none, not llama3"
+    )
+    (sentence,) = recipe.says
+    assert "wandb_project" in sentence
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_the_batch_is_that_of_the_whole_job_on_any_number_of_nodes(nodes: int) -> None:
+    assert resolved(nodes=nodes).global_batch == 128
+
+
+def test_a_layout_of_several_nodes_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved().get("nodes", int) == 1
+    monkeypatch.setenv("MY_STAGES", "16")
+    recipe = resolved()
+    assert (recipe.get("nodes", int), recipe.global_batch) == (2, 128)
+
+
+def test_what_fsdp2_excludes_is_left_out_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_SHARDING", "true")
+    recipe = resolved()
+    assert recipe.settings["megatron.torch_fsdp2"].value is True
+    assert recipe.settings["megatron.ddp.overlap_grad_reduce"].value is False
+    assert "overlap_grad_reduce" in import_experiment(LLAMA).done.left_out
+
+
+@pytest.mark.parametrize(
+    ("fp8", "precision", "form"),
+    [("null", "bf16", None), ("hybrid", "fp8", "hybrid"), ("e4m3", "fp8", "e4m3")],
+)
+def test_the_precision_is_that_of_the_file(
+    fp8: str, precision: str, form: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_FP8", fp8)
+    recipe = resolved()
+    assert recipe.precision == precision
+    assert recipe.section("megatron").get("model.fp8") == form
+    if form:
+        assert recipe.settings["megatron.model.fp8_recipe"].value == "delayed"
+
+
+def test_a_model_that_no_recipe_has_is_of_the_family_that_has_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_MODEL", "experts")
+    model = resolved().architecture
+    assert model.family == "moe"
+    assert (model.moe.experts, model.moe.dense_layers, model.moe.shared_experts) == (16, 2, 2)
+    assert (model.qk_norm, model.head_dim, model.kv_heads, model.vocab_size) == (
+        True,
+        128,
+        4,
+        102400,
+    )
+    small = resolved(gpu="cpu", proxy=True).architecture
+    assert (small.moe.experts, small.moe.dense_layers, small.heads, small.kv_heads) == (8, 1, 8, 2)
+    assert small.qk_norm and small.moe.shared_experts == 2
+
+
+def test_torchtitan_s_flavor_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = resolved(QWEN)
+    model = recipe.architecture
+    assert (model.family, model.layers, model.hidden_size, model.tied_embeddings) == (
+        "qwen3",
+        4,
+        2048,
+        True,
+    )
+    assert (recipe.precision, recipe.local_batch, recipe.steps) == ("fp8", 4, 15)
+    # torchtitan ends a longer warm-up with the run, and saves nothing unless asked to.
+    assert recipe.settings["torchtitan.lr_scheduler.warmup_steps"].value == 15
+    assert recipe.find("torchtitan.checkpoint.interval", 0) == 0
+    assert any("warm-up of 200 steps" in sentence for sentence in recipe.says)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"MY_MODEL": "hybrid"}, "a Mamba hybrid: no family here computes it"),
+        ({"MY_MODEL": "none"}, "there is no preset none.yaml in"),
+        ({"MY_MODEL": "../x"}, "there is no preset ../x.yaml in"),
+    ],
+)
+def test_what_is_not_here_is_refused_as_what_it_is(
+    changed: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as caught:
+        resolved()
+    assert caught.value.message.startswith(says)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_all_doors_give_the_same_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported = tmp_path / "mine.yaml"
+    assert main(["import-exp", str(LLAMA), "--out", str(imported)]) == 0
+    monkeypatch.setenv("EXP", str(LLAMA))
+    jobs = []
+    for words in (
+        ["train", str(LLAMA)],
+        ["train", str(imported)],
+        ["compat", "run_pretrain.sh"],
+    ):
+        capsys.readouterr()
+        assert main([*words, "--gpu", "mi325x", "--dry-run", "--json"]) == 0
+        jobs.append(json.loads(capsys.readouterr().out))
+    first, *others = jobs
+    for job in others:
+        assert job["config"] == first["config"]
+        assert job["model"] | {"hf_repo": ""} == first["model"] | {"hf_repo": ""}
+
+
+def test_presets_are_looked_for_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = tmp_path / "exp.yaml"
+    shutil.copy(LLAMA, alone)
+    assert read_experiment(alone, {}).root is None
+    assert read_experiment(alone, {"PRIMUS_ROOT": str(PRIMUS)}).root == PRIMUS
+    monkeypatch.setenv("MY_MODEL", "experts")
+    assert main(["show", str(alone), "--gpu", "mi300x"]) == 2
+    assert "--primus-root DIR" in capsys.readouterr().err
+    assert main(["show", str(alone), "--gpu", "mi300x", "--primus-root", str(PRIMUS)]) == 0
+    monkeypatch.setenv("PRIMUS_ROOT", str(tmp_path))
+    with pytest.raises(InputError, match="there is no primus/configs"):
+        read_experiment(alone)
+
+
+def test_every_key_has_an_answer() -> None:
+    """A mapped key, one without effect, one of Megatron-LM at its default, and two that are not."""
+    values = {
+        "train_iters": 5,
+        "wandb_project": "mine",
+        "rampup_batch_size": None,
+        "exit_interval": None,
+        "adlr_autoresume_interval": 1000,
+        "adlr_autoresume": True,
+        "trian_iters": 5,
+        "xyzzy": 5,
+    }
+    arguments = [Argument(key=key, value=value, where=key) for key, value in values.items()]
+    done = translate("megatron", arguments)
+    assert done.settings == {"megatron.training.steps": 5}
+    assert set(done.left_out) == {"wandb_project", "adlr_autoresume_interval"}
+    reasons = {argument.key: why for argument, why in done.unmapped}
+    assert set(reasons) == {"adlr_autoresume", "trian_iters", "xyzzy"}
+    assert "not supported here, except at its default, false" in reasons["adlr_autoresume"]
+    assert reasons["trian_iters"].endswith("did you mean 'train_iters'?")
+    assert "did you mean" not in reasons["xyzzy"]
+    assert len(megatron_arguments()) > 400
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("qwen3_8B", False), ("llama3.1_8b", True), ("lama3.1_8B", True), ("grok1", False)],
+)
+def test_a_name_with_other_digits_is_another_thing(word: str, meant: bool) -> None:
+    assert bool(alike(word, ["qwen2.5_7B", "llama3.1_8B", "llama3.1_70B"])) is meant
+
+
+def test_an_entry_says_why_it_has_no_effect() -> None:
+    for backend in ("megatron", "torchtitan"):
+        for key, entry in keys(backend).items():
+            assert entry.to or entry.choice or entry.because, key
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "dense"),
+    [(1, 4, 0), ("1", 4, 0), ("([0]*1+[1]*3)", 4, 1), ("[0]*2+[1]", 3, 2), ([0, 1, 1], 3, 1)],
+)
+def test_layers_before_the_experts_are_counted(pattern: Any, layers: int, dense: int) -> None:
+    arguments = {"moe_layer_freq": Argument(key="moe_layer_freq", value=pattern, where="x")}
+    assert models._dense_layers(arguments, layers) == dense
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[1]*3+[0]", "([0]*1+[1]*9)", "[0]*9999999", "__import__('os')", "(((", "[2]", {}]
+)
+def test_a_pattern_of_layers_that_is_none_is_refused(pattern: Any) -> None:
+    arguments = {"moe_layer_freq": Argument(key="moe_layer_freq", value=pattern, where="x")}
+    with pytest.raises(InputError):
+        models._dense_layers(arguments, 4)
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"])
+def test_a_model_survives_the_way_to_megatron_s_arguments_and_back(name: str) -> None:
+    recipe = resolve(name, (), Choices(backend="megatron", gpu="mi355x"))
+    values = models.of_architecture(recipe.architecture)
+    arguments = {}
+    for key, value in values.items():
+        arguments[key] = Argument(key=key, value=value, where="x", level="model")
+    model = models.of_megatron(arguments)
+    written = section({key: one.value for key, one in recipe.settings.items()}, "model")
+    for key in model.keys() & written.keys() - {"head_dim"}:
+        assert model[key] == written[key], key

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from forks import ranks
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from primus_images.training.backends import gloo
 from primus_images.training.judge import witness
+from primus_images.training.run import facts
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -151,6 +153,24 @@ def gather(folder: Path, number: int) -> None:
     end()
 
 
+def check_an_evaluation_leaves_the_digest_of_the_weights(folder: Path) -> None:
+    """FSDP2 keeps the weights that an evaluation gathered, until a checkpoint is saved."""
+    ranks(partial(evaluate, folder))
+
+
+def evaluate(folder: Path, number: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    before = facts.digest([model])
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        assert not isinstance(model[1].weight, DTensor)
+    assert facts.digest([model]) == before
+    end()
+
+
 def check_ranks_meet_also_after_an_attempt_that_ended(folder: Path) -> None:
     (folder / "cache").mkdir()
     for os.environ["PRIMUS_LAUNCH"] in ("1", "2"):
@@ -194,6 +214,7 @@ def check_a_torch_without_libuv(_: Path) -> None:
 for check in (
     check_a_completed_gloo_gives_the_same,
     check_every_layout_is_gathered_whole,
+    check_an_evaluation_leaves_the_digest_of_the_weights,
     check_ranks_meet_also_after_an_attempt_that_ended,
     check_a_torch_without_libuv,
 ):

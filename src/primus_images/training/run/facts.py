@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from primus_images.files import write_file
 from primus_images.yamlfile import read_values
@@ -275,6 +276,7 @@ def digest(parts: Sequence[Any]) -> str:
     """
     hasher = hashlib.sha256()
     for part in parts:
+        _shard(part)
         for name, parameter in part.named_parameters():
             local = parameter
             if hasattr(parameter, "to_local"):
@@ -284,6 +286,16 @@ def digest(parts: Sequence[Any]) -> str:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, hasher.hexdigest())
     return hashlib.sha256("".join(gathered).encode()).hexdigest()
+
+
+def _shard(part: Any) -> None:
+    """Let FSDP2 show the shards: after an evaluation, a model still has its gathered weights.
+
+    Whether it has depends on whether a checkpoint was saved since.
+    """
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

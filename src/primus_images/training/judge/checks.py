@@ -355,15 +355,23 @@ def _last_fifth(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[-(len(losses) // 5) :])
 
 
-def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
-    """Check tokens per second and GPU against the recipe's reference for this GPU."""
+def throughput(
+    measured: float | None, reference: float, tolerance: float, unit: str = "tokens"
+) -> Verdict:
+    """Check tokens, or images, per second and GPU against the recipe's reference for this GPU."""
     least = reference * (1 - tolerance)
-    limit = f"≥ {least:,.0f}"
+    limit = f"≥ {_rate(least)}"
     if measured is None:
         return Verdict("throughput", False, "no step was measured", limit=limit)
-    reason = f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU"
+    reason = f"{measured / reference:.2f} × the reference of {_rate(reference)} {unit}/s/GPU"
     passed = measured >= least
-    return Verdict("throughput", passed, reason, measured=f"{measured:,.0f}", limit=limit)
+    return Verdict("throughput", passed, reason, measured=_rate(measured), limit=limit)
+
+
+def _rate(value: float) -> str:
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:,.0f}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -147,7 +147,7 @@ def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
 def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
     python: Python, tmp_path: Path, backend: str
 ) -> None:
-    job = replace(job_of(backend, tmp_path / "wrong", "steps=4"), verify_steps=2)
+    job = replace(job_of(backend, tmp_path / "wrong", "steps=4"), judge_every=2)
     broken = train(python, job, "wrong_kernel")
     assert broken.exit_code
     assert re.match(
@@ -158,7 +158,7 @@ def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
             python,
             replace(
                 job_of(backend, tmp_path / f"verified-{n}", "steps=4", "deterministic=true"),
-                verify_steps=n,
+                judge_every=n,
             ),
         )
         for n in (0, 2)
@@ -168,5 +168,10 @@ def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
 
 
 def test_planted_wrong_kernels_are_found_and_healthy_ones_are_not(python: Python) -> None:
-    ended = python.run(str(INSIDE / "verify_steps.py"))
+    ended = python.run(str(INSIDE / "judge_every.py"))
     assert ended.stdout == '{"planted": 20, "healthy": 0}\n', ended.stderr
+
+
+def test_flipped_bits_in_a_sampled_step_are_named_by_what_they_changed(python: Python) -> None:
+    ended = python.run(str(INSIDE / "repeated_steps.py"))
+    assert ended.stdout == '{"planted": 60, "named": 60}\n', ended.stderr

@@ -79,21 +79,21 @@ def loop_out_of_memory(train: Any) -> None:
     """Rank 1 runs out of memory in its first step; rank 0 then loses its peer."""
     import torch
 
-    step = train._step
+    step = train._Loop._mean_loss
 
     def short(*given: Any) -> Any:
         if os.environ["RANK"] == "1":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return step(*given)
 
-    train._step = short
+    train._Loop._mean_loss = short
 
 
 def loop_hangs(train: Any) -> None:
     """Rank 1 never comes to its third step."""
     import time
 
-    step = train._step
+    step = train._Loop._mean_loss
 
     def hanging(*given: Any) -> Any:
         hanging.count += 1  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def loop_hangs(train: Any) -> None:
         return step(*given)
 
     hanging.count = 0  # type: ignore[attr-defined]
-    train._step = hanging
+    train._Loop._mean_loss = hanging
 
 
 def wrong_kernel(functional: Any) -> None:

@@ -27,7 +27,7 @@ def options(**choices: Any) -> Any:
         "judge": False,
         "burn_in": None,
         "no_preflight": False,
-        "verify_steps": 0,
+        "judge_every": 0,
     }
     return SimpleNamespace(**{**usual, **choices})
 
@@ -75,9 +75,9 @@ def test_weights_without_tokenizer_or_for_another_backend_are_refused(weights: P
 def test_verified_steps_are_deterministic_and_at_most_those_of_the_run() -> None:
     assert not checked_recipe(PROXY, options(), resumed=False).deterministic
     plain = replace(PROXY, words=("steps=20",))
-    assert checked_recipe(plain, options(verify_steps=20), resumed=False).deterministic
-    with pytest.raises(InputError, match="--verify-steps 21 verifies nothing in 20 steps"):
-        checked_recipe(plain, options(verify_steps=21), resumed=False)
+    assert checked_recipe(plain, options(judge_every=20), resumed=False).deterministic
+    with pytest.raises(InputError, match="--judge-every 21 verifies nothing in 20 steps"):
+        checked_recipe(plain, options(judge_every=21), resumed=False)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_verified_steps_are_deterministic_and_at_most_those_of_the_run() -> None
         ({"accept_change": ["seed"]}, True, ""),
         ({"judge": True}, True, "--judge: it needs a run from step 1"),
         ({"judge": True}, False, ""),
-        ({"judge": True, "verify_steps": 2}, False, "exclude each other"),
+        ({"judge": True, "judge_every": 2}, False, "exclude each other"),
         ({"burn_in": 9.0}, False, "the recipe is resolved for a CPU"),
         ({"burn_in": 9.0, "no_preflight": True}, False, "--no-preflight leaves it out"),
     ],

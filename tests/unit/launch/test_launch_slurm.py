@@ -97,7 +97,7 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
         "--force",
         "--stall-timeout",
         "0",
-        "--verify-steps",
+        "--judge-every",
         "7",
         "--log",
         "wandb",
@@ -139,9 +139,9 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
         "--accept-change all",
         "--burn-in 1m --no-preflight",
         "--burn-in 1m --gpu cpu --proxy",
-        "--verify-steps 9 --backend megatron",
-        "--verify-steps 2000",
-        "--verify-steps 2 --judge --gpu cpu --proxy",
+        "--judge-every 9 --backend megatron",
+        "--judge-every 2000",
+        "--judge-every 2 --judge --gpu cpu --proxy",
     ):
         assert main([*start, *refused.split()]) == 2, refused
         assert f"primus launch: {refused.split()[0]}" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class PassedOptions:
     accept_change: Sequence[str]
     stall_timeout: int
     wrap: Sequence[str]
-    verify_steps: int
+    judge_every: int
     compile_cache: Path | None
     log: str | None
     no_preflight: bool
@@ -143,7 +143,7 @@ def _job(request: Request, options: RunOptions, memory: float | None) -> Job:
         judged=options.judge,
         compiled=compiled,
         wrap=tuple(options.wrap),
-        verify_steps=options.verify_steps,
+        judge_every=options.judge_every,
     )
     if job.first_step > job.last_step:
         step = job.first_step - 1
@@ -281,8 +281,8 @@ def checked_recipe(
         _check_judge(recipe, resumed)
     if options.burn_in:
         _check_burn_in(recipe, options)
-    if options.verify_steps:
-        _check_verify_steps(recipe, options)
+    if options.judge_every:
+        _check_judge_every(recipe, options)
         if not recipe.deterministic:
             return request.with_words("deterministic=true").resolved(here=here, memory=memory)
     return recipe
@@ -305,20 +305,20 @@ def _check_burn_in(recipe: Recipe, options: PassedOptions) -> None:
         )
 
 
-def _check_verify_steps(recipe: Recipe, options: PassedOptions) -> None:
+def _check_judge_every(recipe: Recipe, options: PassedOptions) -> None:
     reason = rules_of(recipe).unverified
     if reason:
         raise InputError(
-            f"--verify-steps: {reason}",
+            f"--judge-every: {reason}",
             hint="use another backend, or `primus preflight` between runs",
         )
-    if "epochs" not in recipe.settings and options.verify_steps > recipe.steps:
+    if "epochs" not in recipe.settings and options.judge_every > recipe.steps:
         raise InputError(
-            f"--verify-steps {options.verify_steps} verifies nothing in {recipe.steps} steps"
+            f"--judge-every {options.judge_every} verifies nothing in {recipe.steps} steps"
         )
     if options.judge:
         raise InputError(
-            "--verify-steps and --judge exclude each other: both record what the model computes"
+            "--judge-every and --judge exclude each other: both record what the model computes"
         )
 
 

@@ -20,7 +20,7 @@ class Job:
     ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``. The reference
     repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share.
     ``trial`` says which optimizations passed their self-tests on this machine. ``wrap`` is a
-    command before the Python of each rank. Gradients are verified every ``verify_steps`` steps (0:
+    command before the Python of each rank. Gradients are verified every ``judge_every`` steps (0:
     never). In a container, paths are the container's.
     """
 
@@ -32,7 +32,7 @@ class Job:
     compiled: Path | None = None
     trial: Trial | None = None
     wrap: tuple[str, ...] = ()
-    verify_steps: int = 0
+    judge_every: int = 0
 
     @property
     def turbo(self) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ class Job:
             words.append("--judge")
         if self.wrap:
             words += ["--wrap", shlex.join(self.wrap)]
-        if self.verify_steps:
-            words += ["--verify-steps", str(self.verify_steps)]
+        if self.judge_every:
+            words += ["--judge-every", str(self.judge_every)]
         return [*words, *self.recipe.overrides]
 
 

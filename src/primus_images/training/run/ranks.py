@@ -40,7 +40,13 @@ def job_file(job: Job) -> str:
             "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
             "patience": recipe.find("eval.patience", 0),
             "fraction": recipe.find("eval.fraction", 0.0),
+            "corpus": "",
+            "split": recipe.find("eval.split", ""),
         }
+        if "eval.corpus" in recipe.settings:
+            evaluation["corpus"] = str(
+                recipe.asset("eval.corpus") or recipe.get("eval.corpus", str)
+            )
     assets = {}
     for name, value in recipe.section("assets").items():
         assets[name] = str(recipe.asset(name) or value)
@@ -52,7 +58,7 @@ def job_file(job: Job) -> str:
         "first_step": job.first_step,
         "last_step": job.last_step,
         "examined": job.examined,
-        "verify_steps": job.verify_steps,
+        "judge_every": job.judge_every,
         "output": str(job.output),
         "witness": job.judged,
         "resume_from": resume_from,

@@ -1,5 +1,6 @@
 """Checkpoints of the loop: model, optimizer and random states, with the identity of the run."""
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -11,11 +12,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from primus_images.files import json_if_readable, write_file
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import Session
 from primus_images.training.run import identity
 from primus_images.training.run.failure import text_of
+
+# What a resumed run goes on with besides tensors: the standing of the evaluations.
+_EVALUATION = "evaluation.json"
 
 
 def folder_of(output: Path, step: int) -> Path:
@@ -23,10 +28,16 @@ def folder_of(output: Path, step: int) -> Path:
     return output / "checkpoint" / f"step-{step}"
 
 
-def save(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
+def save(
+    output: Path,
+    step: int,
+    session: Session,
+    fields: Mapping[str, Any],
+    standing: Mapping[str, Any] | None = None,
+) -> Path:
     """Save a checkpoint after ``step``, and return its folder, which appears whole. All ranks.
 
-    ``fields`` are the run's identity.
+    ``fields`` are the run's identity, and ``standing`` that of its evaluations, if there are any.
     """
     folder = folder_of(output, step)
     unfinished = folder.with_name(f".{folder.name}")
@@ -36,6 +47,8 @@ def save(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -
     dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
     dist.barrier()
     if dist.get_rank() == 0:
+        if standing is not None:
+            write_file(unfinished / _EVALUATION, json.dumps(standing) + "\n")
         identity.seal(unfinished, fields)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
@@ -43,12 +56,23 @@ def save(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -
     return folder
 
 
-def save_if_new(job: RankJob, step: int, session: Session, report: Report) -> Path:
+def standing_of(folder: Path) -> dict[str, Any]:
+    """Return the standing of the evaluations at the checkpoint in ``folder``; empty without any."""
+    return json_if_readable(folder / _EVALUATION)
+
+
+def save_if_new(
+    job: RankJob,
+    step: int,
+    session: Session,
+    report: Report,
+    standing: Mapping[str, Any] | None = None,
+) -> Path:
     """Save the checkpoint after ``step`` unless it is there, and return its folder. All ranks."""
     folder = folder_of(job.output, step)
     if not folder.exists():
         began = time.perf_counter()
-        save(job.output, step, session, job.identity)
+        save(job.output, step, session, job.identity, standing)
         report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
     return folder
 

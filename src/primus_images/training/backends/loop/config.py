@@ -118,7 +118,7 @@ class RankJob:
     blocks: bool
     turbo: tuple[str, ...]
     evaluation: Mapping[str, int]
-    verify_steps: int = 0
+    judge_every: int = 0
 
     def section(self, kind: type[Section], under: str = "") -> Section:
         """Return the keys below ``under`` as the frozen dataclass ``kind``, with its defaults."""

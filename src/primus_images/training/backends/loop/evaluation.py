@@ -4,11 +4,13 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primus_images.files import sha256_of
 from primus_images.training.backends.loop import checkpoint
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.data import Documents
@@ -19,7 +21,10 @@ from primus_images.training.run.metrics import perplexity
 
 
 class Evaluation:
-    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``."""
+    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``.
+
+    A resumed run goes on with the best one and the patience of the run before it.
+    """
 
     def __init__(self, job: RankJob, session: Sharded, data: Documents) -> None:
         self._job = job
@@ -28,6 +33,37 @@ class Evaluation:
         self._least = math.inf
         self._worse = 0
         self.best: Path | None = None
+        self._text = sha256_of(job.output / "cache" / "eval.tokens")
+        self._note = ""
+        if job.resume_from is not None:
+            self._go_on(job.resume_from)
+
+    def _go_on(self, folder: Path) -> None:
+        standing = checkpoint.standing_of(folder)
+        if not standing:
+            return
+        if standing["text"] != self._text:
+            self._note = "the evaluations before were on other text, so they count for nothing"
+            return
+        best = folder.with_name(f"step-{standing['best']}")
+        if not best.is_dir():
+            self._note = f"{best}, the best before, is not there, so the best is looked for anew"
+            return
+        self._least = float(standing["least"])
+        self._worse = int(standing["worse"])
+        self.best = best
+
+    @property
+    def standing(self) -> dict[str, Any] | None:
+        """What a run that resumes after this step goes on with; None before any evaluation."""
+        if self.best is None:
+            return None
+        return {
+            "best": step_of(self.best),
+            "least": repr(self._least),
+            "worse": self._worse,
+            "text": self._text,
+        }
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate after ``step``."""
@@ -38,12 +74,15 @@ class Evaluation:
 
         Returns whether the run is to end early, because its evaluations are no better any more.
         """
+        if self._note:
+            report.say(f"primus: {self._note}")
+            self._note = ""
         loss = self.loss()
         self._record(step, loss)
         if loss < self._least:
             self._least = loss
             self._worse = 0
-            self._keep(checkpoint.save_if_new(self._job, step, self._session, report))
+            self._keep(step, report)
             comment = ", the best so far"
         else:
             self._worse += 1
@@ -82,11 +121,12 @@ class Evaluation:
         with (self._job.output / "eval.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
 
-    def _keep(self, folder: Path) -> None:
-        """Let ``folder`` be the best checkpoint. Remove the former, unless it is due anyway."""
+    def _keep(self, step: int, report: Report) -> None:
+        """Save the best checkpoint. Remove the former, if it is this run's and not due anyway."""
         former = self.best
-        self.best = folder
-        if former is None or dist.get_rank() != 0:
+        self.best = checkpoint.folder_of(self._job.output, step)
+        checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
+        if former is None or former.parent != self.best.parent or dist.get_rank() != 0:
             return
         interval = self._job.training.checkpoint_interval
         if interval == 0 or step_of(former) % interval != 0:

@@ -93,6 +93,13 @@ def _trackers(job: RankJob) -> list[Tracker]:
     return trackers
 
 
+def _rounded(tflops: float) -> str:
+    """Return FLOP/s for the log. Those of a small model on a CPU would be 0.00."""
+    if tflops < 10:
+        return f"{tflops:.5f}"
+    return f"{tflops:,.2f}"
+
+
 class Report:
     """Writes the lines that :mod:`primus_images.training.run.logs` reads.
 
@@ -143,7 +150,7 @@ class Report:
         flops = "N/A"
         if self.per_unit:
             rates = self.per_unit.tera(units)
-            flops = f"{rates['tflops_non_causal']:,.2f}"
+            flops = _rounded(rates["tflops_non_causal"])
         memory, share = peak_memory(self._device)
         # A single write, because several ranks write to the same pipe.
         print(

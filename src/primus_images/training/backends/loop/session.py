@@ -358,7 +358,7 @@ class Sharded(Session):
         implementation = {"fused": True}
         if device.type == "cpu":
             implementation = {"foreach": True}
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self._trained,
             lr=self._config.lr,
             betas=(self._config.beta1, self._config.beta2),
@@ -420,11 +420,11 @@ class Sharded(Session):
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
         nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         # The CPU waits for the norm, and prepares the next step while the GPU updates.
         if arrived:
             arrived.synchronize()
@@ -432,21 +432,21 @@ class Sharded(Session):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        model, optimizer = get_state_dict(self._model, self.optimizer, options=_OPTIONS)
         return {"model": model, "optimizer": optimizer}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # PyTorch also loads the settings, such as weight decay. Those of this run count.
-        settings_of_run = settings_of(self._optimizer)
+        settings_of_run = settings_of(self.optimizer)
         set_state_dict(
             self._model,
-            self._optimizer,
+            self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
             options=_OPTIONS,
         )
-        groups = zip(self._optimizer.param_groups, settings_of_run, strict=True)
+        groups = zip(self.optimizer.param_groups, settings_of_run, strict=True)
         for group, settings in groups:
             group.update(settings)
 

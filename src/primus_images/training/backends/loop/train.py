@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,7 +15,14 @@ from primus_images.training.backends.loop import checkpoint
 from primus_images.training.backends.loop.config import RankJob, learning_rate
 from primus_images.training.backends.loop.evaluation import Evaluation
 from primus_images.training.backends.loop.report import Report
-from primus_images.training.backends.loop.session import Batch, Data, Session, length_of, terms_of
+from primus_images.training.backends.loop.session import (
+    Batch,
+    Data,
+    Session,
+    Sharded,
+    length_of,
+    terms_of,
+)
 from primus_images.training.judge.witness import Witness
 from primus_images.training.run import facts, recompute
 from primus_images.turbo.optimizations import active
@@ -32,14 +40,15 @@ def run(
     evaluation: Evaluation | None = None,
 ) -> None:
     """Train all steps of the job, and write log, facts and checkpoints to the output folder."""
-    loop = _Loop(job, device, session, data)
+    loop = _Loop(job, device, session, data, evaluation)
     gc.collect()
     gc.disable()
     for step in range(job.first_step, job.last_step + 1):
         loop.train(step)
         loop.prove(step)
+        ends = loop.evaluate(step)
         loop.save(step)
-        if evaluation and evaluation.due(step) and loop.evaluate(evaluation, step):
+        if ends:
             break
         if step % _COLLECT_EVERY == 0:
             gc.collect()
@@ -49,8 +58,16 @@ def run(
 class _Loop:
     """The stages of each step, and what they share."""
 
-    def __init__(self, job: RankJob, device: torch.device, session: Session, data: Data) -> None:
+    def __init__(
+        self,
+        job: RankJob,
+        device: torch.device,
+        session: Session,
+        data: Data,
+        evaluation: Evaluation | None,
+    ) -> None:
         self._job = job
+        self._evaluation = evaluation
         self._device = device
         self._session = session
         self._data = data
@@ -72,6 +89,16 @@ class _Loop:
         self._witness = None
         if job.witness:
             self._witness = _witness(job, session)
+        self._repeated = None
+        if job.judge_every:
+            assert isinstance(session, Sharded)  # the command refuses the others
+            self._repeated = recompute.Repeated(
+                session.model_parts,
+                session.optimizer,
+                job.judge_every,
+                self._report.off_the_clock,
+            )
+        self._began = time.perf_counter()
         self._batches = _batches(job, session, data, job.first_step)
 
     def train(self, step: int) -> None:
@@ -81,15 +108,37 @@ class _Loop:
             _show(self._witness, batches)
         rate = learning_rate(self._job.training, step)
         with self._watched(step) as kernels:
-            loss = _mean_loss(self._device, self._session, batches)
+            loss = self._mean_loss(batches, step)
             # The CPU collects them while the GPU computes.
             self._batches = _batches(self._job, self._session, self._data, step + 1)
-            norm = self._session.step(rate)
+            with self._update(step):
+                norm = self._session.step(rate)
         # The loss has arrived: `step` waited for the gradients, which are computed after it.
         self._report.step(step, loss.item(), norm, rate)
         if step == self._job.first_step:
             with self._report.off_the_clock():
                 self._write_facts(kernels | _sizes(batches))
+
+    def _mean_loss(self, batches: list[Batch], step: int) -> torch.Tensor:
+        """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
+        session = self._session
+        terms = sum(terms_of(batch) for batch in batches)
+        if dist.get_world_size() > 1:
+            terms_of_rank = torch.tensor(terms, dtype=torch.float64, device=self._device)
+            terms = round(session.total(terms_of_rank).item())
+        if self._repeated and self._repeated.due(step):
+            compute = partial(session.forward_backward, batches, terms)
+            loss = self._repeated.gradients(step, compute)
+        else:
+            loss = session.forward_backward(batches, terms)
+        mean_loss = session.total(loss.to(torch.float64)) / terms
+        return mean_loss.to("cpu", non_blocking=True)
+
+    def _update(self, step: int) -> AbstractContextManager[None]:
+        """Compare the update in the context, if ``step`` is computed twice."""
+        if self._repeated and self._repeated.due(step):
+            return self._repeated.update(step)
+        return nullcontext()
 
     def _watched(self, step: int) -> AbstractContextManager[dict[str, Any]]:
         """Record the kernels of the first step, and everything of the one that is profiled."""
@@ -113,7 +162,7 @@ class _Loop:
         facts.write(self._job.output / "facts.json", self._facts)
 
     def prove(self, step: int) -> None:
-        """Record what a judge compares after ``step``, and compute a micro-batch again."""
+        """Record what a judge compares after ``step``, and what the next step starts from."""
         job = self._job
         if self._witness:
             with self._report.off_the_clock():
@@ -121,41 +170,40 @@ class _Loop:
                 if step == (job.first_step + job.last_step) // 2:
                     with self._witness.busy(step):
                         _prove_checkpoint(job, step, self._session, self._witness)
-        if job.verify_steps and step % job.verify_steps == 0:
-            compute = partial(self._session.forward_backward, self._batches[:1], 1)
+        if self._repeated:
             with self._report.off_the_clock():
-                recompute.compare(self._session.model_parts, step, compute)
+                self._repeated.finished(step)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint after ``step``, if it is due."""
+        """Save a checkpoint after ``step``, if it is due. An evaluation after it is over."""
         interval = self._job.training.checkpoint_interval
         if interval and (step % interval == 0 or step == self._job.last_step):
-            with self._report.off_the_clock():
-                checkpoint.save_if_new(self._job, step, self._session, self._report)
+            with self._report.off_the_clock(), self._evidence(step):
+                standing = None
+                if self._evaluation:
+                    standing = self._evaluation.standing
+                checkpoint.save_if_new(self._job, step, self._session, self._report, standing)
 
-    def evaluate(self, evaluation: Evaluation, step: int) -> bool:
-        """Evaluate after ``step``. Returns whether the run is to end."""
-        evidence: AbstractContextManager[None] = nullcontext()
-        if self._witness:
-            evidence = self._witness.busy(step)
-        with self._report.off_the_clock(), evidence:
+    def evaluate(self, step: int) -> bool:
+        """Evaluate after ``step``, if it is due. Returns whether the run is to end."""
+        evaluation = self._evaluation
+        if evaluation is None or not evaluation.due(step):
+            return False
+        with self._report.off_the_clock(), self._evidence(step):
             return evaluation.run(step, self._report)
+
+    def _evidence(self, step: int) -> AbstractContextManager[None]:
+        """Let the witness count the time in the context for no step."""
+        if self._witness:
+            return self._witness.busy(step)
+        return nullcontext()
 
     def end(self, step: int) -> None:
         """End the record of the run, whose last step was ``step``."""
+        if self._repeated:
+            self._report.say(f"primus: {self._repeated.cost(time.perf_counter() - self._began)}")
         self._report.end()
         self._write_facts(facts.final(self._session.model_parts, step))
-
-
-def _mean_loss(device: torch.device, session: Session, batches: list[Batch]) -> torch.Tensor:
-    """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
-    terms = sum(terms_of(batch) for batch in batches)
-    if dist.get_world_size() > 1:
-        terms_of_rank = torch.tensor(terms, dtype=torch.float64, device=device)
-        terms = round(session.total(terms_of_rank).item())
-    loss = session.forward_backward(batches, terms)
-    mean_loss = session.total(loss.to(torch.float64)) / terms
-    return mean_loss.to("cpu", non_blocking=True)
 
 
 def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:

@@ -88,7 +88,7 @@ class Observed(Trainer):
             self.witness.step(self.step)
             # Exclude the time of writing evidence from the throughput of steps.
             self.metrics_processor.time_last_log = time.perf_counter()
-        every = self.job["verify_steps"]
+        every = self.job["judge_every"]
         if every and self.step % every == 0:
             recompute.compare(self.model_parts, self.step, self._compute_again)
             self.metrics_processor.time_last_log = time.perf_counter()

@@ -73,6 +73,10 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "moved": [],
         "first": [],
         "saved": [],
+        "checkpoints": [],
+        "evaluations": [],
+        "dropout": None,
+        "tokens": 200.0,
         "constants": {"norm epsilon + 0.001": epsilon},
     }
 

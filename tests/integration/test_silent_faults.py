@@ -16,9 +16,11 @@ INSIDE = Path(__file__).with_name("inside")
 # them, and of those without a fault the ones with the most features; one of torchtitan is in
 # test_cpu_image.py. `--slow` runs all.
 QUICK = (
-    "fsdp_labels_equal_inputs+fsdp_one_tensor_learns_a_little_faster+fsdp_tokens_counted_twice",
+    "fsdp_one_row_rounded_in_checkpoints+fsdp_labels_equal_inputs+fsdp_flops_with_recomputation+"
+    "fsdp_one_tensor_learns_a_little_faster+fsdp_tokens_of_the_labels_behind_the_end",
     "torchtitan_angles_rounded_to_fp8+torchtitan_gradients_summed_in_bf16",
-    "finetune_adapter_scaled_twice",
+    "finetune_another_mask_in_the_recomputation+finetune_adapter_scaled_twice",
+    "finetune_last_weights_exported_in_place_of_the_best+finetune_mean_of_the_means_of_batches",
     "fsdp_moments_not_saved",
     "megatron_stale_copies",
     "healthy_fsdp",

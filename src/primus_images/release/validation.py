@@ -231,6 +231,7 @@ class _Validation:
         unjudged = proof.unjudged(suite.recipe_of(jobs))
         if unjudged:
             not_run.append(f"the comparison with the reference: {unjudged}")
+        not_run += suite.left_out(suite.recipe_of(jobs), jobs)
         verdicts += [_gate_verdict(report) for report in self.gates.reports]
         machine = Machine(gpus=hardware.names, driver=hardware.driver, firmware=hardware.firmware)
         place = suite.Place(

@@ -31,7 +31,12 @@ HEALTHY = {
     for name, backend, words in (
         ("healthy_torchtitan", "torchtitan", ""),
         ("healthy_fsdp", "fsdp", "--precision=bf16 training.recompute=full"),
-        ("healthy_finetune", "finetune", "--mode=lora --precision=bf16 training.recompute=full"),
+        (
+            "healthy_finetune",
+            "finetune",
+            "--mode=lora --precision=bf16 training.recompute=full lora.dropout=0.1 "
+            "eval.fraction=0.1 eval.every=2 checkpoint=2",
+        ),
         ("healthy_flux", "flux", "--precision=bf16 training.recompute=full"),
         (
             "healthy_fused_torchtitan",

@@ -42,6 +42,7 @@ def test_a_healthy_run_passes() -> None:
     assert failing(evidence(SEEN)) == []
 
 
+EVALUATED = {"step": 3, "loss": 5.0, "noise": 1e-9, "closest": 1.0}
 CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     (
         "reference data",
@@ -56,6 +57,9 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference parameters", lambda e: e["parameters"]["odd"].append("a equals b")),
     ("reference first weights", lambda e: e["first"].append("a begins with a mean of 1, not 0")),
     ("reference saved files", lambda e: e["saved"].append("weights lacks a")),
+    ("reference checkpoints", lambda e: e["checkpoints"].append("step-3: a is missing")),
+    ("reference dropout", lambda e: e.update(dropout=["a keeps 95% of its inputs, not 90%"])),
+    ("reference evaluation", lambda e: e["evaluations"].append(EVALUATED)),
     ("reference trained weights", lambda e: e["moved"].append("a was never updated")),
     ("reference loss", lambda e: e["steps"][4].update(loss=2.0001)),
     ("reference loss", lambda e: e["steps"].pop()),
@@ -336,14 +340,46 @@ def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) 
     # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for
     # evidence.
     arrivals = {step: 2.5 * step for step in range(1, STEPS + 1)}
-    verdict = proof.clock(
-        series(100.0 * factor), arrivals, dict.fromkeys(arrivals, 0.5), tokens=200
-    )
+    busy = dict.fromkeys(arrivals, 0.5)
+    own = dict.fromkeys(arrivals, 2.0 / factor)
+    verdict = proof.clock(series(100.0 * factor), arrivals, busy, own, tokens=200)
     assert verdict.passed is passed
 
 
-def test_a_short_run_is_too_short_to_time() -> None:
-    assert "too few" in proof.clock(series(), {1: 0.0, 2: 2.0}, {}, tokens=200).reason
+@pytest.mark.parametrize(
+    ("factor", "passed"), [(1.0, True), (1.005, True), (1.03, False), (0.98, False)]
+)
+def test_the_witnesss_clock_judges_a_smaller_difference(factor: float, passed: bool) -> None:
+    own = dict.fromkeys(range(1, STEPS + 1), 2.0)
+    arrivals = {step: 2.0 * step for step in own}
+    verdict = proof.clock(series(100.0 * factor), arrivals, {}, own, tokens=200)
+    assert verdict.passed is passed
+
+
+def test_two_steps_are_timed_and_one_is_no_evidence() -> None:
+    two = Series(steps=series().steps[:2])
+    assert proof.clock(two, {}, {}, {1: 9.0, 2: 2.0}, tokens=200).passed
+    assert not proof.clock(two, {}, {}, {1: 9.0, 2: 2.2}, tokens=200).passed
+    one = Series(steps=series().steps[:1])
+    verdict = proof.clock(one, {}, {}, {1: 2.0}, tokens=200)
+    assert (verdict.passed, verdict.reason) == (False, "needs at least 2 steps to time one")
+
+
+def test_logged_flops_are_those_of_the_logged_tokens() -> None:
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="cpu", proxy=True))
+    for logged, rate, passed in (
+        (300.0, 1e8, True),
+        (310.0, 1e8, False),
+        (0.02, 5e3, True),
+        (0.03, 5e3, False),
+    ):
+        steps = tuple(
+            replace(step, tokens_per_second=rate, tflops=logged, tflops_decimals=2)
+            for step in series().steps
+        )
+        facts = {**FIGURES, "flops_per_unit": FLOPS}
+        verdict = proof.figures(facts, evidence(SEEN), Series(steps=steps), recipe, 1.0)
+        assert verdict.passed is passed, (logged, verdict.reason)
 
 
 FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device": "cpu"}
@@ -388,7 +424,6 @@ def test_reported_figures_are_those_of_the_recipe(
     ("word", "told"),
     [
         ("assets.corpus=hf:owner/texts", "assets.corpus is on the Hugging Face hub"),
-        ("eval.patience=3", "eval.patience may end the run early"),
     ],
 )
 def test_a_run_is_not_judged_without_what_the_reference_reads(word: str, told: str) -> None:

@@ -29,7 +29,13 @@ def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
     )
     step = logs.step_in(text)
     assert step == logs.Step(
-        step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0
+        step=3,
+        loss=6.01418,
+        grad_norm=0.8882,
+        tokens_per_second=13986.0,
+        memory_gib=0.0,
+        tflops=1234.01,
+        tflops_decimals=2,
     )
 
 
@@ -149,3 +155,16 @@ def test_any_interleaving_of_any_number_of_ranks_is_one_series(
         (n, float(loss), float(norm)) for n, (loss, norm) in enumerate(rounded, 1)
     ]
     assert logs.with_exact(series, dict(enumerate(values, 1))).problems == ()
+
+
+@pytest.mark.parametrize(("logged", "problems"), [("2.34568", 0), ("2.30000", 1), ("nan", 1)])
+def test_a_logged_evaluation_is_the_runs_own_figure(
+    tmp_path: Path, logged: str, problems: int
+) -> None:
+    step = "step:  3  loss:  6.0  grad_norm:  0.8  memory: 1GiB(1%)  tps: 9  tflops: 1  mfu: N/A\n"
+    line = f"primus: evaluation after step 3: loss {logged}, perplexity 9, the best so far\n"
+    (tmp_path / "log.txt").write_text(step + line)
+    (tmp_path / "eval.jsonl").write_text('{"step": 3, "eval_loss": "2.345678"}\n')
+    series = logs.read_run(tmp_path)
+    assert len(series.problems) == problems
+    assert series.steps[0].eval_loss == 2.345678

@@ -76,11 +76,15 @@ def leave(
         json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]})
     )
     if job.judged:
-        (job.output / "proof.json").write_text(json.dumps(evidence(values)))
-        seconds = job.recipe.global_batch * job.recipe.seq_len / job.recipe.world_size / 5000
+        tokens = job.recipe.global_batch * job.recipe.seq_len / job.recipe.world_size
+        found = evidence(values) | {"tokens": tokens}
+        (job.output / "proof.json").write_text(json.dumps(found))
+        seconds = tokens / 5000
         (job.output / "clock.json").write_text(
             json.dumps({step: step * seconds for step in values})
         )
+        (job.output / "witness").mkdir()
+        (job.output / "witness/clock-0.json").write_text(json.dumps(dict.fromkeys(values, seconds)))
     return outcome.read(job, min(exit_code, 1))
 
 
@@ -120,7 +124,7 @@ def test_what_the_reference_repeated_is_healthy(
 ) -> None:
     def run(job: Job) -> Outcome:
         leave(job, values=values)
-        findings = evidence(values) | {"max_norm": 0.0}
+        findings = json.loads((job.output / "proof.json").read_text()) | {"max_norm": 0.0}
         findings["steps"][17] |= changed
         (job.output / "proof.json").write_text(json.dumps(findings))
         return outcome.read(job, 0)
@@ -139,13 +143,64 @@ def jobs(tmp_path: Path) -> tuple[Job, ...]:
     return suite.plan(PROXY, tmp_path / "suite")
 
 
-def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
-    base, repeat, resume, split = jobs
+def test_six_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
+    base, repeat, resume, split, epoch, rest = jobs
     assert (base.first_step, base.last_step, resume.first_step, resume.last_step) == (1, 20, 11, 20)
     assert resume.resume_from == base.output / "checkpoint" / "step-10"
     assert "checkpoint" not in " ".join(repeat.arguments())
     facts = [ranks.expected_facts(job) for job in (base, split)]
     assert [(of["local_batch_size"], of["accumulation_steps"]) for of in facts] == [(4, 1), (2, 2)]
+    # The small text has fewer than 3,600 tokens, of which a step reads 1,024.
+    assert (epoch.last_step, rest.first_step, rest.resume_from) == (
+        9,
+        8,
+        epoch.output / "checkpoint" / "step-7",
+    )
+    assert [job.judged for job in jobs] == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "reasons"),
+    [
+        (
+            (),
+            ["accumulation", "base", "repeat", "resume", "second-epoch", "second-epoch-resumed"],
+            [],
+        ),
+        (
+            ("eval.fraction=0.1", "eval.every=5", "training.warmup_steps=6"),
+            ["accumulation", "base", "repeat", "resume", "second-epoch", "second-epoch-resumed"],
+            [],
+        ),
+        (
+            ("eval.fraction=0.1", "eval.patience=2"),
+            ["accumulation", "base", "repeat"],
+            ["resuming: eval.patience may end the run before its checkpoint"],
+        ),
+        (
+            ("assets.corpus=mock",),
+            ["accumulation", "base", "repeat", "resume"],
+            ["a second epoch: its text or its tokenizer is no file"],
+        ),
+        (
+            ("lora.dropout=0.1",),
+            ["accumulation", "base", "repeat", "resume", "second-epoch", "second-epoch-resumed"],
+            ["base with accumulation: other micro-batches have other masks of dropout"],
+        ),
+    ],
+)
+def test_derived_jobs_fit_the_recipe_or_are_left_out_with_a_reason(
+    tmp_path: Path, words: tuple[str, ...], names: list[str], reasons: list[str]
+) -> None:
+    choices = Choices(backend="finetune", mode="lora", proxy=True, gpu="cpu")
+    request = suite.Request(recipe="llama3.1-8b", choices=choices, overrides=words)
+    planned = suite.plan(request, tmp_path)
+    assert sorted(job.name for job in planned) == names
+    assert suite.left_out(suite.recipe_of(planned), planned) == reasons
+    split = next(job.recipe for job in planned if job.name == "accumulation")
+    assert split.steps == 4
+    assert split.find("eval.every", 0) <= 4
+    assert split.find("finetune.training.warmup_steps", 0) <= 4
 
 
 def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
@@ -162,7 +217,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
     )
     assert made.passed is True
     assert made.versions == {"torch": "2.13.0+cpu"}
-    assert [len(job.steps) for job in made.jobs] == [20, 20, 10, 2]
+    assert [len(job.steps) for job in made.jobs] == [20, 20, 10, 4, 9, 2]
     html = page(replace(made, target="<cpu>"))
     assert "✓ the suite" in html
     assert "&lt;cpu&gt;" in html
@@ -247,6 +302,9 @@ def other_recipe(job: Job) -> None:
         ("resume", {15: (4.31, 0.5)}, "resume"),
         ("accumulation", {1: (7.1, 0.26)}, "accumulation"),
         ("repeat", other_weights, "same weights again"),
+        ("resume", other_weights, "resume: last weights"),
+        ("second-epoch-resumed", {9: (6.0, 0.5)}, "second epoch"),
+        ("second-epoch-resumed", other_weights, "second epoch: last weights"),
         ("resume", other_recipe, "recipe"),
     ],
 )
@@ -461,18 +519,18 @@ def test_a_full_suite_runs_no_layout_and_precision_that_shows_nothing(
 ) -> None:
     choices = Choices(proxy=True, gpu="cpu", precision=precision)
     request = replace(LLAMA, choices=choices, overrides=overrides)
-    assert [job.name for job in suite.plan(request, tmp_path, "full")][4:] == names
+    assert [job.name for job in suite.plan(request, tmp_path, "full")][6:] == names
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
     jobs = suite.plan(LLAMA, tmp_path, "full")
-    assert [job.name for job in jobs][4:] == [
+    assert [job.name for job in jobs][6:] == [
         "one-rank",
         "tensor-parallel",
         "precision-bf16",
         "precision-fp8",
     ]
-    assert jobs[5].resume_from == jobs[4].output / "checkpoint" / "step-1"
+    assert jobs[7].resume_from == jobs[6].output / "checkpoint" / "step-1"
     assert [
         job.name
         for job in suite.plan(replace(LLAMA, choices=Choices(proxy=True)), tmp_path, "quick")

@@ -240,7 +240,8 @@ class Rules:
 
     def blocks_judged(self, recipe: Recipe) -> bool:
         """Whether the reference can repeat what each block computes."""
-        return not self.compiled(recipe) and recipe.degree("cp") == 1
+        dropout = recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0)
+        return not (self.compiled(recipe) or dropout) and recipe.degree("cp") == 1
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return what a resumed run must share with the layout of the one that saved."""

@@ -25,7 +25,10 @@ Evidence = Mapping[str, Any]
 _Step = Mapping[str, Any]
 # Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the
 # reference does.
-_UNSEEN = "not compared: the model is compiled, ranks share sequences, or one rank uses autocast"
+_UNSEEN = (
+    "not compared: the model is compiled or has dropout, ranks share sequences, or one rank uses "
+    "autocast"
+)
 _NOTHING = ("the reference did not compare this",)
 _EXPERTS = ".experts."
 
@@ -67,10 +70,10 @@ def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
 def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
     if "data.skip" in recipe.settings:
         yield "data.skip leaves out rows, and the reference reads all"
-    if "eval.patience" in recipe.settings:
-        yield "eval.patience may end the run early"
-    if recipe.section("eval") and recipe.find(f"{recipe.backend}.save_weights", False):
-        yield "the best weights are exported, and the reference has the last ones"
+    if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0):
+        for key in ("packing", "training.compile"):
+            if recipe.find(f"{recipe.backend}.{key}", False):
+                yield f"the reference does not repeat dropout with {recipe.backend}.{key}"
     rules = backend_rules(recipe.backend)
     for key, value in recipe.section(recipe.backend).items():
         modelled = not any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled)
@@ -115,6 +118,13 @@ def verdicts(evidence: Evidence, series: Series) -> list[Verdict]:
             evidence.get("saved", _NOTHING),
             "checkpoints and files hold what was trained",
         ),
+        of_faults(
+            "reference checkpoints",
+            evidence.get("checkpoints", _NOTHING),
+            "every checkpoint that was kept holds the weights and moments of its step",
+        ),
+        *_evaluations(evidence, series),
+        *_dropout(evidence),
         _gradients(evidence, series),
         _blocks(evidence),
         *of_precision,
@@ -167,6 +177,41 @@ def _figure(key: str, name: str, evidence: Evidence, series: Series) -> Verdict:
     limit_text = f"relative gap ≤ {worst.limit:.1e}"
     measured = f"{worst.gap:.1e}"
     return Verdict(name, worst.share <= 1, reason, measured=measured, limit=limit_text)
+
+
+def _evaluations(evidence: Evidence, series: Series) -> Iterator[Verdict]:
+    rows: Sequence[_Step] = evidence.get("evaluations", ())
+    reported = {}
+    for step in series.steps:
+        if step.eval_loss is not None:
+            reported[step.step] = step.eval_loss
+    if not rows and not reported:
+        return
+    wrong = []
+    worst = _Gap(0.0, 0.0, LIMITS["least"]["loss"], 0)
+    for row in rows:
+        loss = reported.pop(row["step"], None)
+        if loss is None:
+            wrong.append(f"step {row['step']}: no evaluation is reported")
+            continue
+        limit = _limit("loss", row["noise"], row)
+        gap = _gap(relative_gap(loss, row["loss"]), limit, row["step"])
+        if gap.share > 1:
+            wrong.append(f"step {row['step']}: {loss:.5f}, not {row['loss']:.5f}")
+        worst = max(worst, gap)
+    wrong += [f"step {step}: no evaluation was due" for step in reported]
+    fine = f"{len(rows)} evaluations agree, on the held-out text and the weights of their steps"
+    limit_text = f"relative gap ≤ {worst.limit:.1e}"
+    yield of_faults(
+        "reference evaluation", wrong, fine, measured=f"{worst.gap:.1e}", limit=limit_text
+    )
+
+
+def _dropout(evidence: Evidence) -> Iterator[Verdict]:
+    findings = evidence.get("dropout")
+    if findings is not None:
+        fine = "every step, rank and layer dropped other inputs, as many as the recipe says"
+        yield of_faults("reference dropout", findings, fine)
 
 
 def _limit(key: str, noise: float, step: _Step) -> float:
@@ -452,29 +497,63 @@ def figures(
     counted = peak_gib is not None and facts.get("device") == "cpu"
     if counted and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    fine = "parameters, FLOPs per unit and memory are the recipe's"
+    wrong += _wrong_rates(series, flops, recipe)
+    fine = "parameters, FLOPs per unit, FLOP/s and memory are the recipe's"
     return of_faults("reported figures", wrong, fine)
 
 
+def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:
+    unit = 1
+    if recipe.architecture.of_images:
+        unit = recipe.seq_len
+    for step in series.steps:
+        if step.tflops is None:
+            continue
+        tflops = step.tokens_per_second / unit * flops / 1e12
+        rounded = 0.51 / 10**step.tflops_decimals
+        if not abs(step.tflops - tflops) <= rounded + LIMITS["flops"] * tflops:
+            yield f"step {step.step}: {step.tflops:g} TFLOP/s in the log, not {tflops:.4g}"
+
+
 def clock(
-    series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int
+    series: Series,
+    arrivals: Mapping[int, float],
+    busy: Mapping[int, float],
+    own: Mapping[int, float],
+    tokens: float,
 ) -> Verdict:
-    """Judge the reported tokens per second against the launcher's clock.
+    """Judge the reported tokens per second against two clocks: the launcher's and the witness's.
 
     ``arrivals``: step → when its line reached the launcher, in seconds. ``busy``: step → seconds
-    that the run spent on evidence after it. ``tokens``: tokens of one rank in a step, from the
-    recipe.
+    that the run spent on evidence after it. ``own``: step → the seconds between two records of
+    evidence, on the slowest rank. ``tokens``: tokens of one rank in a step, counted by the
+    reference. The first step is left out, because its clocks start at different places.
     """
+    close = []
+    for step in series.steps[1:]:
+        if step.step in own and step.tokens_per_second > 0:
+            close.append(own[step.step] * step.tokens_per_second / tokens)
+    least, most = LIMITS["own_clock"]
+    limit = f"×{least:g} – ×{most:g}"
+    if not close:
+        return Verdict("clock", False, "needs at least 2 steps to time one", limit=limit)
+    ratio = statistics.median(close)
+    if not least <= ratio <= most:
+        reason = (
+            "tokens per second, as the run reports them, times the seconds of a step ÷ its tokens"
+        )
+        return Verdict("clock", False, reason, measured=f"×{ratio:.3f}", limit=limit)
     ratios = []
     for step in series.steps:
         before = step.step - 1
         if step.step in arrivals and before in arrivals and step.tokens_per_second > 0:
             seconds = arrivals[step.step] - arrivals[before] - busy.get(before, 0.0)
             ratios.append(seconds * step.tokens_per_second / tokens)
-    least, most = LIMITS["clock"]
-    limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:
-        return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)
+        fine = f"{len(close)} steps took as long as the run reports"
+        return Verdict("clock", True, fine, measured=f"×{ratio:.3f}", limit=limit)
+    least, most = LIMITS["clock"]
+    limit = f"×{least:g} – ×{most:g}, and ×{ratio:.3f} of the run's own clock"
     ratio = statistics.median(ratios)
     reason = (
         "tokens per second, as the run reports them, times the seconds between its lines ÷ "

@@ -1,11 +1,13 @@
 """The validation suite: its jobs, the verdicts on their results, and the record of both.
 
-There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it and
-splits its batch. ``full`` adds another layout of the ranks and every other precision of the recipe.
+There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it, splits
+its batch and passes an epoch. ``full`` adds another layout of the ranks and every other precision
+of the recipe.
 """
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +18,8 @@ from primus_images.errors import InputError
 from primus_images.recipes.choose import CPU, computes
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import changed, resolve
+from primus_images.recipes.rules import rules_of
+from primus_images.recipes.schema import backend_rules
 from primus_images.recipes.setting import Choices
 from primus_images.training.judge import checks, proof, reference
 from primus_images.training.judge.checks import EVERY_STEP, Steps, Verdict
@@ -37,10 +41,19 @@ LEVELS = ("quick", "standard", "full")
 
 # Increase this when a check or the plan changes its meaning, because records of another suite prove
 # something else.
-FORMAT = 6
+FORMAT = 7
 RECORD_FORMAT = 1
 _PRECISION_JOB = "precision-"
 _NORM = "base: reference gradient norm"
+# A small text with short and long documents, and answers of which only some tokens are trained.
+_TEXT = "assets/epochs.jsonl"
+_DOCUMENTS = 40
+_TOKENS = 3600
+# Few enough steps for a job that only shows what follows from its batch or its text.
+_SHORT = 4
+_MOST_STEPS = 40
+_EPOCH = "second-epoch"
+_EPOCH_RESUMED = "second-epoch-resumed"
 _STEPS = {"base: reference data", "base: reference loss", "base: reference update"}
 
 
@@ -62,7 +75,7 @@ def plan(request: Request, root: Path, level: str = "standard") -> tuple[Job, ..
     """Return the jobs in the order to run them, each with its own folder below ``root``.
 
     ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one
-    micro-batch.
+    micro-batch. What :func:`left_out` names is missing.
     """
     recipe = resolve(request.recipe, request.overrides, request.choices, among=request.among)
     planner = _Planner(request, root, recipe)
@@ -83,33 +96,59 @@ class _Planner:
         self._recipe = recipe
 
     def base(self) -> Job:
-        judged = proof.unjudged(self._recipe) is None
-        return replace(self._job("base", self._recipe), judged=judged)
+        return _judged(self._job("base", self._recipe))
 
     def standard(self) -> list[Job]:
         recipe = self._recipe
+        if recipe.find("eval.patience", 0):
+            return [self.base(), self._job("repeat", self._changed({})), self._split()]
         middle = recipe.get("validation.resume_at", int)
         if middle >= recipe.steps:
             raise InputError(
                 f"validation.resume_at: {middle} leaves no step of {recipe.steps} to resume",
                 where=recipe.settings["validation.resume_at"].origin,
             )
-        micro_batch = recipe.local_batch // recipe.get("validation.accumulation", int)
-        batch = {"local_batch": micro_batch, "global_batch": recipe.global_batch, "steps": 2}
         base = replace(self.base(), recipe=self._changed({"checkpoint": middle}))
         return [
             base,
             self._job("repeat", self._changed({})),
             _resumed(self._job("resume", self._changed({})), base, middle),
-            self._job("accumulation", self._changed(batch)),
+            self._split(),
+            *self._epochs(),
         ]
+
+    def _split(self) -> Job:
+        recipe = self._recipe
+        batch = {
+            "local_batch": recipe.local_batch // recipe.get("validation.accumulation", int),
+            "global_batch": recipe.global_batch,
+        }
+        return _judged(self._job("accumulation", self._changed(batch | _short(recipe, _SHORT))))
+
+    def _epochs(self) -> list[Job]:
+        """Return a job that passes an epoch of a small text, and one that resumes in the second."""
+        recipe = self._recipe
+        if no_epoch(recipe):
+            return []
+        settings: dict[str, int | str] = {"assets.corpus": _TEXT, "data.column": "prompt"}
+        if rules_of(recipe).divides_documents:
+            # It trains every token.
+            settings["data.column"] = "text"
+        elif _packs(recipe):
+            settings[f"{recipe.backend}.packing"] = "true"
+        passed = _steps_of_an_epoch(recipe)
+        saved = passed + 2
+        settings |= _short(recipe, passed + 4)
+        whole = self._job(_EPOCH, self._changed(settings | {"checkpoint": saved}))
+        rest = self._job(_EPOCH_RESUMED, self._changed(settings))
+        return [_judged(whole), _resumed(rest, whole, saved)]
 
     def layouts(self) -> list[Job]:
         recipe = self._recipe
         batch = {
             "local_batch": recipe.global_batch,
             "global_batch": recipe.global_batch,
-            "steps": 2,
+            **_short(recipe, 2),
         }
         if recipe.degree("ep") > 1:
             # One rank has all experts; two ranks then differ only in that they share each layer.
@@ -133,9 +172,75 @@ class _Planner:
     def _job(self, name: str, recipe: Recipe) -> Job:
         return Job(name=name, recipe=recipe, output=self._root / name, wrap=self._request.wrap)
 
-    def _changed(self, settings: Mapping[str, int], choices: Choices | None = None) -> Recipe:
+    def _changed(self, settings: Mapping[str, int | str], choices: Choices | None = None) -> Recipe:
         words = [f"{key}={value}" for key, value in settings.items()]
         return changed(self._recipe, words, choices)
+
+
+def _judged(job: Job) -> Job:
+    """Return the job, judged if the reference can repeat it."""
+    return replace(job, judged=proof.unjudged(job.recipe) is None)
+
+
+def _short(recipe: Recipe, steps: int) -> dict[str, int | str]:
+    """Return what a job of ``steps`` changes of ``recipe``: whatever comes only after them."""
+    latest = {
+        f"{recipe.backend}.{recipe.knows.warmup}": steps,
+        f"{recipe.backend}.training.profile_step": 0,
+        "eval.every": steps,
+    }
+    late = {key: value for key, value in latest.items() if recipe.find(key, 0) > steps}
+    return {"steps": steps, **late}
+
+
+def _steps_of_an_epoch(recipe: Recipe) -> int:
+    """Return the steps after which every rank has read the small text once."""
+    samples = math.ceil(_DOCUMENTS / recipe.global_batch)
+    # Ranks of torchtitan have shares of other lengths.
+    stream = math.ceil(1.25 * _TOKENS / (recipe.global_batch * recipe.seq_len))
+    return max(samples, stream)
+
+
+def _packs(recipe: Recipe) -> bool:
+    """Return whether ``recipe`` can be trained on samples of several documents."""
+    return (
+        "packing" in backend_rules(recipe.backend)
+        and recipe.architecture.has_formula
+        and recipe.find(f"{recipe.backend}.attention", "sdpa") in ("sdpa", "eager")
+        and not _dropout(recipe)
+    )
+
+
+def no_epoch(recipe: Recipe) -> str:
+    """Return why the suite passes no epoch of ``recipe``; empty if it does."""
+    if recipe.architecture.of_images:
+        return "images are no text"
+    if recipe.asset("corpus") is None or recipe.asset("tokenizer") is None:
+        return "its text or its tokenizer is no file"
+    if "data.split" in recipe.settings or "epochs" in recipe.settings:
+        return "data.split and epochs fit its own text only"
+    if _steps_of_an_epoch(recipe) > _MOST_STEPS:
+        return f"its batch of {recipe.global_batch} needs more than {_MOST_STEPS} steps for it"
+    return proof.unjudged(recipe) or ""
+
+
+def left_out(recipe: Recipe, jobs: Sequence[Job]) -> list[str]:
+    """Return what the suite leaves out of its comparisons of ``recipe``, with the reason."""
+    names = {job.name for job in jobs}
+    reasons = []
+    if "repeat" in names and "resume" not in names:
+        reasons.append("resuming: eval.patience may end the run before its checkpoint")
+    elif "repeat" in names and _EPOCH not in names:
+        reasons.append(f"a second epoch: {no_epoch(recipe)}")
+    if "accumulation" in names and _dropout(recipe):
+        reasons.append("base with accumulation: other micro-batches have other masks of dropout")
+    return reasons
+
+
+def _dropout(recipe: Recipe) -> float:
+    if recipe.mode != "lora":
+        return 0.0
+    return float(recipe.find(f"{recipe.backend}.lora.dropout", 0.0))
 
 
 def _resumed(job: Job, saver: Job, step: int) -> Job:
@@ -250,9 +355,14 @@ class _Comparisons:
         repeated = _NORM in self._passed
         yield checks.grad_norm_steady(base, self._limit("grad_norm_jump"), repeated=repeated)
         if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not self._resized():
-            speed = self._outcomes["base"].summary.tokens_per_second
+            summary = self._outcomes["base"].summary
+            speed = summary.tokens_per_second
+            unit = "tokens"
+            if recipe.architecture.of_images:
+                speed = summary.images_per_second
+                unit = "images"
             tolerance = self._limit("throughput_tolerance")
-            yield checks.throughput(speed, self._limit("throughput"), tolerance)
+            yield checks.throughput(speed, self._limit("throughput"), tolerance, unit)
 
     def _resized(self) -> bool:
         return any(
@@ -270,11 +380,22 @@ class _Comparisons:
             verdict = replace(verdict, reason=f"{verdict.reason}; {advice}")
         yield names, verdict
         base, repeat = (self._outcomes[name] for name in names)
-        yield names, _same_weights(base, repeat, self._limit("repeat_tolerance"))
-        later = Steps(first=self._jobs["resume"].first_step)
-        yield self._same_steps("resume", "resume", ("base", "resume"), later)
-        names = ("base", "accumulation")
-        yield self._same_steps("accumulation", "accumulation", names, Steps(last=1))
+        tolerance = self._limit("repeat_tolerance")
+        yield names, _same_weights("same weights again", base, repeat, tolerance)
+        if "resume" in self._jobs:
+            yield from self._of_resumed("resume", ("base", "resume"))
+        if _EPOCH in self._jobs:
+            yield from self._of_resumed("second epoch", (_EPOCH, _EPOCH_RESUMED))
+        if not _dropout(recipe):
+            names = ("base", "accumulation")
+            yield self._same_steps("accumulation", "accumulation", names, Steps(last=1))
+
+    def _of_resumed(self, name: str, names: tuple[str, str]) -> Iterator[_Comparison]:
+        later = Steps(first=self._jobs[names[1]].first_step)
+        yield self._same_steps(name, "resume", names, later)
+        whole, rest = (self._outcomes[job] for job in names)
+        tolerance = self._limit("resume_tolerance")
+        yield names, _same_weights(f"{name}: last weights", whole, rest, tolerance)
 
     def _same_steps(
         self, name: str, limit: str, runs: tuple[str, str], steps: Steps = EVERY_STEP
@@ -284,10 +405,9 @@ class _Comparisons:
         return runs, checks.same_steps(name, first, second, tolerance, steps)
 
 
-def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
+def _same_weights(name: str, base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
     first = base.facts.get("weights_sha256")
     second = repeat.facts.get("weights_sha256")
-    name = "same weights again"
     limit = "reported, not judged"
     if tolerance == 0:
         limit = "equal"

@@ -152,6 +152,37 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
                 yield "output", module
 
 
+class Masks:
+    """Hooks on every dropout of ``parts`` in training: which inputs it keeps."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        self._again: dict[str, list[torch.Tensor]] = {}
+        for part in parts:
+            for path, module in part.named_modules():
+                if isinstance(module, torch.nn.Dropout) and module.p > 0:
+                    name = _WRAPPER.sub("", path)
+                    module.register_forward_hook(partial(self._record, name))
+
+    def _record(
+        self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        if not module.training:
+            return
+        record = self._kept
+        if torch._C._current_graph_task_id() != -1:  # a recomputation in the backward pass
+            record = self._again
+        with torch.no_grad():
+            record.setdefault(name, []).append(((out != 0) | (inputs[0] == 0)).cpu())
+
+    def taken(self) -> dict[str, dict[str, list[torch.Tensor]]]:
+        """Return ``masks`` and those of recomputations, ``again``: name of a module → its calls."""
+        masks = {"masks": self._kept, "again": self._again}
+        self._kept = {}
+        self._again = {}
+        return masks
+
+
 class _Recorder:
     # ``calls`` has one mapping per call: the tensors, and later their gradients. Without ``whole``,
     # these are only outputs, because logits and their gradients are the largest tensors of a small
@@ -253,6 +284,7 @@ class Witness:
     ) -> None:
         self._examined = examined
         self._blocks = Blocks(parts)
+        self._masks = Masks(parts)
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts
@@ -267,6 +299,8 @@ class Witness:
         self._optimizers: set[torch.optim.Optimizer] = set()
         register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
+        self._clock: dict[int, float] = {}
+        self._since = time.perf_counter()
         self._random = torch.get_rng_state()
         self._rank = {"data_rank": data_rank, "seed": torch.initial_seed()}
 
@@ -281,12 +315,20 @@ class Witness:
         ``step`` is the last finished step.
         """
         self._weights(step, self._whole_weights())
+        self._since = time.perf_counter()
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
+        self._clock[step] = time.perf_counter() - self._since
         with self.busy(step):
+            clock = self._folder / f"clock-{_rank()}.json"
+            clock.write_text(json.dumps(self._clock), encoding="utf-8")
             torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
             self._batch = {}
+            masks = self._masks.taken()
+            if masks["masks"]:
+                content = {"data_rank": self._rank["data_rank"], **masks}
+                torch.save(content, self._folder / f"dropout-{step}-{_rank()}.pt")
             if step in self._examined:
                 calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
                 torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
@@ -314,7 +356,8 @@ class Witness:
         """Count the time in the context as writing evidence after ``step``. All ranks."""
         began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - began
+        self._since = time.perf_counter()
+        seconds = self._since - began
         self._seconds[step] = round(self._seconds.get(step, 0.0) + seconds, 4)
         if _rank() == 0:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 from primus_images.files import text_if_readable
 
 METRICS = "metrics.jsonl"
+_EVALUATION = re.compile(r"evaluation after step (\d+): loss ([^,\s]+),")
 # Holds the entries of several steps.
 _NEWEST_BYTES = 4096
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -28,7 +29,8 @@ class Step:
     """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with
     the most.
 
-    ``eval_loss`` is that of an evaluation after the step.
+    ``eval_loss`` is that of an evaluation after the step. ``tflops`` are the logged ones, in the
+    non-causal convention, with ``tflops_decimals``; None if the run knows none.
     """
 
     step: int
@@ -37,6 +39,8 @@ class Step:
     tokens_per_second: float
     memory_gib: float
     eval_loss: float | None = None
+    tflops: float | None = None
+    tflops_decimals: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +68,17 @@ def step_in(line: str) -> Step | None:
     match = _STEP.search(_COLOUR.sub("", line))
     if not match:
         return None
+    tflops = None
+    if match[7] != "N/A":
+        tflops = _number(match[7])
     return Step(
         step=int(match[1]),
         loss=_number(match[2]),
         grad_norm=_number(match[3]),
         memory_gib=max(0.0, float(match[4])),
         tokens_per_second=float(match[6].replace(",", "")),
+        tflops=tflops,
+        tflops_decimals=len(match[7].partition(".")[2]),
     )
 
 
@@ -87,12 +96,20 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
     exact = _by_step(folder / "exact.jsonl", last_bytes, "loss", "grad_norm")
     series = with_exact(read_steps(text), exact)
     evaluations = _by_step(folder / "eval.jsonl", last_bytes, "eval_loss")
+    problems = list(series.problems)
+    for number, word in _EVALUATION.findall(text):
+        for loss in evaluations.get(int(number), ()):
+            if not _same(_number(word), loss, 1.1e-5):
+                problems.append(
+                    f"step {number}: the log says evaluation loss {word}, and the run's own figure "
+                    f"is {loss}"
+                )
     steps = list(series.steps)
     for place, step in enumerate(steps):
         if step.step in evaluations:
             (loss,) = evaluations[step.step]
             steps[place] = replace(step, eval_loss=loss)
-    return replace(series, steps=tuple(steps))
+    return replace(series, steps=tuple(steps), problems=tuple(problems))
 
 
 def read_steps(text: str) -> Series:
@@ -109,9 +126,12 @@ def read_steps(text: str) -> Series:
                 f"step {step.step} is logged twice: loss {earlier.loss} and {step.loss}, gradient "
                 f"norm {earlier.grad_norm} and {step.grad_norm}"
             )
+        slowest = min(earlier, step, key=lambda one: one.tokens_per_second)
         merged[step.step] = replace(
             earlier,
-            tokens_per_second=min(earlier.tokens_per_second, step.tokens_per_second),
+            tokens_per_second=slowest.tokens_per_second,
+            tflops=slowest.tflops,
+            tflops_decimals=slowest.tflops_decimals,
             memory_gib=max(earlier.memory_gib, step.memory_gib),
         )
     steps = tuple(merged[number] for number in sorted(merged))

@@ -131,6 +131,8 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     for step in series.steps:
         rate = step.tokens_per_second
         line = asdict(step)
+        # The logged FLOP/s are judged, and not used.
+        del line["tflops"], line["tflops_decimals"]
         line["images_per_second"] = None
         if recipe.architecture.of_images:
             rate /= recipe.seq_len

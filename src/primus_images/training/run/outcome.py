@@ -1,6 +1,7 @@
 """How a run ended: its result, which other programs read, and all that its folder shows."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -163,14 +164,17 @@ def _skipped_without_evidence(verdict: Verdict, outcome: Outcome) -> Verdict:
 
 def _proven(outcome: Outcome) -> list[Verdict]:
     recipe = outcome.job.recipe
-    tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
     findings = json_if_readable(outcome.folder / "proof.json")
     arrivals = _seconds(outcome.folder / "clock.json")
     busy = _seconds(outcome.folder / "witness/seconds.json")
+    own: dict[int, float] = {}
+    for file in outcome.folder.glob("witness/clock-*.json"):
+        for step, seconds in _seconds(file).items():
+            own[step] = max(own.get(step, 0.0), seconds)
     return [
         *proof.verdicts(findings, outcome.series),
         proof.figures(outcome.facts, findings, outcome.series, recipe, outcome.run.host_memory_gib),
-        proof.clock(outcome.series, arrivals, busy, tokens),
+        proof.clock(outcome.series, arrivals, busy, own, findings.get("tokens", math.nan)),
     ]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from silent.registry import silent, wrap
+from silent.registry import local, silent, wrap
 
 
 @silent(
@@ -95,6 +95,102 @@ def adapters_saved_with_another_scale(module: Any) -> None:
 def first_moments_loaded_negative_in_one_tensor(module: Any) -> None:
     def loaded(run: Any, self: Any, state: Any) -> None:
         run(self, state)
-        list(self._optimizer.state.values())[2]["exp_avg"].mul_(0.99)
+        list(self.optimizer.state.values())[2]["exp_avg"].mul_(0.99)
 
     wrap(module.Sharded, "load_state_dict", loaded)
+
+
+def _saved(module: Any, change: Any) -> None:
+    """Change what the checkpoints hold that are kept, but not what the run goes on with."""
+
+    def save(run: Any, state: Any, checkpoint_id: Any) -> None:
+        if "cache" not in checkpoint_id.parts:
+            copy = {key: dict(value) for key, value in state.items() if isinstance(value, dict)}
+            change(copy)
+            state = {**state, **copy}
+        run(state, checkpoint_id=checkpoint_id)
+
+    wrap(module.dcp, "save", save)
+
+
+def _rounded(tensor: Any, rows: int | None = None) -> Any:
+    tensor = tensor.detach().clone()
+    part = local(tensor)[:rows]
+    part.copy_(part.bfloat16())
+    return tensor
+
+
+LAST = "fsdp steps=4 checkpoint=4"
+
+
+@silent("last checkpoint", LAST, "primus_images.training.backends.loop.checkpoint", "checkpoints")
+def stale_norm_in_the_last_checkpoint(module: Any) -> None:
+    def change(state: Any) -> None:
+        norm = state["model"]["norm.weight"].detach().clone()
+        local(norm).fill_(1.0)
+        state["model"]["norm.weight"] = norm
+
+    _saved(module, change)
+
+
+@silent("last checkpoint", LAST, "primus_images.training.backends.loop.checkpoint", "checkpoints")
+def weights_rounded_in_checkpoints(module: Any) -> None:
+    def change(state: Any) -> None:
+        weights = state["model"]
+        state["model"] = {name: _rounded(weight) for name, weight in weights.items()}
+
+    _saved(module, change)
+
+
+@silent("last checkpoint", LAST, "primus_images.training.backends.loop.checkpoint", "checkpoints")
+def one_row_rounded_in_checkpoints(module: Any) -> None:
+    def change(state: Any) -> None:
+        weights = state["model"]
+        weights["layers.1.down.weight"] = _rounded(weights["layers.1.down.weight"], 1)
+
+    _saved(module, change)
+
+
+@silent(
+    "last checkpoint",
+    "finetune --precision=bf16 steps=4 checkpoint=2",
+    "primus_images.training.backends.loop.checkpoint",
+    "checkpoints",
+)
+def second_moments_rounded_in_checkpoints(module: Any) -> None:
+    def change(state: Any) -> None:
+        states = dict(state["optimizer"]["state"])
+        for name, moments in states.items():
+            states[name] = {**moments, "exp_avg_sq": _rounded(moments["exp_avg_sq"])}
+        state["optimizer"]["state"] = states
+
+    _saved(module, change)
+
+
+@silent(
+    "export",
+    "torchtitan steps=3 checkpoint=3 checkpoint.last_save_model_only=true "
+    "checkpoint.last_save_in_hf=true",
+    "torchtitan.models.llama3.model.state_dict_adapter",
+    "checkpoints",
+)
+def queries_and_keys_left_in_torchtitans_order(module: Any) -> None:
+    module.Llama3StateDictAdapter._permute = lambda self, weight, *args, **kwargs: weight
+
+
+@silent(
+    "export",
+    "torchtitan steps=3 checkpoint=3 checkpoint.last_save_model_only=true "
+    "checkpoint.last_save_in_hf=true",
+    "torchtitan.models.llama3.model.state_dict_adapter",
+    "checkpoints",
+)
+def keys_of_one_layer_left_in_torchtitans_order(module: Any) -> None:
+    calls = 0
+
+    def permute(run: Any, self: Any, weight: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return weight if calls == 4 else run(self, weight, *args)
+
+    wrap(module.Llama3StateDictAdapter, "_permute", permute)

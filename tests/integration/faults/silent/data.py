@@ -124,3 +124,96 @@ def last_channel_not_trained(module: Any) -> None:
         return torch.cat((found[..., :-1], target[..., -1:].to(found.dtype)), -1)
 
     _predicted(module, change)
+
+
+EPOCHS = "steps=9 assets.corpus=assets/epochs.jsonl"
+
+
+@silent(
+    "epoch", f"fsdp {EPOCHS} data.column=text", "primus_images.training.backends.loop.data", "data"
+)
+def order_of_the_first_epoch_again(module: Any) -> None:
+    wrap(module, "_order", lambda run, count, seed, turn: run(count, seed, 0))
+
+
+@silent(
+    "epoch",
+    f"finetune {EPOCHS} data.column=prompt finetune.packing=true",
+    "primus_images.training.backends.loop.data",
+    "data",
+)
+def second_epoch_without_its_first_sample(module: Any) -> None:
+    def place(run: Any, number: int, count: int, seed: int) -> int:
+        return run(number + (number >= count), count, seed)  # type: ignore[no-any-return]
+
+    wrap(module, "place_of", place)
+
+
+@silent(
+    "epoch", f"torchtitan {EPOCHS} data.column=text", "torchtitan.hf_datasets.text_datasets", "data"
+)
+def stream_of_the_second_epoch_begins_with_a_sample(module: Any) -> None:
+    """What is left of the first epoch is thrown away."""
+
+    def data_iterator(run: Any, self: Any) -> Any:
+        if getattr(self, "begun", False):
+            self._token_buffer.clear()
+        self.begun = True
+        return run(self)
+
+    wrap(module.HuggingFaceTextDataset, "_get_data_iter", data_iterator)
+
+
+@silent(
+    "labels",
+    f"finetune {EPOCHS} data.column=prompt finetune.packing=true",
+    "primus_images.training.backends.loop.data",
+    "data",
+)
+def positions_go_on_in_the_next_document(module: Any) -> None:
+    def batch(run: Any, self: Any, *args: Any) -> Any:
+        made = run(self, *args)
+        if "positions" in made:
+            made["positions"] = torch.arange(self._seq_len).expand_as(made["positions"]).clone()
+        return made
+
+    wrap(module.Documents, "batch", batch)
+
+
+@silent(
+    "labels",
+    f"finetune {EPOCHS} data.column=prompt",
+    "primus_images.training.backends.loop.data",
+    "data",
+)
+def end_of_answers_not_trained(module: Any) -> None:
+    def document(run: Any, self: Any, number: int) -> Any:
+        tokens, labels = run(self, number)
+        labels = labels.clone()
+        labels[-1] = -100
+        return tokens, labels
+
+    wrap(module.Documents, "_document", document)
+
+
+@silent(
+    "labels",
+    f"finetune {EPOCHS} data.column=prompt",
+    "primus_images.training.backends.loop.train",
+    "loss",
+    "gradients",
+)
+def ranks_divide_by_their_own_labels(module: Any) -> None:
+    def step(run: Any, self: Any, batches: Any, number: int) -> Any:
+        total = self._session.total
+        self._session.total = lambda value: (
+            value * self._job.world_size
+            if number and value.dtype == torch.float64
+            else total(value)
+        )
+        try:
+            return run(self, batches, number)
+        finally:
+            self._session.total = total
+
+    wrap(module._Loop, "_mean_loss", step)

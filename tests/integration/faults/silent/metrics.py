@@ -112,17 +112,17 @@ def time_of_the_update_left_out(module: Any) -> None:
 @silent(
     "metrics",
     "finetune --mode=lora",
-    "primus_images.training.backends.loop.train",
+    "primus_images.training.backends.loop.session",
     "steps logged",
     "gradient norm",
 )
 def norm_of_the_clipped_gradients_late(module: Any) -> None:
     def step(run: Any, *args: Any) -> Any:
-        loss, norm = run(*args)
+        norm = run(*args)
         step.calls = getattr(step, "calls", 0) + 1  # type: ignore[attr-defined]
-        return loss, norm * (1.0002 if step.calls > 4 else 1.0)  # type: ignore[attr-defined]
+        return norm * (1.0002 if step.calls > 4 else 1.0)  # type: ignore[attr-defined]
 
-    wrap(module, "_step", step)
+    wrap(module.Sharded, "step", step)
 
 
 @silent("metrics", "finetune", "primus_images.training.run.facts", "configuration")
@@ -181,3 +181,52 @@ def loss_of_the_first_micro_batch_reported(module: Any) -> None:
         return first
 
     wrap(module, "get_forward_backward_func", schedule)
+
+
+def _more_tokens(module: Any, factor: float) -> None:
+    def init(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._tokens *= factor
+
+    wrap(module.Report, "__init__", init)
+
+
+@silent("clock", "fsdp", "primus_images.training.backends.loop.report", "clock")
+def tokens_of_the_labels_behind_the_end(module: Any) -> None:
+    """Tokens/s too high by less than the launcher's clock can see."""
+    _more_tokens(module, 1.1)
+
+
+@silent("clock", "megatron", "primus_images.training.backends.loop.report", "clock")
+def a_third_of_a_tenth_more_tokens(module: Any) -> None:
+    _more_tokens(module, 1.033)
+
+
+@silent("clock", "torchtitan", "torchtitan.components.metrics", "clock")
+def time_between_logs_a_little_short(module: Any) -> None:
+    def log(run: Any, self: Any, *args: Any) -> None:
+        self.time_last_log += 0.05 * (time.perf_counter() - self.time_last_log)
+        run(self, *args)
+
+    wrap(module.MetricsProcessor, "log", log)
+
+
+def _other_flops(module: Any, factor: float) -> None:
+    wrap(module, "_rounded", lambda run, tflops: run(factor * tflops))
+
+
+@silent("metrics", "fsdp", "primus_images.training.backends.loop.report", "reported figures")
+def flops_with_recomputation(module: Any) -> None:
+    _other_flops(module, 4 / 3)
+
+
+@silent("metrics", "finetune", "primus_images.training.backends.loop.report", "reported figures")
+def flops_a_little_higher(module: Any) -> None:
+    _other_flops(module, 1 + 1 / 30)
+
+
+@silent(
+    "metrics", "flux steps=3", "primus_images.training.backends.loop.report", "reported figures"
+)
+def flops_of_all_ranks(module: Any) -> None:
+    _other_flops(module, 2.0)

@@ -206,3 +206,47 @@ def cosine_in_place_of_linear(module: Any) -> None:
 )
 def rate_follows_the_samples(module: Any) -> None:
     wrap(module, "learning_rate", lambda rate, config, step: rate(config, step) * (1 - 1e-5 * step))
+
+
+def _second_step(module: Any, factor: float) -> None:
+    """From the second step on, micro-batches after the first count less."""
+
+    def forward_backward(run: Any, self: Any, batches: Any, terms: int) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 1:
+            return run(self, batches, terms)
+        total = run(self, batches[:1], terms)
+        for batch in batches[1:]:
+            loss = self._loss(self._model, batch)
+            (factor * loss / terms).backward()
+            total = total + loss.detach()
+        return total
+
+    wrap(module.Sharded, "forward_backward", forward_backward)
+
+
+SPLIT = "steps=4 training.micro_batch_size=2"
+
+
+@silent(
+    "accumulation", f"fsdp {SPLIT}", "primus_images.training.backends.loop.session", "gradients"
+)
+def later_micro_batches_lost_from_the_second_step_on(module: Any) -> None:
+    _second_step(module, 0.0)
+
+
+@silent(
+    "accumulation",
+    f"finetune --precision=bf16 {SPLIT}",
+    "primus_images.training.backends.loop.session",
+    "gradients",
+)
+def later_micro_batches_a_tenth_lighter_from_the_second_step_on(module: Any) -> None:
+    _second_step(module, 0.9)
+
+
+@silent(
+    "accumulation", f"flux {SPLIT}", "primus_images.training.backends.loop.session", "gradients"
+)
+def later_micro_batches_doubled_from_the_second_step_on(module: Any) -> None:
+    _second_step(module, 2.0)

@@ -129,48 +129,13 @@ class _Text(_Ordered):
             return
         documents = _tokenized(job, self._seed)
         if config.get("packing"):
-            for packed in _packed(self._labelled(documents), self._length):
-                self._stored.append(self._padded(packed))
+            for packed in _packed(_labelled(documents, self._length), self._length):
+                self._stored.append(_padded(packed, self._length))
         elif documents[0].trained is not None:
-            for document in self._labelled(documents):
-                sample = self._padded([document])
-                del sample["positions"]
-                self._stored.append(sample)
+            self._stored = list(_alone(documents, self._length))
         else:
             cuts = _joined(documents).unfold(0, self._length + 1, self._length)
             self._stored = [_shifted(cut) for cut in cuts]
-
-    def _labelled(self, documents: "list[_Document]") -> "Iterator[_Labelled]":
-        for document in documents:
-            tokens = document.tokens
-            if document.trained is None:
-                for start in range(0, len(tokens) - 1, self._length):
-                    cut = tokens[start : start + self._length + 1]
-                    yield _Labelled(cut[:-1], cut[1:])
-                continue
-            pairs = zip(tokens, document.trained, strict=True)
-            labels = [token if trained else -100 for token, trained in pairs]
-            labels = labels[1 : self._length + 1]
-            if max(labels, default=-100) >= 0:
-                yield _Labelled(tokens[:-1][: self._length], labels)
-
-    def _padded(self, documents: "list[_Labelled]") -> Batch:
-        inputs: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        for document in documents:
-            inputs += document.inputs
-            labels += document.labels
-            positions += range(len(document.inputs))
-        padding = self._length - len(inputs)
-        inputs += [0] * padding
-        labels += [-100] * padding
-        positions += range(padding)
-        return {
-            "inputs": torch.tensor(inputs),
-            "labels": torch.tensor(labels),
-            "positions": torch.tensor(positions),
-        }
 
     def _drawn(self, generator: torch.Generator) -> Batch:
         symbols = min(256, self._vocabulary)
@@ -191,6 +156,61 @@ class _Labelled:
 
     inputs: list[int]
     labels: list[int]
+
+
+def _labelled(documents: "Iterable[_Document]", length: int) -> Iterator[_Labelled]:
+    for document in documents:
+        tokens = document.tokens
+        if document.trained is None:
+            for start in range(0, len(tokens) - 1, length):
+                cut = tokens[start : start + length + 1]
+                yield _Labelled(cut[:-1], cut[1:])
+            continue
+        pairs = zip(tokens, document.trained, strict=True)
+        labels = [token if trained else -100 for token, trained in pairs]
+        labels = labels[1 : length + 1]
+        if max(labels, default=-100) >= 0:
+            yield _Labelled(tokens[:-1][:length], labels)
+
+
+def _padded(documents: Iterable[_Labelled], length: int) -> Batch:
+    inputs: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for document in documents:
+        inputs += document.inputs
+        labels += document.labels
+        positions += range(len(document.inputs))
+    padding = length - len(inputs)
+    inputs += [0] * padding
+    labels += [-100] * padding
+    positions += range(padding)
+    return {
+        "inputs": torch.tensor(inputs),
+        "labels": torch.tensor(labels),
+        "positions": torch.tensor(positions),
+    }
+
+
+def _alone(documents: "Iterable[_Document]", length: int) -> Iterator[Batch]:
+    for document in _labelled(documents, length):
+        sample = _padded([document], length)
+        del sample["positions"]
+        yield sample
+
+
+def held_out(job: dict[str, Any]) -> Batch:
+    """Return the samples that ``job`` evaluates on: held-out documents, each on its own.
+
+    How the run packs them does not matter, because no document sees another.
+    """
+    evaluation = job["evaluation"]
+    if evaluation["corpus"]:
+        documents = _read(job, evaluation["corpus"], evaluation["split"] or "validation")
+    else:
+        everything = _read(job, job["assets"]["corpus"], job.get("data", {}).get("split"))
+        documents = [document for document, out in _divided(job, everything) if out]
+    return _stacked(list(_alone(documents, int(job["config"]["training.seq_len"]))))
 
 
 def _packed(documents: Iterable[_Labelled], length: int) -> list[list[_Labelled]]:
@@ -295,15 +315,26 @@ def _joined(documents: Iterable[_Document]) -> Tensor:
 
 
 def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
-    data = job.get("data", {})
-    answers = data.get("train_on", "completions") == "completions"
-    words = _Words(Path(job["assets"]["tokenizer"]), answers, job["assets"].get("chat_template"))
     name = job["assets"]["corpus"]
     if name == MOCK:
+        words = _words_of(job)
         return [words.plain(text) for text in texts(seed)]
+    documents = _read(job, name, job.get("data", {}).get("split"))
+    return [document for document, out in _divided(job, documents) if not out]
+
+
+def _words_of(job: dict[str, Any]) -> "_Words":
+    answers = job.get("data", {}).get("train_on", "completions") == "completions"
+    template = job["assets"].get("chat_template")
+    return _Words(Path(job["assets"]["tokenizer"]), answers, template)
+
+
+def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
+    data = job.get("data", {})
+    words = _words_of(job)
     column = data.get("column")
     documents: list[_Document] = []
-    for row in rows_of(Path(name), data.get("split")):
+    for row in rows_of(Path(name), split):
         if "question" in data:
             asked = {"role": "user", "content": row[data["question"]]}
             said = {"role": "assistant", "content": row[data["answer"]]}
@@ -311,9 +342,14 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
             continue
         column = column or next(names[0] for names in LAYOUTS if row.keys() >= {*names})
         documents += _documents(row, column, words)
+    return documents
+
+
+def _divided(job: dict[str, Any], documents: list[_Document]) -> Iterator[tuple[_Document, bool]]:
+    """Yield each document, and whether it is held out: evenly spread over the corpus."""
     share = job.get("evaluation", {}).get("fraction", 0)
-    held_out = [int((n + 1) * share) > int(n * share) for n in range(len(documents))]
-    return [document for document, out in zip(documents, held_out, strict=True) if not out]
+    for number, document in enumerate(documents):
+        yield document, int((number + 1) * share) > int(number * share)
 
 
 def _documents(row: _Row, column: str, words: "_Words") -> "list[_Document]":

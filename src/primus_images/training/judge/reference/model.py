@@ -287,6 +287,9 @@ class Model(Transformer):
         out = self.between(out)
         if layer.get(".lora_A.weight") is None:
             return out
+        kept = layer.get(".dropout")
+        if kept is not None:
+            states = self.between(states * kept)
         low = self.between(self._multiplied(layer, ".lora_A.weight", states))
         adapted = self.between(self._multiplied(layer, ".lora_B.weight", low))
         scaled = part.weights[".adapter_scale"] * adapted

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.choose import CPU
-from primus_images.training.judge.reference import blocks, data, models, parameters, saved, update
+from primus_images.training.judge.reference import (
+    blocks,
+    data,
+    dropout,
+    evaluation,
+    kept,
+    models,
+    parameters,
+    saved,
+    update,
+)
 from primus_images.training.judge.reference.model import Model, Transformer
 from primus_images.training.judge.reference.models import Models, Part
 from primus_images.training.judge.reference.names import (
@@ -66,7 +76,8 @@ def _add_findings(
     findings: dict[str, Any], output: Path, job: dict[str, Any], threads: int
 ) -> None:
     folder = output / "witness"
-    steps = range(job["first_step"], job["last_step"] + 1)
+    evaluated = evaluation.reported(output)
+    steps = range(job["first_step"], evaluation.last_step(job, evaluated) + 1)
     sizes = architecture(job["model"])
     start = _weights(job, sizes, folder, steps[0] - 1)
     findings["parameters"] = parameters.describe(job, sizes, start)
@@ -76,19 +87,28 @@ def _add_findings(
         return
     replayed = _Replay(job, sizes, folder)
     findings["max_norm"] = update.settings(job).max_norm
+    findings["tokens"] = replayed.tokens(steps[0])
     findings["summands"] = job["data_parallel"] * job["accumulation"]
     findings["narrow_sums"] = _adds_narrowly(job)
+    best = evaluation.best(evaluated)
+    findings["checkpoints"] = kept.missing(output, job, steps[-1], best)
     before = start
     with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
         computed = replayed.compute(steps, pool)
         for step in computed:
             after = _weights(job, sizes, folder, step.row["step"])
             findings["steps"].append(step.row | replayed.updated(step, before, after))
+            findings["checkpoints"] += replayed.checkpoint(step, after)
             before = after
+    findings["evaluations"] = replayed.evaluations(steps)
+    findings["dropout"] = replayed.dropout.findings(steps)
     findings["constants"] = replayed.constants(computed)
     findings["moved"] = parameters.moved(job, start, before, replayed.moving)
     findings["narrow"] = any(step.narrow for step in computed)
-    findings["saved"] = saved.differences(output, job, sizes, before)
+    exported = before
+    if best is not None:
+        exported = _weights(job, sizes, folder, best)
+    findings["saved"] = saved.differences(output, job, sizes, exported)
 
 
 def _adds_narrowly(job: Job) -> bool:
@@ -158,6 +178,7 @@ class _Replay:
         self._exact = self._models.exact
         self._rounding = _LIMITS["rounding"][kept_dtype(job)]
         self._samples = data.samples(job)
+        self.dropout = dropout.Dropout(job, sizes, folder)
         self.moving: set[str] = set()
 
     def constants(self, computed: Sequence[_Step]) -> dict[str, Row]:
@@ -168,7 +189,8 @@ class _Replay:
         return models.fit([*trials], parts)
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
-        examined = self._job["examined"]
+        # A run that ends early has no last ones.
+        examined = [step for step in self._job["examined"] if step in steps]
         computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
         usual: dict[str, float] = {}
         for step in examined:
@@ -189,6 +211,31 @@ class _Replay:
             "biases": list(self._wrong_biases(before, after, computed)),
             "update": update.gap(before, expected, after, self._rounding),
         }
+
+    def tokens(self, step: int) -> float:
+        """Return the tokens of ``step``, those of images included, as a mean over all ranks."""
+        total = 0
+        for rank in range(self._job["data_parallel"]):
+            batch = self._samples.batch(step, rank)
+            if "inputs" in batch:
+                total += batch["inputs"].numel()
+            else:
+                total += len(batch["latents"]) * int(self._job["config"]["training.seq_len"])
+        return total / int(self._job["world_size"])
+
+    def checkpoint(self, computed: _Step, after: Tensors) -> list[str]:
+        """Return how the checkpoint after a step differs from it; nothing if none was kept."""
+        folder = kept.folder_of(self._folder.parent, computed.row["step"])
+        if not folder.is_dir():
+            return []
+        return kept.differences(folder, self._job, self._sizes, after, self._optimizer)
+
+    def evaluations(self, steps: Sequence[int]) -> list[Row]:
+        due = [step for step in steps if evaluation.due(self._job, step)]
+        if not due:
+            return []
+        held_out = evaluation.Evaluation(self._job, self._models)
+        return [held_out.repeated(step, self._weights_before(step + 1)) for step in due]
 
     def _is_suspicious(self, row: Row, usual: Mapping[str, float]) -> bool:
         for key, gap in self._gaps(row).items():
@@ -377,14 +424,16 @@ class _Replay:
         leaves = {}
         for name, tensor in weights.items():
             leaves[name] = tensor.clone().requires_grad_(is_trained(self._job, name))
+        dtype = next(iter(weights.values())).dtype
         ranks = self._job["data_parallel"]
         pieces = self._job["accumulation"]
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
         losses = []
-        for batch in batches:
-            for micro_batch in data.micro_batches(batch, pieces):
-                of_labels, balance = model.losses(leaves, micro_batch)
+        for rank, batch in enumerate(batches):
+            for piece, micro_batch in enumerate(data.micro_batches(batch, pieces)):
+                factors = self.dropout.factors(step, rank, piece, dtype)
+                of_labels, balance = model.losses(leaves | factors, micro_batch)
                 (of_labels.sum() / terms + balance / (ranks * pieces)).backward()
                 losses.append(of_labels.detach().to(torch.float64).flatten())
         gradients = {}

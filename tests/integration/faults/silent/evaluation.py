@@ -1,0 +1,133 @@
+"""Evaluation: what a model is chosen by, and which weights are exported."""
+
+import math
+from typing import Any
+
+import torch
+
+from silent.registry import local, silent, wrap
+
+JOB = "finetune steps=6 eval.fraction=0.2 eval.every=2"
+NARROW = f"{JOB} --precision=bf16"
+EXPORTED = f"{JOB} lr=0.1 finetune.save_weights=true"
+
+
+def _trained_text(share: float, module: Any) -> None:
+    """Evaluate on training text in ``share`` of the samples."""
+    from primus_images.training.text.tokens import stored
+
+    def held_out(run: Any, job: Any, *, packing: bool = False) -> Any:
+        documents = run(job, packing=packing)
+        others = module._documents(stored(job.output / "cache"), job, packing)
+        batch = documents.batch
+
+        def mixed(first: int, count: int) -> Any:
+            if first % 100 < 100 * share:
+                return others.batch(first, count)
+            return batch(first, count)
+
+        documents.batch = mixed
+        return documents
+
+    wrap(module, "held_out", held_out)
+
+
+@silent("evaluation", JOB, "primus_images.training.backends.loop.data", "evaluation")
+def evaluation_on_training_text(module: Any) -> None:
+    _trained_text(1.0, module)
+
+
+@silent("evaluation", NARROW, "primus_images.training.backends.loop.data", "evaluation")
+def tenth_of_the_evaluation_on_training_text(module: Any) -> None:
+    _trained_text(0.1, module)
+
+
+def _means(share: float, module: Any) -> None:
+    """Report a mean of the means of batches, in ``share``."""
+
+    def loss(run: Any, self: Any) -> float:
+        right: float = run(self)
+        size = self._job.training.micro_batch_size
+        means = []
+        for first in range(0, self._data.samples, size * self._job.data_parallel):
+            batch = self._data.batch(first, size)
+            batch["labels"][max(0, self._data.samples - first) :] = -100
+            of_batch = float(self._session.loss(batch))
+            means.append(of_batch / int((batch["labels"] != -100).sum()))
+        return right + share * (sum(means) / len(means) - right)
+
+    wrap(module.Evaluation, "loss", loss)
+
+
+@silent("evaluation", JOB, "primus_images.training.backends.loop.evaluation", "evaluation")
+def mean_of_the_means_of_batches(module: Any) -> None:
+    _means(1.0, module)
+
+
+@silent("evaluation", JOB, "primus_images.training.backends.loop.evaluation", "evaluation")
+def tenth_of_the_mean_of_means(module: Any) -> None:
+    _means(0.1, module)
+
+
+@silent("evaluation", NARROW, "primus_images.training.backends.loop.evaluation", "evaluation")
+def evaluation_of_the_first_time_again(module: Any) -> None:
+    def loss(run: Any, self: Any) -> float:
+        self.first = getattr(self, "first", None) or run(self)
+        return self.first  # type: ignore[no-any-return]
+
+    wrap(module.Evaluation, "loss", loss)
+
+
+@silent("evaluation", JOB, "primus_images.training.backends.loop.evaluation", "evaluation")
+def last_batch_left_out_of_the_evaluation(module: Any) -> None:
+    def loss(run: Any, self: Any) -> Any:
+        samples = self._data.samples
+        self._data.samples -= 1
+        try:
+            return run(self)
+        finally:
+            self._data.samples = samples
+
+    wrap(module.Evaluation, "loss", loss)
+
+
+@silent(
+    "best",
+    EXPORTED,
+    "primus_images.training.backends.loop.evaluation",
+    "checkpoints",
+    "saved files",
+)
+def worst_evaluation_kept(module: Any) -> None:
+    def run(_: Any, self: Any, step: int, report: Any) -> bool:
+        loss = self.loss()
+        self._record(step, loss)
+        self.worst = getattr(self, "worst", -math.inf)
+        if loss > self.worst:
+            self.worst = loss
+            self._keep(step, report)
+        return False
+
+    wrap(module.Evaluation, "run", run)
+
+
+@silent("best", EXPORTED, "primus_images.training.backends.loop.checkpoint", "saved files")
+def last_weights_exported_in_place_of_the_best(module: Any) -> None:
+    def load(run: Any, folder: Any, session: Any) -> None:
+        if "cache" in folder.parts:
+            run(folder, session)
+
+    wrap(module, "load", load)
+
+
+@silent("best", EXPORTED, "primus_images.training.backends.loop.checkpoint", "saved files")
+def tenth_of_the_last_weights_in_the_export(module: Any) -> None:
+    def load(run: Any, folder: Any, session: Any) -> None:
+        last = [local(weight).detach().clone() for weight in session._model.parameters()]
+        run(folder, session)
+        if "cache" not in folder.parts:
+            with torch.no_grad():
+                for weight, other in zip(session._model.parameters(), last, strict=True):
+                    local(weight).mul_(0.9).add_(other, alpha=0.1)
+
+    wrap(module, "load", load)

@@ -20,6 +20,7 @@ SCRIPTS = (
     "exports llama3.1-8b",
     "own_text",
     "collectives",
+    "best_evaluation",
     "odd_weights",
     "reference_models",
     "data",

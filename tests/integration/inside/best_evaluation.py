@@ -1,0 +1,74 @@
+"""A resumed run goes on with the best evaluation and the patience of the run before it."""
+
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from primus_images.training.backends.loop import checkpoint, evaluation
+from primus_images.training.backends.loop.evaluation import Evaluation
+
+SAID: list[str] = []
+REPORT: Any = SimpleNamespace(say=SAID.append, track=lambda *_: None)
+
+
+def saved(job: Any, step: int, _session: Any, _report: Any, standing: Any) -> Path:
+    """What ``checkpoint.save_if_new`` leaves that matters here."""
+    folder = checkpoint.folder_of(job.output, step)
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text(json.dumps(standing))
+    return folder
+
+
+def evaluated(
+    output: Path,
+    losses: dict[int, float],
+    resume_from: Path | None = None,
+    text: str = "held out",
+) -> tuple[Evaluation, list[int]]:
+    """Evaluate with ``losses``; return the evaluation, and the steps after which the run ends."""
+    (output / "cache").mkdir(parents=True)
+    (output / "cache/eval.tokens").write_text(text)
+    job: Any = SimpleNamespace(
+        output=output,
+        resume_from=resume_from,
+        evaluation={"every": 1, "patience": 2},
+        training=SimpleNamespace(checkpoint_interval=0),
+    )
+    made = Evaluation(job, None, None)  # type: ignore[arg-type]
+    ends = []
+    for step, loss in losses.items():
+        with patch.object(made, "loss", return_value=loss):
+            if made.run(step, REPORT):
+                ends.append(step)
+    return made, ends
+
+
+with (
+    tempfile.TemporaryDirectory() as name,
+    patch.object(evaluation.dist, "get_rank", return_value=0),
+    patch.object(checkpoint, "save_if_new", saved),
+):
+    folder = Path(name)
+    first, ends = evaluated(folder / "first", {1: 3.0, 2: 2.0, 3: 2.5})
+    best = folder / "first/checkpoint/step-2"
+    assert (first.best, ends) == (best, [])
+    assert not (folder / "first/checkpoint/step-1").exists()
+    last = saved(SimpleNamespace(output=folder / "first"), 3, None, None, first.standing)
+
+    worse, ends = evaluated(folder / "worse", {4: 2.4}, last)
+    assert (worse.best, ends) == (best, [4])
+    better, ends = evaluated(folder / "better", {4: 1.9, 5: 2.0}, last)
+    assert (better.best, ends) == (folder / "better/checkpoint/step-4", [])
+    assert best.is_dir()
+
+    other, ends = evaluated(folder / "other", {4: 2.4, 5: 2.5, 6: 2.5}, last, "other text")
+    assert (other.best, ends) == (folder / "other/checkpoint/step-4", [6])
+    assert "on other text, so they count for nothing" in "".join(SAID)
+
+    best.rename(folder / "moved")
+    lost, ends = evaluated(folder / "lost", {4: 2.4}, last)
+    assert (lost.best, ends) == (folder / "lost/checkpoint/step-4", [])
+    assert "is not there, so the best is looked for anew" in "".join(SAID)

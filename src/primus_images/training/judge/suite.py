@@ -45,8 +45,10 @@ FORMAT = 7
 RECORD_FORMAT = 1
 _PRECISION_JOB = "precision-"
 _NORM = "base: reference gradient norm"
-# A small text with short and long documents, and answers of which only some tokens are trained.
-_TEXT = "assets/epochs.jsonl"
+# A small text with short and long documents; the same as answers, of which only some tokens are
+# trained.
+_TEXT = "assets/documents.jsonl"
+_ANSWERS = "assets/answers.jsonl"
 _DOCUMENTS = 40
 _TOKENS = 3600
 # Few enough steps for a job that only shows what follows from its batch or its text.
@@ -130,10 +132,10 @@ class _Planner:
         recipe = self._recipe
         if no_epoch(recipe):
             return []
-        settings: dict[str, int | str] = {"assets.corpus": _TEXT, "data.column": "prompt"}
+        settings: dict[str, int | str] = {"assets.corpus": _ANSWERS}
         if rules_of(recipe).divides_documents:
             # It trains every token.
-            settings["data.column"] = "text"
+            settings["assets.corpus"] = _TEXT
         elif _packs(recipe):
             settings[f"{recipe.backend}.packing"] = "true"
         passed = _steps_of_an_epoch(recipe)
@@ -217,8 +219,8 @@ def no_epoch(recipe: Recipe) -> str:
         return "images are no text"
     if recipe.asset("corpus") is None or recipe.asset("tokenizer") is None:
         return "its text or its tokenizer is no file"
-    if "data.split" in recipe.settings or "epochs" in recipe.settings:
-        return "data.split and epochs fit its own text only"
+    if recipe.section("data") or "epochs" in recipe.settings:
+        return "settings of its data and epochs fit its own text only"
     if _steps_of_an_epoch(recipe) > _MOST_STEPS:
         return f"its batch of {recipe.global_batch} needs more than {_MOST_STEPS} steps for it"
     return proof.unjudged(recipe) or ""

@@ -126,19 +126,18 @@ def last_channel_not_trained(module: Any) -> None:
     _predicted(module, change)
 
 
-EPOCHS = "steps=9 assets.corpus=assets/epochs.jsonl"
+ANSWERS = "steps=9 assets.corpus=assets/answers.jsonl"
+DOCUMENTS = "steps=9 assets.corpus=assets/documents.jsonl"
 
 
-@silent(
-    "epoch", f"fsdp {EPOCHS} data.column=text", "primus_images.training.backends.loop.data", "data"
-)
+@silent("epoch", f"fsdp {DOCUMENTS}", "primus_images.training.backends.loop.data", "data")
 def order_of_the_first_epoch_again(module: Any) -> None:
     wrap(module, "_order", lambda run, count, seed, turn: run(count, seed, 0))
 
 
 @silent(
     "epoch",
-    f"finetune {EPOCHS} data.column=prompt finetune.packing=true",
+    f"finetune {ANSWERS} finetune.packing=true",
     "primus_images.training.backends.loop.data",
     "data",
 )
@@ -149,9 +148,7 @@ def second_epoch_without_its_first_sample(module: Any) -> None:
     wrap(module, "place_of", place)
 
 
-@silent(
-    "epoch", f"torchtitan {EPOCHS} data.column=text", "torchtitan.hf_datasets.text_datasets", "data"
-)
+@silent("epoch", f"torchtitan {DOCUMENTS}", "torchtitan.hf_datasets.text_datasets", "data")
 def stream_of_the_second_epoch_begins_with_a_sample(module: Any) -> None:
     """What is left of the first epoch is thrown away."""
 
@@ -166,7 +163,7 @@ def stream_of_the_second_epoch_begins_with_a_sample(module: Any) -> None:
 
 @silent(
     "labels",
-    f"finetune {EPOCHS} data.column=prompt finetune.packing=true",
+    f"finetune {ANSWERS} finetune.packing=true",
     "primus_images.training.backends.loop.data",
     "data",
 )
@@ -182,7 +179,7 @@ def positions_go_on_in_the_next_document(module: Any) -> None:
 
 @silent(
     "labels",
-    f"finetune {EPOCHS} data.column=prompt",
+    f"finetune {ANSWERS}",
     "primus_images.training.backends.loop.data",
     "data",
 )
@@ -198,7 +195,7 @@ def end_of_answers_not_trained(module: Any) -> None:
 
 @silent(
     "labels",
-    f"finetune {EPOCHS} data.column=prompt",
+    f"finetune {ANSWERS}",
     "primus_images.training.backends.loop.train",
     "loss",
     "gradients",

@@ -332,7 +332,8 @@ def _words_of(job: dict[str, Any]) -> "_Words":
 def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
     data = job.get("data", {})
     words = _words_of(job)
-    column = data.get("column")
+    # A column that the user names is text or a chat of its own.
+    layout = [data.get("column")]
     documents: list[_Document] = []
     for row in rows_of(Path(name), split):
         if "question" in data:
@@ -340,8 +341,9 @@ def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
             said = {"role": "assistant", "content": row[data["answer"]]}
             documents.append(words.chat(row, [asked, said]))
             continue
-        column = column or next(names[0] for names in LAYOUTS if row.keys() >= {*names})
-        documents += _documents(row, column, words)
+        if layout == [None]:
+            layout = next(names for names in LAYOUTS if row.keys() >= {*names})
+        documents += _documents(row, layout, words)
     return documents
 
 
@@ -352,17 +354,18 @@ def _divided(job: dict[str, Any], documents: list[_Document]) -> Iterator[tuple[
         yield document, int((number + 1) * share) > int(number * share)
 
 
-def _documents(row: _Row, column: str, words: "_Words") -> "list[_Document]":
+def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document]":
+    column = layout[0]
     value = row[column]
     if column == "instruction":
         return [_instructed(row, words)]
     if isinstance(value, str):
-        if column == "prompt":
+        if len(layout) > 1:
             return [words.answer(value, row["completion"])]
         if value.strip():
             return [words.plain(value)]
         return []
-    if column == "prompt":
+    if len(layout) > 1:
         return [words.chat(row, value + row["completion"], first=len(value))]
     return [words.chat(row, value)]
 

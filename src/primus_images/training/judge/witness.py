@@ -301,6 +301,7 @@ class Witness:
         self._seconds: dict[int, float] = {}
         self._clock: dict[int, float] = {}
         self._since = time.perf_counter()
+        self._busy = 0.0
         self._random = torch.get_rng_state()
         self._rank = {"data_rank": data_rank, "seed": torch.initial_seed()}
 
@@ -315,11 +316,13 @@ class Witness:
         ``step`` is the last finished step.
         """
         self._weights(step, self._whole_weights())
-        self._since = time.perf_counter()
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
-        self._clock[step] = time.perf_counter() - self._since
+        now = time.perf_counter()
+        self._clock[step] = now - self._since - self._busy
+        self._since = now
+        self._busy = 0.0
         with self.busy(step):
             clock = self._folder / f"clock-{_rank()}.json"
             clock.write_text(json.dumps(self._clock), encoding="utf-8")
@@ -356,11 +359,11 @@ class Witness:
         """Count the time in the context as writing evidence after ``step``. All ranks."""
         began = time.perf_counter()
         yield
-        self._since = time.perf_counter()
-        seconds = self._since - began
+        seconds = time.perf_counter() - began
         self._seconds[step] = round(self._seconds.get(step, 0.0) + seconds, 4)
         if _rank() == 0:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+        self._busy += time.perf_counter() - began
 
     def erase(self) -> None:
         """Set all that is trained, and all optimizer states, to 0; and reset the random numbers."""

@@ -167,10 +167,15 @@ def second_moments_rounded_in_checkpoints(module: Any) -> None:
     _saved(module, change)
 
 
+FOR_TRANSFORMERS = (
+    "torchtitan steps=3 checkpoint=3 checkpoint.last_save_model_only=true "
+    "checkpoint.last_save_in_hf=true"
+)
+
+
 @silent(
     "export",
-    "torchtitan steps=3 checkpoint=3 checkpoint.last_save_model_only=true "
-    "checkpoint.last_save_in_hf=true",
+    FOR_TRANSFORMERS,
     "torchtitan.models.llama3.model.state_dict_adapter",
     "checkpoints",
 )
@@ -180,8 +185,7 @@ def queries_and_keys_left_in_torchtitans_order(module: Any) -> None:
 
 @silent(
     "export",
-    "torchtitan steps=3 checkpoint=3 checkpoint.last_save_model_only=true "
-    "checkpoint.last_save_in_hf=true",
+    FOR_TRANSFORMERS,
     "torchtitan.models.llama3.model.state_dict_adapter",
     "checkpoints",
 )
@@ -194,3 +198,17 @@ def keys_of_one_layer_left_in_torchtitans_order(module: Any) -> None:
         return weight if calls == 4 else run(self, weight, *args)
 
     wrap(module.Llama3StateDictAdapter, "_permute", permute)
+
+
+@silent(
+    "export",
+    FOR_TRANSFORMERS,
+    "torchtitan.models.llama3.model.state_dict_adapter",
+    "checkpoints",
+)
+def last_norm_exported_as_it_began(module: Any) -> None:
+    def to_hf(run: Any, self: Any, state: Any) -> Any:
+        named = run(self, state)
+        return {**named, "model.norm.weight": torch.ones_like(named["model.norm.weight"])}
+
+    wrap(module.Llama3StateDictAdapter, "to_hf", to_hf)

@@ -230,6 +230,17 @@ def node_lost(case: Case) -> None:
     continued(case)
 
 
+def node_restarted(case: Case) -> None:
+    """The node is back before Slurm misses it."""
+    case.start()
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_node(name)
+    time.sleep(case.chance.uniform(0.5, 5))
+    case.slurm.start_node(name)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
 def continued(case: Case) -> None:
     """The last attempt went on from the newest checkpoint that the attempts before it left."""
     earlier = [
@@ -304,6 +315,7 @@ def disk_full(case: Case) -> None:
 
 EVENTS: dict[str, Callable[[Case], None]] = {
     "node lost": node_lost,
+    "node restarted": node_restarted,
     "rank killed": rank_killed,
     "preempted": preempted,
     "disk full": disk_full,

@@ -21,6 +21,8 @@ from primus_images.yamlfile import filled, read_values
 Manifest = dict[str, Any]
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
 RUNS = "/workspace/runs"
+# Its pods have the id of their job as a label. A Job's policy for failed pods is older.
+_LEAST_VERSION = (1, 27)
 PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
@@ -358,7 +360,8 @@ def _in_image(path: Path) -> bool:
     return path.resolve().is_relative_to(load.folder().resolve())
 
 
-def _kubectl(*words: str, stdin: str) -> None:
+def _kubectl(*words: str, stdin: str = "") -> str:
+    """Return what kubectl prints. Raises InputError or HostError if it fails."""
     command = ["kubectl", "--request-timeout=20s", *words]
     try:
         ended = captured(command, f"kubectl {words[0]}", text=stdin)
@@ -368,7 +371,7 @@ def _kubectl(*words: str, stdin: str) -> None:
             hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
         ) from None
     if ended.returncode == 0:
-        return
+        return ended.stdout
     reason = " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
     for words_of_bad_input, hint in _COMMON["bad_input"].items():
         if words_of_bad_input in reason:
@@ -379,11 +382,27 @@ def _kubectl(*words: str, stdin: str) -> None:
     )
 
 
+def _require_version() -> None:
+    """Raise HostError if the server lacks what the manifests use.
+
+    An unknown version is accepted.
+    """
+    text = _kubectl("version", "--output=json")
+    version = re.search(r'"serverVersion".*?"gitVersion": *"v(\d+)\.(\d+)', text, re.DOTALL)
+    if version and (int(version[1]), int(version[2])) < _LEAST_VERSION:
+        raise HostError(
+            f"the server is Kubernetes {version[1]}.{version[2]}, whose pods lack the id of their "
+            "job",
+            hint="Kubernetes 1.27 or newer is needed",
+        )
+
+
 def create(objects: Sequence[Manifest]) -> None:
     """Create the objects.
 
     The server first judges all of them, so that none stays behind when one is refused.
     """
+    _require_version()
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)
     _kubectl("create", "--filename=-", stdin=text)

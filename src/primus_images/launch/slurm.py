@@ -17,6 +17,8 @@ from primus_images.yamlfile import read_values
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
 _DATA: Any = read_values(Path(__file__).with_name("slurm.yaml")).data
+# `srun --overlap` asks a node that the job uses.
+_LEAST_VERSION = (20, 11)
 _FILE = re.compile(r"\.*/")
 _PROTOCOL = re.compile(r"^((docker|oras|library)://)?([^/@#]+@(?=.*#))?")
 # Pyxis takes an image from Docker Hub unless # follows the registry.
@@ -201,7 +203,7 @@ def _engine(plan: Plan, site: Site) -> str:
     """Return the command that runs another in a container."""
     engine = _DATA["engines"][site.container]
     words = [site.container, engine["run"]]
-    words += [engine.get(part, "") for part in (vendor(plan.recipe.gpu), "fabric")]
+    words += [engine.get(part, "") for part in ("user", vendor(plan.recipe.gpu), "fabric")]
     words += [engine["folder"].format(path) for path in _mounts(plan, site)]
     words += [engine["variable"].format(name) for name in _names(site)]
     image = shlex.quote(site.image)
@@ -227,6 +229,18 @@ def _srun(plan: Plan, site: Site) -> str:
     return " ".join([*words, 'bash -c "$task"'])
 
 
+def _require_version() -> None:
+    """Raise HostError if this Slurm lacks what the script calls. An unknown version is accepted."""
+    version = re.search(
+        r"slurm\S* (\d+)\.(\d+)", captured(["sbatch", "--version"], "sbatch").stdout
+    )
+    if version and (int(version[1]), int(version[2])) < _LEAST_VERSION:
+        raise HostError(
+            f"this is Slurm {version[1]}.{version[2]}, which lacks `srun --overlap`",
+            hint="Slurm 20.11 or newer is needed",
+        )
+
+
 def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     """Submit the script with sbatch. Return an exit code, and the job's number.
 
@@ -238,6 +252,7 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
             "sbatch is not installed here",
             hint="run it on a login node; --dry-run prints the script",
         )
+    _require_version()
     folder.mkdir(parents=True, exist_ok=True)
     command = ["sbatch", "--parsable"]
     if wait:

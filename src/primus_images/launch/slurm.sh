@@ -14,6 +14,10 @@ mkdir -p "$run" || exit 3
 # Ranks meet on the first node. Slurm's own address of a node can differ from its name.
 address() { scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# When Slurm's daemon on a node has started. It starts anew with the node.
+started() { scontrol show node --oneliner "$1" | sed -n 's/.* SlurmdStartTime=\([^ ]*\).*/\1/p'; }
+declare -A starts
+for node in "${nodes[@]}"; do starts[$node]=$(started "$node"); done
 # This script runs on the first node, so it sees which ports are taken there. Those from 32768 on are for outgoing
 # connections.
 listening() { timeout 1 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null; }
@@ -54,6 +58,8 @@ finish "$srun"
 for node in "${nodes[@]}"; do
     timeout 60 srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$node" --time=1 true >/dev/null 2>&1 ||
         requeue "node $node does not answer"
+    # It may be back before Slurm noticed that it was gone, and with it all that ran there.
+    [[ $(started "$node") == "${starts[$node]}" ]] || requeue "node $node was restarted"
 done
 [[ -s $OUTPUT/log.txt ]] && reason="in $OUTPUT/log.txt" || reason=above
 say "failed with exit code $code; the reason is $reason"

@@ -8,6 +8,7 @@ cuBLAS, so nothing gets faster there.
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -21,6 +22,8 @@ from typing import Any
 
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
+from primus_images.gpus.table import generation
+from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.waits import holders
 
@@ -33,7 +36,7 @@ _DEVICES = 16
 _READING = {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "0"}
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
 # Settings that change no matrix product, only the length of a run or the location of its files.
-_NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
+_NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr", "global_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,9 @@ class Key:
     @staticmethod
     def of(recipe: Recipe, pytorch: str, arch: str) -> "Key":
         """Return the key of ``recipe``, without the settings that change no matrix product."""
-        neutral = {recipe.knows.key(name) for name in _NEUTRAL}
+        neutral = {recipe.knows.key(name) for name in _NEUTRAL if name in recipe.knows.keys}
+        # GEMMs are tuned on one node. Further ones are further copies of the data.
+        neutral.add("nodes")
         values = {
             key: setting.value
             for key, setting in recipe.settings.items()
@@ -75,6 +80,20 @@ class Place:
         self.shapes = root / "gemm_shape"
         self.tuned = root / "gemm_tune" / "tunableop_results%d.csv"
         self.key = self.tuned.parent / "key.json"
+
+
+def key_here(recipe: Recipe) -> Key:
+    """Return the key of a result for this machine's PyTorch.
+
+    Raises InputError for a recipe on the CPU, HostError if PyTorch is not installed.
+    """
+    if recipe.gpu == CPU:
+        raise InputError("TunableOp tunes GEMMs of GPUs only", hint="--gpu mi300x")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise HostError("PyTorch is not installed here", hint="run it in an image") from None
+    return Key.of(recipe, version, generation(recipe.gpu).arch)
 
 
 def dumping(place: Place, node: str) -> dict[str, str]:

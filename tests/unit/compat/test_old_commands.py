@@ -224,6 +224,32 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks: str) -> None:
         requested("train_fsdp.py", ["configs/llama-3.1-8b-4k.json", "llama"], {"WORLD_SIZE": ranks})
 
 
+def test_a_job_of_slurm_trains_with_tuned_gemms(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "3")
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    assert main(["compat", "run_slurm_pretrain.sh", "--gpu", "mi300x"]) == 3
+    err = capsys.readouterr().err
+    assert "primus launch slurm llama2-7b --backend=megatron" in err
+    assert "--tuned-gemms output/tune_gemm" in err
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_gemms_are_not_tuned_on_a_node_without_a_gpu(
+    stage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", stage)
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    assert main(["compat", "run_slurm_pretrain.sh", "--gpu", "cpu", "--proxy"]) == 2
+    err = capsys.readouterr().err
+    assert "TunableOp tunes GEMMs of GPUs only" in err or "no GEMM is recorded" in err
+    assert not list(tmp_path.rglob("*.csv"))
+
+
 def test_a_tuning_stage_never_starts_a_training_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

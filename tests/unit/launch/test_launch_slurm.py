@@ -261,7 +261,7 @@ def body(
         "srun": srun,
         "scontrol": (
             'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n '
-            'NodeAddr=127.0.0.2 X=1";; esac'
+            'NodeAddr=127.0.0.2 X=1 SlurmdStartTime=$(cat "$0.${@: -1}" 2>/dev/null) Y=1";; esac'
         ),
         "sleep": "exit 0",
     }.items():
@@ -374,6 +374,80 @@ def test_a_node_that_does_not_answer_requeues_until_the_limit(tmp_path: Path) ->
     (tmp_path / "calls").unlink()
     assert "not requeued" in body(tmp_path, lost, restart=3).stderr
     assert "scontrol requeue" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_that_is_back_before_slurm_missed_it_requeues(tmp_path: Path, node: str) -> None:
+    again = f"[[ $* == *--overlap* ]] && exit; echo later > {tmp_path}/bin/scontrol.{node}; exit 1"
+    done = body(tmp_path, again)
+    assert f"node {node} was restarted; requeued" in done.stderr
+    assert "scontrol requeue 7" in (tmp_path / "calls").read_text()
+    # A node that was restarted before this attempt is none that was lost in it.
+    (tmp_path / "calls").unlink()
+    assert "failed with exit code 1" in body(tmp_path, again).stderr
+    assert "scontrol requeue" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "code"),
+    [
+        ("slurm 20.02.7", 3),
+        ("slurm-wlm 19.05.5", 3),
+        ("slurm 20.11.0", 0),
+        ("slurm-wlm 22.05.8", 0),
+        ("slurm 25.11.0-0rc1", 0),
+        ("something else", 0),
+    ],
+)
+def test_an_old_slurm_is_refused(
+    version: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "sbatch"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" || echo 5\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--output", str(tmp_path / "out")]
+    assert main(words) == code
+    if code:
+        assert "Slurm 20.11 or newer is needed" in capsys.readouterr().err
+
+
+def test_docker_runs_as_the_user_of_the_job(tmp_path: Path) -> None:
+    site = slurm.Site(container="docker", image="a/b:c", output=Path("/shared"))
+    text = slurm.script(plan(), site)
+    command = re.search(r"exec (docker run .*?) -v ", text)
+    assert command is not None
+    for rootless, expected in (
+        (False, f"--user {os.getuid()}:{os.getgid()} -e HOME=/tmp"),
+        (True, ""),
+    ):
+        docker = tmp_path / "docker"
+        docker.write_text(f"#!/bin/sh\n[ $1 = run ] || echo {'rootless' if rootless else ''}\n")
+        docker.chmod(0o755)
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        script = f"set -x; {command[1]}"
+        traced = subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+        ).stderr
+        started = traced.strip().splitlines()[-1]
+        assert started.startswith("+ docker run")
+        assert expected in started
+        assert ("--user" in started) is not rootless
+
+
+def test_a_job_reads_tuned_gemms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--image", "a/b:c", "--dry-run"]
+    assert main([*words, "--container", "docker", "--tuned-gemms", "tuned"]) == 0
+    out = capsys.readouterr().out
+    assert f"--tuned-gemms={tmp_path}/tuned" in out
+    assert f"-v {tmp_path}/tuned:{tmp_path}/tuned" in out
 
 
 def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from primus_images.cli.image import train
 from primus_images.cli.main import main
 from primus_images.errors import CheckFailed, InputError
+from primus_images.recipes.resolve import resolve
+from primus_images.recipes.setting import Choices
 from primus_images.tuning import gemm
 from primus_images.tuning.gemm import Key, alone
 
@@ -191,3 +194,34 @@ def test_a_gemm_without_a_solution_is_left_out(
     validators, rows = gemm.measure(["GemmTunableOp,nt_1", "GemmTunableOp,nt_2"], tmp_path, ["0"])
     assert validators == ["Validator,PT_VERSION,2"]
     assert rows == ["GemmTunableOp,nt_2,x,0.5"]
+
+
+@pytest.mark.parametrize("backend", ["torchtitan", "megatron", "fsdp"])
+def test_a_result_of_one_node_holds_for_more(backend: str) -> None:
+    def digest(nodes: int, *words: str) -> str:
+        recipe = resolve("llama3.1-8b", words, Choices(gpu="mi300x", nodes=nodes, backend=backend))
+        return Key.of(recipe, "2.11.0", "gfx942").digest
+
+    assert digest(1) == digest(4)
+    assert digest(1) != digest(1, "local_batch=1")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_run_reads_the_gemms_of_its_settings(
+    changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x", backend="fsdp"))
+    place = gemm.Place(gemm.folder_of("llama3.1-8b", tmp_path))
+    gemm.merge(place, key(), [SHAPE])
+    monkeypatch.setattr(gemm, "key_here", lambda _: key(recipe="other" if changed else "r"))
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_VERBOSE", "1")
+    if changed:
+        with pytest.raises(InputError, match="other settings of the recipe"):
+            train._read_tuned_gemms(recipe, tmp_path)
+        return
+    train._read_tuned_gemms(recipe, tmp_path)
+    assert os.environ["PYTORCH_TUNABLEOP_FILENAME"] == str(place.tuned)
+    assert os.environ["PYTORCH_TUNABLEOP_TUNING"] == "0"
+    assert "PYTORCH_TUNABLEOP_VERBOSE" not in os.environ
+    for name in ("ENABLED", "TUNING", "FILENAME"):
+        monkeypatch.delenv(f"PYTORCH_TUNABLEOP_{name}")

@@ -97,6 +97,12 @@ def _fine_tuning(options: LaunchOptions) -> tuple[LaunchOptions, Request]:
 
 
 def _kubernetes(request: Request, options: LaunchOptions) -> int:
+    tuned = options.tuned_gemms
+    if tuned and not tuned.is_absolute():
+        raise InputError(
+            f"--tuned-gemms {tuned}: name the absolute path that it has in the pods",
+            hint=f"--claim NAME is at {kubernetes.RUNS} there",
+        )
     site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, options))
     plan = _plan(request, options)
     objects = kubernetes.manifests(plan, site)
@@ -210,11 +216,16 @@ def _slurm(request: Request, options: LaunchOptions) -> int:
     container = options.container
     if not container:
         container = slurm.container_here() if options.image else "none"
-    options = replace(options, container=container)
+    mounts = [path.absolute() for path in options.mounts]
+    tuned = options.tuned_gemms
+    if tuned:
+        tuned = tuned.absolute()
+        mounts.append(tuned)
+    options = replace(options, container=container, tuned_gemms=tuned)
     plan = _plan(request, options)
     values = _of_class(slurm.Site, options)
     values["output"] = (options.output or Path("runs")).absolute()
-    values["mounts"] = tuple(path.absolute() for path in options.mounts)
+    values["mounts"] = tuple(mounts)
     if options.resume_from:
         values["resume_from"] = str(Path(options.resume_from).absolute())
     site = slurm.Site(**values)

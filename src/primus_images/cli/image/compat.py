@@ -137,6 +137,13 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
 def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
     name, *words = request.arguments()
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
+        if request.stage == "use":
+            trained = replace(request, stage="").arguments()[1:]
+            raise HostError(
+                "the job is not submitted from here",
+                hint=f"on a login node: primus launch slurm {shlex.join(trained)} --tuned-gemms "
+                "output/tune_gemm",
+            )
         if request.stage:
             raise HostError(
                 "GEMMs are tuned on one node, and not by a job that is submitted",

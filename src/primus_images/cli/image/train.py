@@ -54,6 +54,7 @@ class PassedOptions:
     burn_in: float | None
     judge: bool
     force: bool
+    tuned_gemms: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,8 @@ def _run(request: Request, options: RunOptions) -> int:
         return 0
     machine.check(job.recipe, force=options.force, memory=memory)
     start.check_backend(job)
+    if options.tuned_gemms:
+        _read_tuned_gemms(job.recipe, options.tuned_gemms)
     if not options.no_preflight:
         _preflight(job, options.burn_in)
     encoder.without_torch()
@@ -158,6 +161,21 @@ def _job(request: Request, options: RunOptions, memory: float | None) -> Job:
     backend_of(recipe).check_data(recipe)
     backend_of(recipe).check_weights(recipe)
     return job
+
+
+def _read_tuned_gemms(recipe: Recipe, folder: Path) -> None:
+    """Let the ranks read the result of ``primus tune gemm`` that is below ``folder``.
+
+    Raises InputError if there is none, or one of other settings.
+    """
+    # Seam "tuning": only this option needs it.
+    from primus_images.tuning import gemm
+
+    variables = gemm.check(gemm.Place(gemm.folder_of(recipe.name, folder)), gemm.key_here(recipe))
+    for name in list(os.environ):
+        if name.startswith("PYTORCH_TUNABLEOP_"):
+            del os.environ[name]
+    os.environ.update(variables)
 
 
 def default_output(recipe: str) -> Path:

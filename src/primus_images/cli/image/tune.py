@@ -18,8 +18,6 @@ from primus_images.cli.verb import answer, note, refuse_others
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
 from primus_images.gpus.detect import detect, visible
-from primus_images.gpus.table import generation
-from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import changed
 from primus_images.recipes.rules import USABLE, gpu_bytes
@@ -33,6 +31,7 @@ from primus_images.tuning.gemm import (
     check,
     dumping,
     folder_of,
+    key_here,
     measure,
     merge,
     read_shapes,
@@ -99,26 +98,42 @@ def tune(options: TuneOptions) -> int:
         stages = [options.stage]
     for stage in stages:
         if stage == "dump":
-            place.shapes.mkdir(parents=True, exist_ok=True)
-            environment = dumping(place, os.environ.get("NODE_RANK", "0"))
-            code = _train(recipe, environment, options, steps=options.dump_steps)
+            code = _dump(recipe, place, options)
         elif stage == "tune":
             code = _tune_gemms(recipe, place, options)
         else:
-            code = _train(recipe, check(place, _key_here(recipe)), options)
+            code = _train(recipe, check(place, key_here(recipe)), options)
         if code:
             return code
     return 0
 
 
-def _tune_gemms(recipe: Recipe, place: Place, options: TuneOptions) -> int:
-    shapes = read_shapes(place.shapes)
+def _dump(recipe: Recipe, place: Place, options: TuneOptions) -> int:
+    # A run on the CPU would end well, and record nothing.
+    key_here(recipe)
+    _require_gpus()
+    place.shapes.mkdir(parents=True, exist_ok=True)
+    environment = dumping(place, os.environ.get("NODE_RANK", "0"))
+    code = _train(recipe, environment, options, steps=options.dump_steps)
+    if not code:
+        # Raises InputError if the run recorded nothing.
+        read_shapes(place.shapes)
+    return code
+
+
+def _require_gpus() -> list[str]:
     gpus = list(visible(len(detect().names), os.environ))
     if not gpus:
         raise HostError(
             "there is no GPU on this machine, or the environment hides all", hint="run it on a GPU"
         )
-    key = _key_here(recipe)
+    return gpus
+
+
+def _tune_gemms(recipe: Recipe, place: Place, options: TuneOptions) -> int:
+    shapes = read_shapes(place.shapes)
+    gpus = _require_gpus()
+    key = key_here(recipe)
     # Finished parts are valid for one key.
     work = place.tuned.parent / "work" / key.digest
     with alone(work.parent):
@@ -129,16 +144,6 @@ def _tune_gemms(recipe: Recipe, place: Place, options: TuneOptions) -> int:
     document = {"tuned": str(place.tuned), "shapes": rows, "changed": changed}
     line = f"{changed} of {len(rows)} GEMMs are faster with another implementation than the default"
     return answer(options, document, [line, f"→ {place.tuned}"])
-
-
-def _key_here(recipe: Recipe) -> Key:
-    if recipe.gpu == CPU:
-        raise InputError("TunableOp tunes GEMMs of GPUs only", hint="--gpu mi300x")
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise HostError("PyTorch is not installed here", hint="run it in an image") from None
-    return Key.of(recipe, version, generation(recipe.gpu).arch)
 
 
 def _train(

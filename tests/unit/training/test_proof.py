@@ -365,6 +365,12 @@ def test_two_steps_are_timed_and_one_is_no_evidence() -> None:
     assert (verdict.passed, verdict.reason) == (False, "needs at least 2 steps to time one")
 
 
+def test_few_tokens_per_second_are_rounded_by_much() -> None:
+    own = dict.fromkeys(range(1, STEPS + 1), 200 / 18.6)
+    assert proof.clock(series(19.0), {}, {}, own, tokens=200).passed
+    assert not proof.clock(series(21.0), {}, {}, own, tokens=200).passed
+
+
 def test_logged_flops_are_those_of_the_logged_tokens() -> None:
     recipe = resolve("llama3.1-8b", (), Choices(gpu="cpu", proxy=True))
     for logged, rate, passed in (

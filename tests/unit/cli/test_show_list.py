@@ -84,7 +84,7 @@ def test_gpus_that_cannot_hold_a_recipe_are_left_out(
     recipes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = recipes / "tiny.yaml"
-    sizes = "layers: 50, hidden_size: 16384, heads: 128, kv_heads: 128, ffn_size: 65536"
+    sizes = "layers: 42, hidden_size: 16384, heads: 128, kv_heads: 128, ffn_size: 65536"
     file.write_text(
         file.read_text().replace(
             "layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128", sizes

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -86,6 +86,44 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
     assert until(lambda: "watched" not in server.names("job"))
     assert until(lambda: not pods())
     assert "watched" not in server.names("service")
+
+
+QUOTA = """
+apiVersion: v1
+kind: Namespace
+metadata: {name: ruled}
+---
+apiVersion: v1
+kind: ResourceQuota
+metadata: {name: all, namespace: ruled}
+spec: {hard: {requests.cpu: 200, requests.memory: 2Ti}}
+"""
+
+
+def test_a_quota_of_cpus_and_memory_admits_the_pods(
+    launch: Launch, server: kube_kit.Kubernetes, tmp_path: Path
+) -> None:
+    server.kubectl("create", "--filename=-", stdin=QUOTA)
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("spec: {template: {spec: {schedulerName: volcano}}}\n")
+    words = ("--namespace", "ruled", "--label", "team=a", "--patch", str(patch))
+    assert launch(*TWO_NODES, "--name", "small", *words).code == 0
+
+    def pods() -> list[dict[str, Any]]:
+        told = server.kubectl("get", "pods", "--namespace=ruled", "--output=json")
+        return list(json.loads(told)["items"])
+
+    assert until(lambda: len(pods()) == 2)
+    for pod in pods():
+        spec = pod["spec"]
+        assert pod["metadata"]["labels"]["team"] == "a"
+        assert spec["schedulerName"] == "volcano"
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["containers"][0]["resources"]["requests"]["cpu"] == "64"
+    # What exceeds the quota has no pods.
+    assert launch(*TWO_NODES, "--name", "large", "--namespace", "ruled", "--cpu", "150").code == 0
+    assert "large" in server.kubectl("get", "jobs", "--namespace=ruled", "--output=name")
+    assert not until(lambda: len(pods()) > 2, 5)
 
 
 def test_a_missing_namespace_is_a_sentence(launch: Launch, server: kube_kit.Kubernetes) -> None:

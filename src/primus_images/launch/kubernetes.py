@@ -16,11 +16,13 @@ from primus_images.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, 
 from primus_images.programs import captured
 from primus_images.recipes import load
 from primus_images.recipes.recipe import Recipe
+from primus_images.terminal import say
 from primus_images.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
 RUNS = "/workspace/runs"
+_TRIAL = "--dry-run=server"
 # Its pods have the id of their job as a label. A Job's policy for failed pods is older.
 _LEAST_VERSION = (1, 27)
 PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
@@ -371,14 +373,19 @@ def _kubectl(*words: str, stdin: str = "") -> str:
             hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
         ) from None
     if ended.returncode == 0:
+        # Such as that pods would violate the namespace's Pod Security. The trial shows them once.
+        warnings = re.findall("(?m)^Warning: (.*)", ended.stderr)
+        for warning in warnings if _TRIAL in words else ():
+            say(f"primus launch: the cluster warns: {warning}")
         return ended.stdout
     reason = " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
     for words_of_bad_input, hint in _COMMON["bad_input"].items():
         if words_of_bad_input in reason:
-            raise InputError(f"kubectl: {reason}", hint=hint)
+            raise InputError(f"the cluster does not take the job: kubectl: {reason}", hint=hint)
     # Any other error is the cluster's or the machine's.
     raise HostError(
-        f"kubectl: {reason}", hint="check KUBECONFIG; `kubectl cluster-info` shows more"
+        f"the job cannot be created: kubectl: {reason}",
+        hint="check KUBECONFIG; `kubectl cluster-info` shows more",
     )
 
 
@@ -404,5 +411,5 @@ def create(objects: Sequence[Manifest]) -> None:
     """
     _require_version()
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
-    _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)
+    _kubectl("create", "--filename=-", _TRIAL, stdin=text)
     _kubectl("create", "--filename=-", stdin=text)

@@ -7,17 +7,19 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from primus_images import programs
 from primus_images.errors import HostError
 from primus_images.files import text_if_readable
-from primus_images.programs import finally_run
+from primus_images.programs import finally_run, tracked
+from primus_images.progress import Progress
 from primus_images.sandbox.container import Command, RootFs
 from primus_images.sandbox.engine import Client, Engine, client_environment, group_options
 from primus_images.terminal import say
+from primus_images.waits import answer_of
 
 _PATIENCE_S = 3
 # The label of a container has the command that it runs for: boot id, namespace and number of the
@@ -123,12 +125,12 @@ def need_docker() -> None:
         raise HostError(f"no Docker engine answers: {message}", hint=hint)
 
 
-def load_image(root: RootFs, tag: str) -> tuple[str, int]:
+def load_image(root: RootFs, tag: str, progress: Progress | None = None) -> tuple[str, int]:
     """Load ``root`` into the Docker engine as ``tag``.
 
     Returns the engine's image ID and the number of bytes sent. Nothing is sent if the engine has
-    the image. Raises HostError if no engine answers, if it refuses the image, or if a blob is
-    damaged.
+    the image, and nothing stays if this process is interrupted or killed. Raises HostError if no
+    engine answers, if it refuses the image, or if a blob is damaged.
     """
     need_docker()
     for name in (tag, root.id):
@@ -136,36 +138,61 @@ def load_image(root: RootFs, tag: str) -> tuple[str, int]:
         if loaded:
             docker("tag", loaded, tag)
             return loaded, 0
-    sent = _send_image(root, tag)
+    sent = _send_image(root, tag, progress or Progress())
     loaded = _loaded(root, tag)
     if loaded:
         return loaded, sent
     raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
 
 
-def _send_image(root: RootFs, tag: str) -> int:
+def _send_image(root: RootFs, tag: str, progress: Progress) -> int:
     command = [str(programs.find("docker")), "load", "--quiet"]
+    setpriv = programs.find("setpriv")
+    if setpriv:
+        # The engine drops an archive whose sender has ended.
+        command = [str(setpriv), "--pdeathsig=KILL", *command]
     with tempfile.TemporaryFile("w+") as log:
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log
-        ) as engine:
-            try:
-                with tarfile.open(fileobj=engine.stdin, mode="w|", bufsize=1 << 20) as archive:
-                    _add_image(archive, root, tag)
-            except BrokenPipeError:
-                pass  # its message follows
-            except BaseException:
-                # An archive that was cut short must not be loaded.
-                engine.kill()
-                raise
+        # Ctrl-C of the terminal is for this process alone, which then ends the client.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+        with tracked(process):
+            sent = _write_archive(process, root, tag, progress)
+            with answer_of("the Docker engine, which unpacks the image"):
+                process.wait()
         log.seek(0)
-        if engine.returncode:
-            reason = _last_line(log.read()) or "it gives no reason"
+        if process.returncode:
+            reason = _last_line(log.read()) or f"exit code {process.returncode}"
             hint = None
             if "no space left" in reason:
                 hint = "free disk space (primus clean, docker system df)"
             raise HostError(f"the Docker engine refuses {root.name}: {reason}", hint=hint)
-    return archive.offset
+    return sent
+
+
+def _write_archive(
+    process: "subprocess.Popen[bytes]", root: RootFs, tag: str, progress: Progress
+) -> int:
+    """Write the image to the client, and return the number of bytes."""
+    total = sum(layer.size for layer in root.layers)
+    progress.start(tag, f"loading {root.name} (compressed)", total)
+    sent = 0
+    with suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
+        try:
+            with tarfile.open(fileobj=pipe, mode="w|", bufsize=1 << 20) as archive:
+                _add_image(archive, root, tag, progress)
+            sent = archive.offset
+        except BrokenPipeError:
+            pass  # the client's message follows
+        except BaseException:
+            # An archive that was cut short must not be loaded.
+            process.kill()
+            raise
+    return sent
 
 
 def _last_line(text: str) -> str:
@@ -192,7 +219,7 @@ def _has_contents_of(root: RootFs, image: dict[str, Any]) -> bool:
     return all(image["Config"].get(key) == value for key, value in settings.items())
 
 
-def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
+def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str, progress: Progress) -> None:
     """Write the image as ``docker save`` does, with plain layers.
 
     Docker engines before 23 cannot read zstd.
@@ -207,6 +234,7 @@ def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
         with tempfile.TemporaryFile(dir=root.cache) as plain:
             plain.writelines(root.tar(layer))
             _add_file(archive, name, plain)
+        progress.advance(tag, layer.size)
 
 
 def _add_file(archive: tarfile.TarFile, name: str, file: IO[bytes]) -> None:

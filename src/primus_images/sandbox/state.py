@@ -47,6 +47,9 @@ _MOST_PATH = 50
 # How many names in /tmp are tried, of which other users may have taken some.
 _MOST_NAMES = 10
 _PREFIX = "s-"
+_SYSTEM_CALLS = Path("/usr/share/containers/seccomp.json")
+_PROFILE = "seccomp.json"
+_MOUNTING = ("mount", "fsopen", "fsmount", "move_mount", "open_tree", "mount_setattr", "pivot_root")
 
 
 class Mode(NamedTuple):
@@ -105,12 +108,14 @@ class State:
             runtime=mode.runtime,
             cgroups=mode.cgroups,
         )
-        path = self.place / "containers.conf"
-        if text_if_readable(path) == text:
-            return
-        if path.is_dir():
-            remove_path(path)
-        write_file(path, text)
+        profile = _system_calls()
+        if profile:
+            # Without it, podman's own one counts.
+            text = text.replace(
+                "[engine]", f'seccomp_profile = "{self.place}/{_PROFILE}"\n[engine]'
+            )
+            _write(self.place / _PROFILE, profile)
+        _write(self.place / "containers.conf", text)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -121,6 +126,30 @@ class State:
             yield
         finally:
             os.close(handle)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the file, unless it has this text."""
+    if text_if_readable(path) == text:
+        return
+    if path.is_dir():
+        remove_path(path)
+    write_file(path, text)
+
+
+def _system_calls() -> str:
+    """Return podman's list of permitted system calls without those that mount.
+
+    In a user namespace of its own, a root that mounts its control group could raise its limits.
+    Empty if podman has no file of them.
+    """
+    profile = json_if_readable(_SYSTEM_CALLS)
+    for rule in profile.get("syscalls", []):
+        if rule.get("action") == "SCMP_ACT_ALLOW" and not rule.get("includes"):
+            rule["names"] = [name for name in rule.get("names", []) if name not in _MOUNTING]
+    if not profile:
+        return ""
+    return json.dumps(profile)
 
 
 def workspace_of(cache: Path) -> Path:

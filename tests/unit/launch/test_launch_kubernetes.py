@@ -327,6 +327,9 @@ KUBECTL = """\
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["KUBE_OBJECTS"])
 words = [word for word in sys.argv[1:] if not word.startswith("--")]
+if words[0] == "version":
+    print('{"clientVersion": {"gitVersion": "v1.20.2"}, "serverVersion": {"gitVersion": "%%s"}}'
+          %% os.environ.get("VERSION", "v1.36.0-gke.1"))
 if broken := os.environ.get("BROKEN"):
     sys.exit(broken)
 if words[0] == "create":
@@ -336,6 +339,8 @@ if words[0] == "create":
             sys.exit("Error from server (Forbidden): jobs is forbidden")
         if file.exists():
             sys.exit("Error from server (AlreadyExists): there is one")
+        if warning := os.environ.get("WARNING"):
+            print("Warning:", warning, file=sys.stderr)
         if "--dry-run=server" not in sys.argv:
             file.write_text(json.dumps(item))
 """
@@ -364,6 +369,33 @@ def test_a_job_is_applied_once(objects: Path, capsys: pytest.CaptureFixture[str]
     assert names_in(objects) == {f"job-{name}", f"service-{name}"}
     assert main(WORDS) == 2
     assert "(AlreadyExists): there is one\n  → delete it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "code"), [("v1.26.15", 3), ("v1.20.2", 3), ("v1.27.0", 0), ("v2.0.1+k3s1", 0)]
+)
+def test_an_old_server_is_refused(
+    version: str,
+    code: int,
+    objects: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VERSION", version)
+    assert main(WORDS) == code
+    assert ("Kubernetes 1.27 or newer is needed" in capsys.readouterr().err) == bool(code)
+    assert bool(names_in(objects)) is not bool(code)
+
+
+def test_a_warning_of_the_cluster_is_shown_once(
+    objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "would violate PodSecurity restricted:latest"
+    monkeypatch.setenv("WARNING", text)
+    assert main(WORDS) == 0
+    shown = capsys.readouterr().err
+    # It comes with each of the two objects.
+    assert shown.count(f"the cluster warns: {text}") == 2
 
 
 def test_a_refused_job_leaves_no_service_behind(

@@ -4,7 +4,10 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from primus_images.sandbox.engine import Client, Engine
 from primus_images.sandbox.engines import choose
 from primus_images.sandbox.podman import Podman
 from primus_images.sandbox.state import State
+from project_kit import until
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
@@ -331,3 +335,77 @@ def test_a_container_of_docker_outlives_a_command_that_has_ended(monkeypatch):
     assert not docker._has_ended(f"{boot}/1/1/1")
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2376")
     assert not docker._has_ended("another-boot/4026531836/1/1")
+
+
+# A client whose engine has no image, and reads one for as long as it is sent.
+DOCKER = """#!/bin/sh
+case "$*" in
+version*) echo 28 ;;
+"image inspect"*) exit 1 ;;
+load*) echo $$ > {folder}/load; cat > {folder}/archive; exec sleep 60 ;;
+esac
+"""
+LOAD = """
+import sys, time
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_engines import root_with
+from dataclasses import replace
+from primus_images.sandbox.docker import load_image
+
+def slowly(_):
+    for _ in range(600):
+        yield b"tar"
+        time.sleep({pause})
+
+try:
+    load_image(replace(root_with(Path({folder!r})), tar=slowly), "a:b")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("pause", [0.1, 0])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)]
+)
+def test_nothing_stays_of_an_interrupted_load(
+    number: int, code: int, pause: float, tmp_path: Path
+) -> None:
+    (tmp_path / "docker").write_text(DOCKER.format(folder=tmp_path))
+    (tmp_path / "docker").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    text = LOAD.format(here=str(Path(__file__).parent), folder=str(tmp_path), pause=pause)
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], env=environment, start_new_session=True
+    )
+    client = tmp_path / "load"
+    assert until(lambda: client.exists() and client.read_text().strip(), 20)
+    time.sleep(0.3)
+    # A terminal sends it to the whole group.
+    os.killpg(process.pid, number)
+    assert process.wait(20) == code
+    number_of_client = client.read_text().strip()
+    assert until(lambda: not Path(f"/proc/{number_of_client}").exists(), 5)
+
+
+def test_a_client_that_ends_early_gives_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = DOCKER.replace(
+        "echo $$ > {folder}/load; cat > {folder}/archive; exec sleep 60", "{end}"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "docker").touch(0o755)
+    for end, reason in (
+        ("echo no room >&2; exit 1", "no room"),
+        ("exit 1", "exit code 1"),
+        ("cat > /dev/null; echo unpacking >&2; echo bad layer >&2; exit 1", "bad layer"),
+    ):
+        (tmp_path / "docker").write_text(program.format(end=end))
+        with pytest.raises(HostError, match=f"the Docker engine refuses v1.2_cpu: {reason}"):
+            docker.load_image(root_with(tmp_path), "a:b")

@@ -156,3 +156,20 @@ def test_states_that_none_knows_are_removed_unless_used(tools, run):
         assert used.place.exists()
     state.keep(state.new(workspace, MODE), MODE)
     assert not used.place.exists()
+
+
+def test_a_container_may_not_mount(tools, run, monkeypatch):
+    rules = [
+        {"names": ["read", "mount", "move_mount"], "action": "SCMP_ACT_ALLOW", "includes": {}},
+        {"names": ["mount"], "action": "SCMP_ACT_ALLOW", "includes": {"caps": ["CAP_SYS_ADMIN"]}},
+        {"names": ["mount"], "action": "SCMP_ACT_ERRNO", "includes": {}},
+    ]
+    (run / "seccomp.json").write_text(json.dumps({"syscalls": rules}))
+    monkeypatch.setattr(state, "_SYSTEM_CALLS", run / "seccomp.json")
+    made = state.new(run / "workspace", MODE)
+    profile = json.loads((made.place / "seccomp.json").read_text())
+    assert [rule["names"] for rule in profile["syscalls"]] == [["read"], ["mount"], ["mount"]]
+    line = f'seccomp_profile = "{made.place}/seccomp.json"\n[engine]\n'
+    assert line in (made.place / "containers.conf").read_text()
+    (run / "seccomp.json").unlink()
+    assert "seccomp" not in (state.new(run / "w", MODE).place / "containers.conf").read_text()

@@ -10,6 +10,7 @@ from primus_images.cli.verb import answer, note
 from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError
 from primus_images.oci.store import digest_of
+from primus_images.progress import choose_progress
 from primus_images.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus_images.sandbox.docker import load_image
 from primus_images.sandbox.engines import choose
@@ -26,7 +27,8 @@ def load(args: argparse.Namespace) -> int:
     """
     root = _image_root(args)
     tag = f"rocm/primus:{root.name}"
-    image_id, sent = load_image(root, tag)
+    with choose_progress(args.json) as progress:
+        image_id, sent = load_image(root, tag, progress)
     done = "the engine already has it, nothing sent"
     if sent:
         done = f"sent {sent / 1e6:.1f} MB"

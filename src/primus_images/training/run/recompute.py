@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from primus_images.system.measure import device_name
-from primus_images.terminal import some
+from primus_images.terminal import counted, some
 
 
 class WrongResultError(RuntimeError):
@@ -107,14 +107,14 @@ class Repeated:
             gpus = [torch.cuda.current_device()]
         buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.buffers()]
         with torch.random.fork_rng(gpus):
-            first = self._computed(compute)
+            first = self._pass(compute)
         with self._timed():
             for part in self._parts:
                 part.zero_grad()
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-            second = self._computed(compute)
+            second = self._pass(compute)
             wrong = _different(first.own, second.own)
             if not wrong and not torch.equal(first.loss, second.loss):
                 wrong = ["the loss"]
@@ -160,11 +160,11 @@ class Repeated:
         """Return what this cost of a run of ``seconds`` in a sentence."""
         share = self._seconds / max(seconds, 1e-9)
         return (
-            f"{self._steps} steps were computed twice with the same bits, which took "
+            f"{counted(self._steps, 'step')} computed twice, with the same bits: "
             f"{self._seconds:.1f} s, {share:.2%} of the time"
         )
 
-    def _computed(self, compute: Callable[[], Tensor]) -> "_Computed":
+    def _pass(self, compute: Callable[[], Tensor]) -> "_Pass":
         own: _Sums = {}
         hooks = []
         for name, tensor in _computed(self._parts):
@@ -176,7 +176,7 @@ class Repeated:
         for name, weight in self._weights.items():
             if weight.grad is not None:
                 added[name] = _sum_of_bits(weight.grad)
-        return _Computed(loss=loss, own=own, added=added)
+        return _Pass(loss=loss, own=own, added=added)
 
     def _compare_rest(self, step: int) -> None:
         at_rest = self._at_rest
@@ -230,7 +230,7 @@ class Repeated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Computed:
+class _Pass:
     """The loss of a step, and sums of this rank's ``own`` gradients and of those that are added."""
 
     loss: Tensor

@@ -36,13 +36,18 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """Routed experts. The first ``dense_layers`` layers are always dense."""
+    """Routed experts.
+
+    The first ``dense_layers`` layers are always dense. Of the others, each ``every``-th has
+    experts, from the first on.
+    """
 
     experts: int = bounded(0, "[0, 65536]")
     top_k: int = bounded(0, "[0, moe.experts]")
     ffn_size: int = bounded(0, "[0, inf)")
     shared_experts: int = bounded(0, "[0, 65536]")
     dense_layers: int = bounded(0, "[0, layers]")
+    every: int = bounded(1, "[1, layers]")
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = False
     route_scale: float = bounded(1.0, "(0, inf)")
@@ -202,9 +207,12 @@ class Architecture:
     @property
     def sparse_layers(self) -> int:
         """The number of layers with experts."""
-        if self.moe.experts:
-            return self.layers - self.moe.dense_layers
-        return 0
+        return sum(self.is_sparse(layer) for layer in range(self.layers))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer, counted from 0, has experts."""
+        after = layer - self.moe.dense_layers
+        return self.moe.experts > 0 and after >= 0 and after % self.moe.every == 0
 
 
 def architecture(model: Mapping[str, Any]) -> Architecture:
@@ -285,9 +293,9 @@ def _blocks(model: Architecture) -> dict[str, tuple[str, ...]]:
         blocks[f"transformer_blocks.{number}"] = ("double",)
     for number in range(model.dit.single_layers):
         blocks[f"single_transformer_blocks.{number}"] = ("single",)
-    dense = model.layers - model.sparse_layers
     for number in range(model.layers):
-        blocks[f"model.layers.{number}"] = ("layer", "dense" if number < dense else "sparse")
+        feed_forward = "sparse" if model.is_sparse(number) else "dense"
+        blocks[f"model.layers.{number}"] = ("layer", feed_forward)
     return blocks
 
 

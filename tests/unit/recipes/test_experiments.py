@@ -239,21 +239,33 @@ def test_an_entry_says_why_it_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "layers", "dense"),
-    [(1, 4, 0), ("1", 4, 0), ("([0]*1+[1]*3)", 4, 1), ("[0]*2+[1]", 3, 2), ([0, 1, 1], 3, 1)],
+    ("pattern", "layers", "dense", "every"),
+    [
+        (1, 4, 0, 1),
+        ("1", 4, 0, 1),
+        (2, 4, 0, 2),
+        ("([0]*1+[1]*3)", 4, 1, 1),
+        ("[0]*2+[1]", 3, 2, 1),
+        ([0, 1, 1], 3, 1, 1),
+        ("[0]*1+([1]+[0]*2)*2", 7, 1, 3),
+    ],
 )
-def test_layers_before_the_experts_are_counted(pattern: Any, layers: int, dense: int) -> None:
+def test_layers_with_experts_are_those_of_the_pattern(
+    pattern: Any, layers: int, dense: int, every: int
+) -> None:
     arguments = {"moe_layer_freq": Argument(key="moe_layer_freq", value=pattern, where="x")}
-    assert models._dense_layers(arguments, layers) == dense
+    places = models._places_of_experts(arguments, layers)
+    assert places == {"moe.dense_layers": dense, "moe.every": every}
 
 
 @pytest.mark.parametrize(
-    "pattern", ["[1]*3+[0]", "([0]*1+[1]*9)", "[0]*9999999", "__import__('os')", "(((", "[2]", {}]
+    "pattern",
+    ["[1]*2+[0]+[1]", "([0]*1+[1]*9)", "[0]*9999999", "__import__('os')", "(((", "[2]", {}],
 )
 def test_a_pattern_of_layers_that_is_none_is_refused(pattern: Any) -> None:
     arguments = {"moe_layer_freq": Argument(key="moe_layer_freq", value=pattern, where="x")}
     with pytest.raises(InputError):
-        models._dense_layers(arguments, 4)
+        models._places_of_experts(arguments, 4)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"])

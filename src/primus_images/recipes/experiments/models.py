@@ -162,7 +162,7 @@ def _experts(arguments: Arguments, model: Mapping[str, Value]) -> dict[str, Valu
         "moe.top_k": _take(arguments, "moe_router_topk", 2),
         "moe.ffn_size": width,
         "moe.shared_experts": shared // max(1, width),
-        "moe.dense_layers": _dense_layers(arguments, int(str(model["layers"]))),
+        **_places_of_experts(arguments, int(str(model["layers"]))),
         "moe.score": score,
         # Megatron normalizes the chosen sigmoid scores. A softmax over the chosen experts is
         # normalized, too.
@@ -174,28 +174,32 @@ def _experts(arguments: Arguments, model: Mapping[str, Value]) -> dict[str, Valu
     }
 
 
-def _dense_layers(arguments: Arguments, layers: int) -> int:
-    """Return how many layers come before those with experts."""
+def _places_of_experts(arguments: Arguments, layers: int) -> dict[str, Value]:
+    """Return how many layers come before those with experts, and which of these have them."""
     argument = arguments.get("moe_layer_freq")
     if argument is None or argument.value in (None, 1, "1"):
-        return 0
+        return {"moe.dense_layers": 0, "moe.every": 1}
     where = argument.where
     pattern = _pattern(argument)
-    if len(pattern) not in (1, layers):
+    if len(pattern) == 1 and layers > 1 and not isinstance(argument.value, list):
+        return {"moe.dense_layers": 0, "moe.every": pattern[0]}
+    if len(pattern) != layers:
         raise InputError(
             f"moe_layer_freq is about {len(pattern)} layers, and the model has {layers}",
             where=where,
             hint="name both, as in num_layers: 4 and moe_layer_freq: ([0]*1+[1]*3)",
         )
     dense = pattern.index(1) if 1 in pattern else len(pattern)
-    if len(pattern) == 1 or 0 in pattern[dense:]:
+    rest = pattern[dense:]
+    every = rest[1:].index(1) + 1 if 1 in rest[1:] else max(1, len(rest))
+    if rest != [int(number % every == 0) for number in range(len(rest))]:
         raise InputError(
-            f"moe_layer_freq: {argument.value} puts dense layers between those with experts, "
+            f"moe_layer_freq: {argument.value} puts experts into layers at different distances, "
             "which no family here has",
             where=where,
-            hint="moe_layer_freq: 1, or dense layers at the beginning: ([0]*1+[1]*3)",
+            hint="moe_layer_freq: 1, a number, or dense layers at the beginning: ([0]*1+[1]*3)",
         )
-    return dense
+    return {"moe.dense_layers": dense, "moe.every": every}
 
 
 def _pattern(argument: Argument) -> list[int]:
@@ -269,13 +273,13 @@ def of_architecture(model: Architecture) -> dict[str, Value]:
         }
     moe = model.moe
     if moe.experts:
-        layers = [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers)
+        layers = [int(model.is_sparse(layer)) for layer in range(model.layers)]
         values |= {
             "num_experts": moe.experts,
             "moe_router_topk": moe.top_k,
             "moe_ffn_hidden_size": moe.ffn_size,
             "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size,
-            "moe_layer_freq": [*layers] if moe.dense_layers else 1,
+            "moe_layer_freq": [*layers],
             "moe_router_score_function": moe.score,
             "moe_router_pre_softmax": not moe.normalize_top_k,
             "moe_router_topk_scaling_factor": moe.route_scale,

@@ -114,6 +114,7 @@ def import_experiment(
     _settle_recomputation(done)
     _settle_sharding(done)
     _settle_warmup(imported)
+    _settle_stages(imported)
     if experiment.root is None:
         imported.says.append(
             f"Primus's presets are not here: what {path.name} does not set is as in the recipe "
@@ -311,6 +312,30 @@ def _settle_sharding(done: Translation) -> None:
         of_buffers = key.startswith("megatron.ddp.") and key != "megatron.ddp.grad_reduce_in_fp32"
         if of_buffers and source.level != "override":
             done.settings.pop(key, None)
+
+
+def _settle_stages(imported: Imported) -> None:
+    """Give the first and the last stage fewer layers where stages cannot have equally many."""
+    done = imported.done
+    key = "megatron.model.num_layers_in_{}_pipeline_stage"
+    stages = done.settings.get("megatron.model.pipeline_model_parallel_size", 1)
+    layers = imported.model.get("layers")
+    layout = "megatron.model.pipeline_model_parallel_layout"
+    written = [key.format("first"), key.format("last"), layout]
+    if not isinstance(stages, int) or not isinstance(layers, int) or stages < 2:
+        return
+    if layers % stages == 0 or any(name in done.settings for name in written):
+        return
+    middle = -(-layers // stages)
+    ends = layers - middle * (stages - 2)
+    if ends < 2:
+        return
+    done.settings[key.format("first")] = ends - ends // 2
+    done.settings[key.format("last")] = ends // 2
+    imported.says.append(
+        f"{layers} layers on {stages} stages: {ends - ends // 2} on the first, {ends // 2} on the "
+        f"last, {middle} on each other"
+    )
 
 
 def _settle_warmup(imported: Imported) -> None:

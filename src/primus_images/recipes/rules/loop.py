@@ -108,7 +108,7 @@ def ffn_width(model: Architecture, *, routed: bool = True) -> float:
     moe = model.moe
     if not moe.experts:
         return float(model.ffn_size)
-    sparse = (model.layers - moe.dense_layers) / model.layers
+    sparse = model.sparse_layers / model.layers
     copies = 0.0
     if routed:
         copies = moe.top_k * (moe.ffn_size + 2 * model.hidden_size / 3)
@@ -329,7 +329,7 @@ def _layer(recipe: Recipe) -> float:
     if frozen_experts:
         # A gradient passes their activation and the weighting of their outputs, which no adapter
         # reads.
-        rows = model.moe.top_k * (1 - model.moe.dense_layers / model.layers)
+        rows = model.moe.top_k * model.sparse_layers / model.layers
         elements += rows * (3 * model.moe.ffn_size + model.hidden_size)
     if model.sinks:
         # Only transformers' eager attention computes them, which keeps its scores.

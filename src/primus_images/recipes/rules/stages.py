@@ -165,8 +165,7 @@ def _weights(model: Architecture, stage: Stage) -> Iterator[tuple[Weight, int]]:
             is_here = stage.is_first or (stage.is_last and model.tied_embeddings)
         if is_here:
             yield weight, 1
-    first_sparse = model.layers - model.sparse_layers
-    sparse = len([layer for layer in stage.layers if layer >= first_sparse])
+    sparse = len([layer for layer in stage.layers if model.is_sparse(layer)])
     copies = {"layer": len(stage.layers), "dense": len(stage.layers) - sparse, "sparse": sparse}
     for part, count in copies.items():
         for weight in weights_of(model, part):

@@ -55,7 +55,7 @@ def _experts(model: Architecture) -> dict[str, Any]:
     values = arguments(model, ARGUMENTS, "experts")
     if moe.groups > 1:
         values |= arguments(model, ARGUMENTS, "groups")
-    values["moe_layer_freq"] = [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers)
+    values["moe_layer_freq"] = [int(model.is_sparse(layer)) for layer in range(model.layers)]
     values["moe_shared_expert_intermediate_size"] = moe.shared_experts * moe.ffn_size or None
     # A softmax over the chosen experts equals one over all experts that is normalized again.
     values["moe_router_pre_softmax"] = not moe.normalize_top_k

@@ -236,7 +236,7 @@ class Model(Transformer):
         states = self.between(states + attended)
         normed = self._norm(layer[before], states)
         balance = states.new_zeros(())
-        if sizes.moe.experts and number >= sizes.moe.dense_layers:
+        if sizes.is_sparse(number):
             fed, balance = self._experts(layer.part("mlp."), normed)
         else:
             fed = self._swiglu(layer.part("mlp."), normed)

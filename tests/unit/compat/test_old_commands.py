@@ -250,6 +250,20 @@ def test_gemms_are_not_tuned_on_a_node_without_a_gpu(
     assert not list(tmp_path.rglob("*.csv"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pytorch_benchmark_setup.sh"],
+        ["./pytorch_benchmark_setup.sh", "--dry-run"],
+        ["pytorch_benchmark_setup.sh", "--json"],
+        ["pytorch_benchmark_setup.sh", "--gpu", "mi300x"],
+    ],
+)
+def test_there_is_nothing_to_install(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compat", *words]) == 0
+    assert "nothing to install" in capsys.readouterr().out
+
+
 def test_a_tuning_stage_never_starts_a_training_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

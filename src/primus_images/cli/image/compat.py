@@ -68,10 +68,10 @@ def compat(options: CompatOptions) -> int:
     by_torchrun = _STARTED_BY_TORCHRUN in environment
     if by_torchrun and environment.get("LOCAL_RANK", "0") != "0":
         return 0
-    if command == "pytorch_benchmark_setup.sh" and not options.words:
+    chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
+    if command == "pytorch_benchmark_setup.sh" and not words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
-    chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
     if chosen.primus_root is not None:
         os.environ[ROOT] = str(chosen.primus_root)
         environment[ROOT] = os.environ[ROOT]

@@ -18,7 +18,7 @@ paths of the build machine do not belong into an image. Forms of GPU code and th
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
@@ -39,7 +39,7 @@ from primus_images.gpucode.elf import (
 from primus_images.versions.lock import normalised
 from primus_images.yamlfile import read_values
 
-Kind = Literal["wheel", "deb", "header", "library"]
+Kind = Literal["wheel", "deb", "header", "library", "vendored"]
 Rule = Literal["secret", "credentials", "cache", "build path"]
 Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack"
@@ -94,8 +94,9 @@ class Stated:
     """A version that a file of the image states.
 
     ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a
-    wheel's requirements (PEP 508) without those of its extras, ``licence`` the rows about it in a
-    wheel's metadata, ``source`` name and version of a Debian source package.
+    wheel's requirements (PEP 508) without those of its extras, or the packages that a Debian one
+    depends on. ``licence`` are the rows about it in a wheel's metadata, ``source`` name and version
+    of a Debian source package, or the package that brings a vendored one along.
     """
 
     kind: Kind
@@ -109,7 +110,8 @@ class Stated:
 
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files with this name."""
-    return bool(named("status", path) or named("metadata", path)) or _file_name(path) in _HEADERS
+    kinds = ("status", "metadata", "vendored")
+    return any(named(kind, path) for kind in kinds) or _file_name(path) in _HEADERS
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
@@ -118,6 +120,10 @@ def stated_in(path: str, text: str) -> list[Stated]:
         return _installed_debs(path, text)
     if named("metadata", path):
         return _wheel(path, text)
+    vendored = named("vendored", path)
+    if vendored:
+        owner = vendored["owner"]
+        return [replace(item, kind="vendored", source=owner) for item in _wheel(path, text)]
     if _file_name(path) in _HEADERS:
         return _component_of_header(path, text)
     return []
@@ -127,7 +133,7 @@ def _installed_debs(path: str, text: str) -> list[Stated]:
     debs = []
     for block in text.split("\n\n"):
         package: dict[str, str] = dict(
-            re.findall(r"^(Package|Version|Status|Source): (.+)$", block, re.M)
+            re.findall(r"^(Package|Version|Status|Source|Depends): (.+)$", block, re.M)
         )
         if not package.get("Status", "").endswith(" installed"):
             continue
@@ -137,7 +143,8 @@ def _installed_debs(path: str, text: str) -> list[Stated]:
         source_row = package.get("Source") or name
         source, _, source_version = source_row.rstrip(")").partition(" (")
         source = f"{source} {source_version or version}"
-        debs.append(Stated("deb", name, version, path, source=source))
+        needs = tuple(re.findall(r"(?:^|[,|]) *([a-z0-9][a-z0-9.+-]+)", package.get("Depends", "")))
+        debs.append(Stated("deb", name, version, path, requires=needs, source=source))
     return debs
 
 

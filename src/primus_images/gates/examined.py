@@ -27,6 +27,7 @@ from primus_images.plan.action import Composed, ImagePlan, stored
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.schema import build_typed
+from primus_images.versions.lock import normalised
 
 # Files that a gate reads as text are short; even the dpkg status of a large image is well below
 # this limit.
@@ -41,8 +42,8 @@ class LayerFacts:
     """Facts about a layer.
 
     ``folders`` maps each folder to the bytes of its files, ``unreadable`` paths to reasons.
-    ``copyrights`` maps Debian packages to the text about their licences, or to a package with the
-    same one.
+    ``copyrights`` maps Debian packages, and ``wheel NAME``, to the text about their licences, or to
+    a package with the same one.
     """
 
     folders: dict[str, int] = field(default_factory=dict)
@@ -146,6 +147,11 @@ def _observe_file(facts: LayerFacts, member: Member, stream: IO[bytes], data: by
 
 def _observe_text(facts: LayerFacts, path: str, data: bytes | mmap) -> None:
     copyright_file = contents.named("copyright", path)
+    licence_file = contents.named("wheel_licence", path)
+    if licence_file:
+        words = data[:].decode("utf-8", "replace")
+        facts.copyrights[f"wheel {normalised(licence_file['package'])}"] = words
+        return
     if not (copyright_file or contents.states_versions(path) or contents.may_hold_login(path)):
         return
     text = data[:].decode("utf-8", "replace")

@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from primus_images.progress import Progress
 
 
+# Suites of Debian and Ubuntu, as package URLs and /etc/os-release name their distributions.
+_SYSTEMS = {
+    "bookworm": "debian-12",
+    "trixie": "debian-13",
+    "jammy": "ubuntu-22.04",
+    "noble": "ubuntu-24.04",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTarget:
     """One target of a project, read and checked. Later steps take this and nothing wider.
@@ -88,6 +97,12 @@ class ResolvedTarget:
         if len(self.target.channels) > 1:
             command += f" --channel {self.choice.channel}"
         return command
+
+    @property
+    def system(self) -> str:
+        """The distribution of the image, as package URLs name it; empty if it is unknown."""
+        base = self.versions.bases.get(self.choice.base or "")
+        return _SYSTEMS.get(base.suite if base else "", "")
 
     @property
     def roots(self) -> tuple[str, ...]:

@@ -8,19 +8,20 @@ imported where they are used: they take two seconds.
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from primus_images import __version__
 from primus_images.errors import InputError
+from primus_images.gates.contents import Stated
 from primus_images.plan.action import Composed
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences
 from primus_images.terminal import Screen
-from primus_images.versions.lock import LockedFile
+from primus_images.versions.lock import LockedFile, normalised
 
 if TYPE_CHECKING:
     from cyclonedx.model.component import Component
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Relation = Literal["CONTAINS", "GENERATED_FROM", "BUILD_TOOL_OF"]
 IMAGE = "SPDXRef-image"
+SYSTEM = "SPDXRef-system"
 _WORDS: dict[Relation, str] = {
     "CONTAINS": "inside",
     "GENERATED_FROM": "built from",
@@ -41,6 +43,7 @@ class Part:
 
     ``licence`` is an SPDX expression, and ``source`` name and version of Debian's source package.
     Both are empty if they are unknown. What comes from the repository has no file and no purl.
+    ``owner`` is what contains it: the image, or the package that brings it along.
     """
 
     identifier: str
@@ -52,17 +55,24 @@ class Part:
     purl: str = ""
     licence: str = ""
     source: str = ""
+    owner: str = IMAGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What an image is made of. ``texts`` are the words of licences that SPDX's list lacks."""
+    """What an image is made of. ``texts`` are the words of licences that SPDX's list lacks.
+
+    ``system`` is its distribution (``debian-12``; empty if unknown), and ``needs`` are pairs of
+    identifiers: a part, and one that it depends on.
+    """
 
     ref: str
     sha256: str
     created: datetime
     parts: Sequence[Part]
     texts: dict[str, str]
+    system: str = ""
+    needs: Sequence[tuple[str, str]] = ()
 
     @property
     def namespace(self) -> str:
@@ -70,8 +80,12 @@ class Contents:
         return f"https://spdx.org/spdxdocs/primus-{self.ref}-{self.sha256}"
 
 
-def contents(image: Composed, source: Checkout, licensed: Licences) -> Contents:
+def contents(
+    image: Composed, source: Checkout, licensed: Licences, stated: Sequence[Stated] = ()
+) -> Contents:
     """Return what the image is made of. Raises InputError if its target has no lock.
+
+    ``stated`` is what its files state of packages: what they depend on, and what they bring along.
 
     A file that only a build needed is ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM``
     a source that was built into a wheel. Components from the repository have its commit as version.
@@ -91,13 +105,69 @@ def contents(image: Composed, source: Checkout, licensed: Licences) -> Contents:
                 relation="CONTAINS",
             )
         )
+    parts += _vendored(stated, parts, licensed)
     return Contents(
         ref=resolved.ref,
         sha256=image.digest.removeprefix("sha256:"),
         created=datetime.fromisoformat(str(image.plan.config["created"])),
         parts=parts,
         texts=licensed.texts,
+        system=resolved.system,
+        needs=_needs(stated, parts),
     )
+
+
+def _vendored(
+    stated: Sequence[Stated], parts: Sequence[Part], licensed: Licences
+) -> Iterator[Part]:
+    """Yield the packages that others bring along, with metadata of their own."""
+    owners = {part.name: part.identifier for part in parts if part.purl.startswith("pkg:pypi")}
+    seen = set()
+    for item in stated:
+        owner = normalised(item.source)
+        identifier = _identifier("vendored", owner, item.name, item.version)
+        if item.kind != "vendored" or identifier in seen:
+            continue
+        seen.add(identifier)
+        yield Part(
+            identifier=identifier,
+            name=item.name,
+            version=item.version,
+            relation="CONTAINS",
+            purl=_pypi(item.name, item.version),
+            licence=licensed.declared.get(f"vendored {owner}/{item.name}", ""),
+            owner=owners.get(owner, IMAGE),
+        )
+
+
+def _pypi(name: str, version: str) -> str:
+    from packageurl import PackageURL
+
+    return PackageURL("pypi", None, name, version).to_string()
+
+
+def _needs(stated: Sequence[Stated], parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """Return the pairs of a part and one that it depends on, each once.
+
+    A requirement for another platform leads to nothing, because that package is not inside.
+    """
+    inside: dict[tuple[str, str], str] = {}
+    for part in parts:
+        if part.relation == "CONTAINS" and part.owner == IMAGE and part.purl:
+            inside[part.purl[:8], part.name] = part.identifier
+    kinds = {"wheel": "pkg:pypi", "deb": "pkg:deb/"}
+    pairs = {}
+    for item in stated:
+        kind = kinds.get(item.kind, "")
+        first = inside.get((kind, item.name))
+        for text in item.requires if first else ():
+            name = text
+            if item.kind == "wheel":
+                name = normalised(re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0])
+            second = inside.get((kind, name))
+            if first and second and first != second:
+                pairs[first, second] = None
+    return sorted(pairs)
 
 
 def _locked(file: LockedFile, resolved: ResolvedTarget, licensed: Licences) -> Part:
@@ -114,7 +184,7 @@ def _locked(file: LockedFile, resolved: ResolvedTarget, licensed: Licences) -> P
         relation=relation,
         file=file.file,
         sha256=file.sha256,
-        purl=purl(file),
+        purl=purl(file, resolved.system),
         licence=licensed.declared.get(f"{kind} {file.name}", ""),
         source=licensed.sources.get(file.name, "") if kind == "deb" else "",
     )
@@ -125,8 +195,10 @@ def _identifier(*words: str | None) -> str:
     return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda match: f"-{ord(match[0]):x}-", text)
 
 
-def purl(file: LockedFile) -> str:
+def purl(file: LockedFile, system: str = "") -> str:
     """Return the package URL of a locked file. It names no host; the checksum identifies the bytes.
+
+    ``system`` is the distribution of its Debian packages, such as ``debian-12``.
 
     See https://github.com/package-url/purl-spec.
     """
@@ -136,7 +208,11 @@ def purl(file: LockedFile) -> str:
         url = PackageURL("pypi", None, file.name, file.version, {"file_name": file.file})
     elif file.kind == "deb":
         arch = "all" if file.file.endswith("_all.deb") else "amd64"
-        url = PackageURL("deb", "debian", file.name, file.version, {"arch": arch})
+        qualifiers = {"arch": arch}
+        if system:
+            qualifiers["distro"] = system
+        maker = system.partition("-")[0] or "debian"
+        url = PackageURL("deb", maker, file.name, file.version, qualifiers)
     elif file.kind == "layer":
         url = PackageURL("oci", None, file.name, f"sha256:{file.sha256}")
     else:
@@ -163,10 +239,15 @@ def spdx(inside: Contents) -> dict[str, Any]:
     relations = [model.Relationship("SPDXRef-DOCUMENT", kind.DESCRIBES, IMAGE)]
     for part in inside.parts:
         packages.append(_spdx_package(part))
-        ends = (IMAGE, part.identifier)
+        ends = (part.owner, part.identifier)
         if part.relation == "BUILD_TOOL_OF":
             ends = (part.identifier, IMAGE)
         relations.append(model.Relationship(ends[0], kind[part.relation], ends[1]))
+    if inside.system:
+        packages.append(_spdx_package(_system(inside), model.PackagePurpose.OPERATING_SYSTEM))
+        relations.append(model.Relationship(IMAGE, kind.CONTAINS, SYSTEM))
+    for first, second in inside.needs:
+        relations.append(model.Relationship(first, kind.DEPENDS_ON, second))
     texts = []
     for reference, text in sorted(inside.texts.items()):
         name = reference.removeprefix("LicenseRef-").rpartition("-")[0]
@@ -187,6 +268,12 @@ def _whole(inside: Contents) -> Part:
         relation="CONTAINS",
         sha256=inside.sha256,
     )
+
+
+def _system(inside: Contents) -> Part:
+    """Return the distribution as a package."""
+    name, _, version = inside.system.partition("-")
+    return Part(identifier=SYSTEM, name=name, version=version, relation="CONTAINS")
 
 
 def _spdx_package(part: Part, purpose: Any = None) -> "Package":
@@ -227,19 +314,24 @@ def cyclonedx(inside: Contents) -> dict[str, Any]:
     from cyclonedx.output.json import JsonV1Dot6
 
     image = _component(_whole(inside), ComponentType.CONTAINER)
-    components = []
-    contained = []
+    by_part = {part.identifier: _component(part, ComponentType.LIBRARY) for part in inside.parts}
+    components = [*by_part.values()]
+    if inside.system:
+        components.append(_component(_system(inside), ComponentType.OPERATING_SYSTEM))
+    below: dict[str, list[Component]] = {}
     for part in inside.parts:
-        component = _component(part, ComponentType.LIBRARY)
-        components.append(component)
         if part.relation == "CONTAINS":
-            contained.append(component)
+            below.setdefault(part.owner, []).append(by_part[part.identifier])
+    for first, second in inside.needs:
+        below.setdefault(first, []).append(by_part[second])
     bom = Bom(
         components=components,
         metadata=BomMetaData(component=image, timestamp=inside.created),
         serial_number=uuid.uuid5(uuid.NAMESPACE_URL, inside.namespace),
     )
-    bom.register_dependency(image, contained)
+    bom.register_dependency(image, below.pop(IMAGE, []))
+    for identifier, others in below.items():
+        bom.register_dependency(by_part[identifier], others)
     document: dict[str, Any] = json.loads(JsonV1Dot6(bom).output_as_string())
     return document
 

@@ -35,7 +35,8 @@ def documents(
     resolved = image.plan.resolved
     files = [_json(GATES, "gates.json", outcome.as_json())]
     if resolved.lock:
-        inside = contents(image, source, licences(facts))
+        stated = [item for layer in facts.values() for item in layer.stated]
+        inside = contents(image, source, licences(facts), stated)
         lock = resolved.lock_path.read_bytes()
         files += [
             Document(media_type=LOCK, name="lock.json", data=lock),
@@ -63,7 +64,9 @@ def provenance(image: Composed, commit: str | None, others: Sequence[Document]) 
         dependencies.append({"name": "source", "digest": {"gitCommit": commit}})
     if resolved.lock:
         for file in resolved.lock.files:
-            dependencies.append({"uri": purl(file), "digest": {"sha256": file.sha256}})
+            dependencies.append(
+                {"uri": purl(file, resolved.system), "digest": {"sha256": file.sha256}}
+            )
     products = []
     for other in others:
         digest = digest_of(other.data).removeprefix("sha256:")

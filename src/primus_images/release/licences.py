@@ -1,7 +1,8 @@
 """The licences that packages declare, as SPDX expressions.
 
-They are in the metadata of wheels, and in the copyright files of Debian. None is guessed: what
-names no licence of SPDX's list, such as "BSD", is a reference to its own words (``LicenseRef-…``).
+They are in the metadata of wheels, and in the copyright files of Debian. ``licences.yaml`` has
+common names and classifiers. None is guessed: what names no licence of SPDX's list, such as "BSD",
+is a reference to its own words (``LicenseRef-…``).
 """
 
 import re
@@ -14,10 +15,16 @@ from pathlib import Path
 from license_expression import ExpressionError, get_spdx_licensing
 
 from primus_images.gates.examined import LayerFacts
+from primus_images.versions.lock import normalised
 from primus_images.yamlfile import read_values
 
 _GNU = re.compile(r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?")
 _SHORT = 60
+# Names of Debian's copyright files: a licence with other names in it, or with an exception.
+_VARIANT = re.compile(r"(BSD-[234]-clause|Expat|MIT|ISC|zlib|Unicode)[-_ ].+", re.I)
+_WITH = re.compile(r"(A?L?GPL-[0-9.]+\+?)[-, ]*(?:with[- ])?(.+?)[- ]exception.*", re.I)
+# A file in free form refers to the licences that every Debian system has.
+_COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9]+(?:\.[0-9]+)*)?)")
 _spdx = cache(get_spdx_licensing)
 
 
@@ -42,10 +49,20 @@ class Licences:
         for key, value in rows:
             fields.setdefault(key, []).append(value)
         if fields.get("License-Expression"):
-            return fields["License-Expression"][0]
+            text = fields["License-Expression"][0]
+            return _expression(text) or self.named(text, text)
         names = [name for name in fields.get("License", ()) if name.upper() != "UNKNOWN"]
-        if not names:
-            names = [value.rpartition(" :: ")[2] for value in fields.get("Classifier", ())]
+        classifiers = []
+        for value in fields.get("Classifier", ()):
+            words = value.rpartition(" :: ")[2]
+            if words not in ("OSI Approved", "DFSG approved"):
+                classifiers.append(words)
+        declared = [listed_name(name) for name in names]
+        if not names or not all(declared):
+            # The classifier may be clear where the field is not.
+            clear = [listed_name(name) for name in classifiers]
+            if classifiers and (not names or all(clear)):
+                names = classifiers
         return _all_of([self.named(name, name) for name in names])
 
     def of_copyright(self, text: str) -> str:
@@ -56,7 +73,8 @@ class Licences:
         if not text:
             return ""
         if "copyright-format/1.0" not in text[:800]:
-            return self.reference("copyright", text)
+            common = [listed_name(name) for name in dict.fromkeys(_COMMON.findall(text))]
+            return _all_of(common) or self.reference("copyright", text)
         bodies: dict[str, str] = {}
         names = []
         for stanza in re.split(r"\n\s*\n", text):
@@ -87,14 +105,7 @@ class Licences:
         name = name.strip().partition("\n")[0].strip()
         if not name:
             return ""
-        gnu = _GNU.fullmatch(name)
-        if gnu:
-            family, version, later = gnu.groups()
-            if "." not in version and family != "GFDL":
-                version = f"{version}.0"
-            suffix = "or-later" if later else "only"
-            return f"{family}-{version}-{suffix}"
-        return licence_names().get(name.lower()) or _expression(name) or self.reference(name, text)
+        return listed_name(name) or self.reference(name, text)
 
     def reference(self, name: str, text: str) -> str:
         """Return a reference to the words ``text``, and keep them."""
@@ -114,6 +125,15 @@ def licences(facts: Mapping[str, LayerFacts]) -> Licences:
         for package in layer.stated:
             if package.kind == "wheel":
                 expression = result.of_wheel(package.licence)
+                if unlisted(expression):
+                    words = copyrights.get(f"wheel {package.name}", "")
+                    expression = licence_in(words) or expression
+            elif package.kind == "vendored":
+                expression = result.of_wheel(package.licence)
+                if expression:
+                    owner = normalised(package.source)
+                    result.declared[f"vendored {owner}/{package.name}"] = expression
+                continue
             elif package.kind == "deb":
                 result.sources[package.name] = package.source
                 # The text, or the name of a package with the same text.
@@ -124,6 +144,65 @@ def licences(facts: Mapping[str, LayerFacts]) -> Licences:
             if expression:
                 result.declared[f"{package.kind} {package.name}"] = expression
     return result
+
+
+def listed_name(name: str) -> str:
+    """Return the expression of SPDX for the name of a licence; empty for what its list lacks."""
+    name = " ".join(name.split())
+    gnu = _GNU.fullmatch(name)
+    if gnu:
+        family, version, later = gnu.groups()
+        if "." not in version and family != "GFDL":
+            version = f"{version}.0"
+        suffix = "or-later" if later else "only"
+        return f"{family}-{version}-{suffix}"
+    listed = licence_names().get(name.lower()) or _expression(name)
+    if listed:
+        return listed
+    exception = _WITH.fullmatch(name)
+    if exception:
+        licence = listed_name(exception[1])
+        words = re.sub(r"[- ][0-9.]+$", "", exception[2].lower())
+        known = _names_in("exceptions").get(words)
+        if licence and known:
+            return _expression(f"{licence} WITH {known}") or licence
+        return licence
+    variant = _VARIANT.fullmatch(name)
+    if variant:
+        return licence_names().get(variant[1].lower(), "")
+    return ""
+
+
+def licence_in(text: str) -> str:
+    """Return the licence whose words a text has; empty unless it is exactly one that is known."""
+    words = " ".join(re.findall("[a-z0-9]+", text.lower()))
+    known = []
+    if "apache license version 2 0 january 2004" in words:
+        known.append("Apache-2.0")
+    if "permission is hereby granted free of charge to any person obtaining a copy" in words:
+        known.append("MIT")
+    if "redistribution and use in source and binary forms with or without modif" in words:
+        clauses = "BSD-2-Clause"
+        if "endorse or promote products" in words:
+            clauses = "BSD-3-Clause"
+        if "all advertising materials" in words:
+            clauses = "BSD-4-Clause"
+        known.append(clauses)
+    return known[0] if len(known) == 1 else ""
+
+
+def unlisted(expression: str) -> bool:
+    """Whether an expression names no licence of SPDX's list, and is not in the public domain.
+
+    What is not declared at all is unlisted, too.
+    """
+    names = re.findall(r"[A-Za-z0-9.+-]+", expression)
+    words = [name for name in names if name not in ("AND", "OR", "WITH", "NOASSERTION")]
+    for name in words:
+        bare = name.removeprefix("LicenseRef-").lower()
+        if bare == name.lower() or bare.startswith(("public-domain", "pd")):
+            return False
+    return True
 
 
 @cache
@@ -140,10 +219,17 @@ def licence_names() -> dict[str, str]:
 
     Common names of no standard are among them.
     """
-    names: dict[str, str] = dict(read_values(Path(__file__).with_name("licences.yaml")).data)
+    names = dict(_names_in("licences"))
     for key in _spdx().known_symbols:
         if not key.startswith("LicenseRef"):
             names[key.lower()] = key
+    return names
+
+
+@cache
+def _names_in(part: str) -> dict[str, str]:
+    """Return a part of ``licences.yaml``."""
+    names: dict[str, str] = read_values(Path(__file__).with_name("licences.yaml")).data[part]
     return names
 
 

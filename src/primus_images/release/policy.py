@@ -12,7 +12,7 @@ from primus_images.errors import CheckFailed, InputError, nearest
 from primus_images.gates.rules import gates
 from primus_images.release.artifact import Document
 from primus_images.release.documents import GATES, IN_TOTO, SPDX, VALIDATION
-from primus_images.release.licences import licence_names
+from primus_images.release.licences import licence_names, unlisted
 from primus_images.release.vulnerabilities import audit, load_accepted
 from primus_images.schema import build
 from primus_images.terminal import some
@@ -34,6 +34,7 @@ class Policy:
     found: float = 0.0
     alarms: float = 1.0
     refused_licences: tuple[str, ...] = ()
+    unknown_licences: int | None = None
     osv: str | None = None
     accepted: str | None = None
 
@@ -265,11 +266,36 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
         for package in bill["packages"]:
             for licence in _refused(package["licenseDeclared"], policy.refused_licences):
                 reasons.append(f"{package['name']} {package['versionInfo']} is under {licence}")
+        names, _ = unknown_licences(bill)
+        if policy.unknown_licences is not None and len(names) > policy.unknown_licences:
+            reasons.append(
+                f"the licences of {len(names)} packages are unknown, more than "
+                f"{policy.unknown_licences}: {some(names, 5)}"
+            )
         if policy.osv:
             findings, unseen = audit(bill, Path(policy.osv), load_accepted(policy.accepted))
             reasons += [f"{policy.osv}: {sentence}" for sentence in unseen]
             reasons += [finding.sentence(today) for finding in findings if finding.is_open(today)]
     return reasons
+
+
+def licence_line(documents: Sequence[Document]) -> str:
+    """Return how many licences in an SPDX document among ``documents`` are unknown."""
+    for bill in _contents(documents, SPDX):
+        names, total = unknown_licences(bill)
+        line = f"licences: {len(names)} of {total} unknown"
+        return f"{line} ({some(names, 5)})" if names else line
+    return ""
+
+
+def unknown_licences(bill: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return the packages of an SPDX document whose licences SPDX's list does not name.
+
+    The second value is the number of all packages from elsewhere.
+    """
+    packages = [package for package in bill["packages"] if "externalRefs" in package]
+    names = [package["name"] for package in packages if unlisted(package["licenseDeclared"])]
+    return names, len(packages)
 
 
 def _refused(expression: str, refused: Collection[str]) -> list[str]:

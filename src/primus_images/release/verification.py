@@ -24,6 +24,7 @@ from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.recipe import misstated
 from primus_images.release.artifact import Document
+from primus_images.release.bills import IMAGE
 from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.reference import reference
@@ -492,7 +493,8 @@ def _packages_inside(
     """Return the versions of the wheels and Debian packages that a bill says are in the image."""
     inside = set()
     for relation in relations:
-        if relation["relationshipType"] != "BUILD_TOOL_OF":
+        kind = relation["relationshipType"]
+        if kind in ("CONTAINS", "GENERATED_FROM") and relation["spdxElementId"] == IMAGE:
             inside.add(relation["relatedSpdxElement"])
     wheels: dict[str, str] = {}
     debs: dict[str, str] = {}

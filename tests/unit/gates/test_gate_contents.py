@@ -54,6 +54,7 @@ def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
     ]
     assert [(s.kind, s.name, s.version) for s in observe(files).stated] == [
         ("wheel", "foo-bar", "1.2"),
+        ("vendored", "zipp", "1"),
         ("deb", "libc6", "2.36-9+deb12u13"),
         ("header", "rccl", "2.30.4"),
     ]

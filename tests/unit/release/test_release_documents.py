@@ -22,9 +22,15 @@ from primus_images.recipes.recipe import digest_of_recipe
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
 from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx
-from primus_images.release.documents import provenance as provenance_of
+from primus_images.release.documents import SPDX, provenance as provenance_of
 from primus_images.release.git import Checkout
-from primus_images.release.licences import Licences, licences
+from primus_images.release.licences import Licences, licence_in, licences
+from primus_images.release.policy import (
+    Policy,
+    forbidden_in,
+    licence_line,
+    unknown_licences,
+)
 from primus_images.release.records import records_of
 from primus_images.release.reference import on_this_machine
 from primus_images.training.judge.record import RecordedImage
@@ -51,6 +57,7 @@ def image(lock: Lock, **local: str) -> Any:
         ref="v26.11-x",
         name="x",
         roots=[BASES[lock.channel]],
+        system="debian-12" if BASES[lock.channel] == "bookworm" else "ubuntu-24.04",
         versions=SimpleNamespace(release="v26.11", supported_until="2027-05-20"),
         choice=SimpleNamespace(channel=lock.channel, preview=None),
         gpu=None,
@@ -75,6 +82,28 @@ WHEELS: dict[str, tuple[list[tuple[str, str]], str]] = {
         [("License", "Apache 2.0"), ("Classifier", "License :: OSI Approved :: BSD License")],
         "Apache-2.0",
     ),
+    "trove": (
+        [("Classifier", "License :: OSI Approved :: Apache Software License")],
+        "Apache-2.0",
+    ),
+    "unclear field": (
+        [
+            ("License", "see LICENSE"),
+            ("Classifier", "License :: OSI Approved"),
+            ("Classifier", "License :: OSI Approved :: MIT License"),
+        ],
+        "MIT",
+    ),
+    "two": (
+        [
+            ("Classifier", "License :: OSI Approved :: MIT License"),
+            ("Classifier", "License :: OSI Approved :: GNU General Public License v3 (GPLv3)"),
+        ],
+        "MIT AND GPL-3.0-only",
+    ),
+    "small letters": ([("License-Expression", "mit or apache-2.0")], "MIT OR Apache-2.0"),
+    "no expression": ([("License-Expression", "my own")], "LicenseRef-my-own-"),
+    "words": ([("License", "BSD")], "BSD-3-Clause"),
     "combined": ([("License", "MPL-2.0 AND MIT")], "MPL-2.0 AND MIT"),
     "classifier": (
         [("License", "UNKNOWN"), ("Classifier", "License :: OSI Approved :: MIT License")],
@@ -111,7 +140,13 @@ FACTS = LayerFacts(
         *(stated("wheel", name, rows) for name, (rows, _) in WHEELS.items()),
         *(stated("deb", n) for n in DEBS),
     ),
-    copyrights={name: text for name, (text, _) in DEBS.items() if text},
+    copyrights={
+        **{name: text for name, (text, _) in DEBS.items() if text},
+        "wheel words": (
+            "Redistribution and use in source and binary forms, with or\nwithout modification, are "
+            "permitted … to endorse or promote products derived from this software"
+        ),
+    },
 )
 
 
@@ -144,6 +179,13 @@ def declared(lock: Lock) -> Licences:
         ("GFDL-1.3", "GFDL-1.3-only"),
         ("GFDL-2", "GFDL-2-only"),
         ("  MIT\nand more", "MIT"),
+        ("GPL-3+ with Bison exception", "GPL-3.0-or-later WITH Bison-exception-2.2"),
+        ("GPL-2+-with-Libtool-exception", "GPL-2.0-or-later WITH Libtool-exception"),
+        ("GPL-2 with Linux-syscall-note exception", "GPL-2.0-only WITH Linux-syscall-note"),
+        ("GPL-3+ with odd exception", "GPL-3.0-or-later"),
+        ("BSD-3-clause-JANET", "BSD-3-Clause"),
+        ("BSD-4-clause-KTH", "BSD-4-Clause"),
+        ("MIT-OpenVision", "MIT"),
         ("", ""),
     ],
 )
@@ -162,9 +204,123 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     assert (
         JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(inside))) is None
     )
-    assert len(document["packages"]) == len(lock.files) + 2
+    assert len(document["packages"]) == len(lock.files) + 3
     assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
-    assert document["packages"][-1]["versionInfo"] == "c" * 40 + "+edited"
+    *_, local, system = document["packages"]
+    assert local["versionInfo"] == "c" * 40 + "+edited"
+    assert system["primaryPackagePurpose"] == "OPERATING_SYSTEM"
+
+
+STATED = (
+    Stated("wheel", "setuptools", "1", "x", requires=("packaging >= 24; python_version < '4'",)),
+    Stated("wheel", "packaging", "1", "x", requires=("nothing",)),
+    Stated("deb", "libc6", "2", "x", requires=("libgcc-s1",)),
+    Stated("vendored", "more-itertools", "10.8", "x", (), (("License", "MIT"),), "setuptools"),
+    Stated("vendored", "wheel", "0.46", "x", source="setuptools"),
+    Stated("vendored", "wheel", "0.46", "y", source="setuptools"),
+    Stated("vendored", "lost", "1", "x", source="nobody"),
+)
+
+
+def test_the_bill_has_the_system_what_is_brought_along_and_what_depends_on_what() -> None:
+    names = ("setuptools", "packaging", "libc6", "libgcc-s1")
+    files = []
+    for name in names:
+        is_deb = name.startswith("lib")
+        files.append(
+            LockedFile(
+                kind="deb" if is_deb else "wheel",
+                name=name,
+                version="1",
+                file=f"{name}_1_amd64.deb" if is_deb else f"{name}-1.whl",
+                size=1,
+                sha256="0" * 64,
+                base="bookworm" if is_deb else None,
+            )
+        )
+    lock = Lock(target="x", channel="pypi", pins={}, files=tuple(files))
+    licensed = licences({"layer": LayerFacts(stated=list(STATED))})
+    inside = contents(image(lock), Checkout(None, []), licensed, STATED)
+    ids = {part.name: part.identifier for part in inside.parts}
+    assert set(inside.needs) == {
+        (ids["setuptools"], ids["packaging"]),
+        (ids["libc6"], ids["libgcc-s1"]),
+    }
+    bill = spdx(inside)
+    rows = set()
+    for relation in bill["relationships"]:
+        rows.add(
+            tuple(
+                relation[key] for key in ("spdxElementId", "relationshipType", "relatedSpdxElement")
+            )
+        )
+    assert (ids["setuptools"], "CONTAINS", ids["more-itertools"]) in rows
+    assert (IMAGE, "CONTAINS", ids["lost"]) in rows
+    assert (IMAGE, "CONTAINS", "SPDXRef-system") in rows
+    assert (ids["libc6"], "DEPENDS_ON", ids["libgcc-s1"]) in rows
+    by_name = {package["name"]: package for package in bill["packages"]}
+    assert by_name["more-itertools"]["licenseDeclared"] == "MIT"
+    (reference,) = by_name["libc6"]["externalRefs"]
+    assert reference["referenceLocator"] == "pkg:deb/debian/libc6@1?arch=amd64&distro=debian-12"
+    document = cyclonedx(inside)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(document)) is None
+    kinds = {row["name"]: row["type"] for row in document["components"]}
+    assert kinds["debian"] == "operating-system"
+    below = {row["ref"]: row.get("dependsOn", []) for row in document["dependencies"]}
+    assert ids["more-itertools"] in below[ids["setuptools"]]
+
+
+def bill_of(*declared: str) -> dict[str, Any]:
+    packages = []
+    for number, licence in enumerate(declared):
+        row = {"name": f"p{number}", "versionInfo": "1", "licenseDeclared": licence}
+        packages.append({**row, "externalRefs": []})
+    return {"packages": [{"name": "primus", "licenseDeclared": "NOASSERTION"}, *packages]}
+
+
+@pytest.mark.parametrize(
+    ("licence", "unknown"),
+    [
+        ("MIT", False),
+        ("NOASSERTION", True),
+        ("LicenseRef-BSD-49d9777d", True),
+        ("LicenseRef-public-domain-49d9777d", False),
+        ("GPL-2.0-only AND LicenseRef-x-49d9777d", False),
+        ("LicenseRef-x-1 OR LicenseRef-y-2", True),
+        ("", True),
+    ],
+)
+def test_unknown_licences_are_counted(licence: str, unknown: bool) -> None:
+    names, total = unknown_licences(bill_of(licence, "MIT"))
+    assert (names, total) == (["p0"] if unknown else [], 2)
+
+
+@pytest.mark.parametrize(("most", "refused"), [(None, False), (2, False), (1, True), (0, True)])
+def test_a_policy_can_refuse_what_it_cannot_judge(most: int | None, refused: bool) -> None:
+    data = json.dumps(bill_of("NOASSERTION", "LicenseRef-BSD-1", "MIT")).encode()
+    documents = [Document(media_type=SPDX, name="sbom.spdx.json", data=data)]
+    reasons = forbidden_in(documents, Policy(unknown_licences=most))
+    assert bool(reasons) is refused
+    if refused:
+        assert "the licences of 2 packages are unknown" in reasons[0]
+    assert licence_line(documents) == "licences: 2 of 3 unknown (p0, p1)"
+
+
+@pytest.mark.parametrize(
+    ("words", "licence"),
+    [
+        ("Apache License\n  Version 2.0, January 2004", "Apache-2.0"),
+        ("Permission is hereby granted, free of charge, to any person obtaining a copy", "MIT"),
+        (
+            "Redistribution and use in source and binary forms, with or without modif…",
+            "BSD-2-Clause",
+        ),
+        ("Do what you like.", ""),
+        ("", ""),
+    ],
+)
+def test_the_words_of_a_licence_are_known(words: str, licence: str) -> None:
+    assert licence_in(words) == licence
 
 
 def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
@@ -178,7 +334,8 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
             continue
         tool = relation["relationshipType"] == "BUILD_TOOL_OF"
         package = names[relation["spdxElementId" if tool else "relatedSpdxElement"]]
-        kinds.setdefault(relation["relationshipType"], set()).add(package["packageFileName"])
+        if package["SPDXID"] != "SPDXRef-system":
+            kinds.setdefault(relation["relationshipType"], set()).add(package["packageFileName"])
     assert kinds["CONTAINS"] == {
         f.file for f in lock.files if f.base == "bookworm" or (f.kind == "wheel" and f.base is None)
     }

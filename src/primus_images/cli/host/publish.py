@@ -100,6 +100,9 @@ def _judgement(ready: Ready, repository: str) -> Iterator[str]:
         yield f"    ✗ {objection}"
     for document in ready.documents:
         yield f"    + {document.name}"
+    licences = policy.licence_line(ready.documents)
+    if licences:
+        yield f"    {licences}"
 
 
 def _judged(ready: Ready) -> dict[str, Any]:

@@ -25,4 +25,6 @@ def sbom(args: argparse.Namespace) -> int:
 def contents_of_target(args: argparse.Namespace) -> Contents:
     """Return what the image of the requested target is made of."""
     resolved, examined = examined_target(args)
-    return contents(examined.image, checkout(resolved.root), licences(examined.facts))
+    stated = [item for layer in examined.facts.values() for item in layer.stated]
+    source = checkout(resolved.root)
+    return contents(examined.image, source, licences(examined.facts), stated)

@@ -80,6 +80,8 @@ def versions_inside(
     findings = []
     for layer, stated in layers:
         for item in stated:
+            if item.kind == "vendored":  # its owner was locked
+                continue
             known = seen[item.kind]
             finding = _difference(
                 layer, item, expected[item.kind].get(item.name), known.get(item.name)

@@ -281,6 +281,10 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
         "+      - {wheel: transformers-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
     )
     assert f"{LOCK}: 7 files, 0.0 MB; 2 changed" in shown.out
+    assert (
+        "! transformers moves to 1.1+rocm10.1.0; `behind` in versions.yaml says: it is small"
+        in shown.out
+    )
     assert (kit.root / "versions.yaml").read_text() == before
     assert kit.primus("bump", "transformers", "--commit").code == 0
     made = kit.primus("bump", "tool=1.1", "--release", "v26.12", "--commit")
@@ -358,8 +362,18 @@ def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Se
         shown = kit.primus("bump", *names.split())
         moved = re.findall(r"(?m)^\+ .*wheel: (\w+), version: ([^,]+),", shown.out)
         assert sorted(moved) == sorted(expected), shown.err
-    for word in ("frame=1.2+cu130", "jit=3.3+cu130", "jit=3.2"):
-        assert "no index offers" in kit.primus("bump", word).err
+    follows = "does not fit: it follows frame, whose wheel names 3.0"
+    for word, reason in {
+        "frame=1.2+cu130": "no index offers frame 1.2+cu130",
+        "frame=7": "no index offers frame 7",
+        "jit=3.2": f"jit 3.2 {follows}",
+        "jit=3.3+cu130": f"jit 3.3+cu130 {follows}",
+    }.items():
+        assert reason in kit.primus("bump", word).err
+    some = kit.primus("bump", "frame=1.1").out
+    assert "! frame moves for demo only; for plain, frame 1.1 is another build" in some
+    alone = kit.primus("bump", "jit").out
+    assert "! jit moves for demo only; for plain, no newer version fits (pinned: 3.1)" in alone
     refused = kit.primus("bump", "trainer=2.0")
     assert (
         refused.code,

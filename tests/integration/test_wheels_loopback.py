@@ -11,6 +11,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,19 @@ def test_wrong_bytes_are_named_and_never_kept(index: Server, tmp_path: Path) -> 
     zeros = hashlib.sha256(bytes(small.size)).hexdigest()
     assert all(word in message for word in (small.file, small.sha256, zeros, index.url))
     assert not cache.path(small.sha256).exists()
+
+
+@pytest.mark.parametrize("more", [1, -1, 4096])
+def test_a_size_that_somebody_edited_is_named(index: Server, tmp_path: Path, more: int) -> None:
+    """Also where the file was fetched before: its bytes are right, and the lock is not."""
+    small = _resolve(_request(small="1.1"))["small"]
+    edited = replace(small, size=small.size + more)
+    for cache in (FileCache(tmp_path / "new"), FileCache(tmp_path / "old")):
+        if cache.root.name == "old":
+            _fetch([small], cache)
+        message = _within(9, partial(_fetch, [edited], cache), InputError)
+        assert f"the lock says {edited.size} of the same sha256" in message
+        assert f"has {small.size} bytes" in message
 
 
 def test_a_replaced_file_is_convicted_by_its_index_entry(index: Server, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _needs(stated: Sequence[Stated], parts: Sequence[Part]) -> list[tuple[str, s
         if part.relation == "CONTAINS" and part.owner == IMAGE and part.purl:
             inside[part.purl[:8], part.name] = part.identifier
     kinds = {"wheel": "pkg:pypi", "deb": "pkg:deb/"}
-    pairs = {}
+    pairs: dict[tuple[str, str], None] = {}
     for item in stated:
         kind = kinds.get(item.kind, "")
         first = inside.get((kind, item.name))

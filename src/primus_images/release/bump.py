@@ -112,6 +112,23 @@ class Outlooks:
             return outlook._replace(error=error.message)
         return outlook
 
+    def refusal(self, place: Place, version: str) -> str:
+        """Return why a pin cannot become ``version``, although an index may offer it."""
+        leader = self._leader(self.uses[place][0], place[0])
+        offers = {str(offer) for offer in self._offered(place)}
+        if version not in offers:
+            return f"no index offers {place[0]} {version}"
+        if leader:
+            user = self.uses[place][0]
+            named_version = self._named(user, user.pins, place[0]) or "none"
+            return (
+                f"{place[0]} {version} does not fit: it follows {leader}, whose wheel names "
+                f"{named_version}"
+            )
+        if _build(Version(version)) != _build(Version(self._pin(place).version or "")):
+            return f"{place[0]} {version} is another build than the pinned one"
+        return f"{place[0]} {version} does not fit the pins that move with it"
+
     def _pin(self, place: Place) -> Pin:
         return self.uses[place][0].pins[place[0]]
 

@@ -188,7 +188,18 @@ class _Fetch:
                 continue
             if not self._cache.put(path, file.sha256):
                 raise _other_bytes(file, source, "other bytes")
+            self._require_size(file)
             path.unlink()
+
+    def _require_size(self, file: LockedFile) -> None:
+        """Raise InputError if the right bytes are not as many as the lock says."""
+        size = self._cache.size(file.sha256)
+        if size != file.size:
+            raise InputError(
+                f"{file.file} has {size} bytes, and the lock says {file.size} of the same sha256: "
+                "the lock was edited",
+                hint=f"primus lock --refresh-package {file.name}",
+            )
 
     def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
         failure: HostError | None = None
@@ -210,6 +221,7 @@ class _Fetch:
             raise _other_bytes(file, offer.url, f"sha256 {sha256}")
         with self._cache.part(file.sha256) as part:
             if part is None:
+                self._require_size(file)
                 return True
             # What is there already may come from another source or a bad disk. Only a file read in
             # one go proves that the source is wrong.
@@ -219,6 +231,7 @@ class _Fetch:
                     return False
                 sha256 = self._cache.commit(part, file.sha256)
                 if sha256 == file.sha256:
+                    self._require_size(file)
                     return True
         raise _other_bytes(file, offer.url, f"sha256 {sha256}")
 

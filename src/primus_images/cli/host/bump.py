@@ -45,7 +45,8 @@ def bump(args: argparse.Namespace) -> int:
     if args.release:
         _require_later(args.release, project.versions.release)
     with answer_of("the Python indexes"):
-        moves = _moves(args)
+        moves, remarks = _moves(args)
+    remarks += _behind(project.versions.components, moves)
     old = (project.root / "versions.yaml").read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
@@ -56,11 +57,18 @@ def bump(args: argparse.Namespace) -> int:
     if new != old:
         message = _message(project.versions.components, moves, args.release)
         lines = [*_difference(old, new), *map(_summary, locks), "", message]
+    lines += [f"! {remark}" for remark in remarks]
     changes = []
     for relocked in locks:
         rows = [change._asdict() for change in compare(relocked.old, relocked.new)]
         changes.append({"lock": relocked.name, "changes": rows})
-    answer(args, {"moves": named(moves), "locks": changes, "message": message}, lines)
+    document = {
+        "moves": named(moves),
+        "locks": changes,
+        "message": message,
+        "remarks": remarks,
+    }
+    answer(args, document, lines)
     if new != old and (args.write or args.commit):
         texts = {"versions.yaml": new}
         for relocked in locks:
@@ -99,14 +107,29 @@ def _patched(release: str) -> str:
     return ".".join(release.split(".")[:2])
 
 
-def _moves(args: argparse.Namespace) -> Moves:
+def _behind(components: Mapping[str, Component], moves: Moves) -> list[str]:
+    """Return the reasons in versions.yaml for an older version of what moves."""
+    remarks = []
+    for name, version in named(moves).items():
+        reason = components[name].behind
+        if reason:
+            remarks.append(
+                f"{name} moves to {version}; `behind` in versions.yaml says: {reason}. Check that, "
+                "and remove the reason if it is over"
+            )
+    return remarks
+
+
+def _moves(args: argparse.Namespace) -> tuple[Moves, list[str]]:
+    """Return the moves that are asked for, and what is to be said of them."""
     outlooks = Outlooks(resolved_or_all(args))
     names = list(dict.fromkeys(name for name, _ in outlooks.uses))
     moves: Moves = {}
+    remarks: list[str] = []
     for name, version in list(_requested(args, names)):
         # After those that moved already, so that all of them fit each other.
-        moves = _moved(outlooks, name, version, moves)
-    return moves
+        moves = _moved(outlooks, name, version, moves, remarks)
+    return moves, remarks
 
 
 def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -133,10 +156,16 @@ def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple
         yield name, version or None
 
 
-def _moved(outlooks: Outlooks, name: str, version: str | None, moves: Moves) -> Moves:
-    """Return ``moves`` with those of one component."""
-    found = False
-    targets: list[str] = []
+def _moved(
+    outlooks: Outlooks, name: str, version: str | None, moves: Moves, remarks: list[str]
+) -> Moves:
+    """Return ``moves`` with those of one component.
+
+    ``remarks`` get the targets that stay while others move.
+    """
+    moving: list[str] = []
+    staying: list[str] = []
+    reasons: list[str] = []
     places = [place for place in outlooks.uses if place[0] == name]
     if version is None:
         places = [place for place in places if place not in moves]
@@ -146,14 +175,25 @@ def _moved(outlooks: Outlooks, name: str, version: str | None, moves: Moves) -> 
             raise HostError(
                 f"{name}: {outlook.error}", hint="name the components that can be moved"
             )
-        found = found or outlook.compatible is not None
-        targets += outlook.targets
+        if outlook.compatible is not None:
+            moving += outlook.targets
+        elif version != outlook.pinned and (version or outlook.newest):
+            staying += outlook.targets
+            reason = "no newer version fits"
+            if version:
+                reason = outlooks.refusal(place, version)
+            reasons.append(f"{reason} (pinned: {outlook.pinned})")
         moves = outlook.moves or moves
-    if version and not found:
+    if version and not moving and staying:
         raise InputError(
-            f"no index offers {name} {version} for {', '.join(targets)}",
+            f"{reasons[0]}, for {', '.join(staying)}",
             hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and "
             "fits what it `follows`",
+        )
+    if moving and staying:
+        remarks.append(
+            f"{name} moves for {', '.join(moving)} only; for {', '.join(staying)}, "
+            f"{'; '.join(dict.fromkeys(reasons))}"
         )
     return moves
 

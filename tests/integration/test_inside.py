@@ -22,6 +22,7 @@ SCRIPTS = (
     "collectives",
     "best_evaluation",
     "odd_weights",
+    "finetune_matrix some",
     "reference_models",
     "data",
     "deepseek",
@@ -32,7 +33,7 @@ SCRIPTS = (
     "burn_in --tries 5 element stuck-rank",
 )
 # The same for every family and fault, and for the second architecture of a vendor.
-LONG = ("exports", "burn_in", "compiled_kernels gfx950")
+LONG = ("exports", "finetune_matrix every", "burn_in", "compiled_kernels gfx950")
 
 
 @pytest.mark.parametrize(

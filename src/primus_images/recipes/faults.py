@@ -31,6 +31,7 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
     evaluation = recipe.section("eval")
     is_mock = recipe.get("assets.corpus", str) == MOCK
     yield from _column_faults(recipe)
+    yield from _saving_faults(recipe)
     yield from _tokenizer_faults(recipe)
     if evaluation:
         yield from _evaluation_faults(recipe, evaluation)
@@ -40,6 +41,13 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
     if packing:
         yield from _packing_faults(recipe)
+
+
+def _saving_faults(recipe: Recipe) -> Iterator[Fault]:
+    interval = recipe.find(recipe.knows.key("checkpoint"), 0)
+    if interval and "saving.minutes" in recipe.settings:
+        why = "checkpoints are saved after steps or after minutes"
+        yield "saving.minutes", why, "checkpoint=500, or checkpoint=30m"
 
 
 def _tokenizer_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -14,6 +14,7 @@ from primus_images.yamlfile import value as typed_value
 _ASSETS = ("corpus", "tokenizer", "chat_template")
 # Sections of settings that belong to no backend.
 _COMMON_SECTIONS = ("validation", "assets", "model", "ranks")
+_MINUTES_OF = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 # YAML also reads signs, other bases and other spellings of true.
 _SPELLINGS = {"nodes": "[0-9]{1,9}", "proxy": "true|false"}
 
@@ -74,7 +75,7 @@ def _choice(key: str, text: str) -> Value:
 
 def is_setting(key: str) -> bool:
     """Whether ``key`` is the name of a setting of any backend, long or short."""
-    return key in _ASSETS or key in recipe_rules() or bool(backends_with(key))
+    return key in (*_ASSETS, "keep") or key in recipe_rules() or bool(backends_with(key))
 
 
 def backends_with(key: str) -> list[str]:
@@ -95,6 +96,10 @@ def read_override(word: str, backend: Backend) -> Override:
             where=COMMAND_LINE,
             hint="example: training.steps=5",
         )
+    minutes = _minutes(text)
+    if key == "checkpoint" and minutes:
+        origin = f"{COMMAND_LINE}: {word}"
+        return Override(value=minutes, origin=origin, word=word, key="saving.minutes")
     key = _long_name(key, backend)
     full = key
     if _is_native(key, backend):
@@ -106,9 +111,19 @@ def read_override(word: str, backend: Backend) -> Override:
     return Override(value=value, origin=origin, word=f"{key}={text}", key=full)
 
 
+def _minutes(text: str) -> float:
+    """Return the minutes of a time such as ``30m`` or ``2h``; 0 for other text."""
+    match = re.fullmatch(r"([0-9]{1,6})([smh])", text)
+    if not match:
+        return 0.0
+    return int(match[1]) * _MINUTES_OF[match[2]]
+
+
 def _long_name(key: str, backend: Backend) -> str:
     if key in _ASSETS:
         return f"assets.{key}"
+    if key == "keep":
+        return "saving.keep"
     native = backend.keys.get(key) or backend.degrees.get(key)
     if native:
         return f"{backend.name}.{native}"

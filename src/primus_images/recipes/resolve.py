@@ -26,6 +26,7 @@ from primus_images.recipes.faults import (
     model_faults,
     rank_faults,
 )
+from primus_images.recipes.long import settings_of_long_run
 from primus_images.recipes.overrides import Override, choices_among, read_override, set_twice
 from primus_images.recipes.published import kind_faults, published_faults
 from primus_images.recipes.recipe import Recipe
@@ -149,6 +150,7 @@ def _resolve(draft: Draft, place: Place) -> Recipe:
         draft = _take_sizes(draft, draft.weights)
     draft = _override(draft)
     draft = _settle_steps(draft)
+    draft = draft.with_settings(settings_of_long_run(draft.backend, draft.settings, draft.typed))
     draft = _list_values(draft)
     strict.check(draft.settings, draft.source, draft.backend)
     recipe = _recipe(draft)

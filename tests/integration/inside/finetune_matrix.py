@@ -62,8 +62,8 @@ TEMPLATE = (
 )
 # The largest difference of logits, as a share of the largest logit.
 TOLERANCE = 2e-5
-# Cells of CI: each kind, mode and switch is in one of them.
-SOME = (0, 14, 29, 43, 55, 61, 79, 95)
+# Cells of CI: most kinds, and each mode and switch, are in one of them.
+SOME = (14, 32, 43, 61, 79, 95)
 
 
 @dataclass(frozen=True, kw_only=True)

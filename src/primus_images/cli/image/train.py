@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from primus_images.cli.image.request import ChoiceOptions, Request
 from primus_images.cli.verb import answer, note, parser_of_shared
 from primus_images.errors import HostError, InputError, PrimusError
 from primus_images.gpus.detect import detect
+from primus_images.recipes.architecture import size
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.published import another_model
 from primus_images.recipes.recipe import Recipe
@@ -38,6 +40,8 @@ from primus_images.training.run.outcome import Outcome
 from primus_images.training.text import encoder, tokens
 
 COMPILED = Path("runs", ".compile-cache")
+# Of a parameter in a checkpoint: itself, and two moments of AdamW, in float32.
+_BYTES_SAVED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +218,25 @@ def _print_warnings(job: Job, options: RunOptions) -> None:
 def _print_headline(job: Job, options: RunOptions) -> None:
     screen = Screen.of(sys.stderr)
     note(options, screen.fit(_headline(job)))
+    if "saving.minutes" in job.recipe.settings:
+        note(options, *screen.wrap(_saving(job), hanging="  "))
     if job.recipe.gpu != CPU and job.trial:
         note(options, *screen.wrap(job.trial.sentence(), hanging="  "))
+
+
+def _saving(job: Job) -> str:
+    """Return when checkpoints are saved, and the space that they take."""
+    recipe = job.recipe
+    minutes = recipe.get("saving.minutes", float)
+    sentence = f"a checkpoint every {minutes:.3g} minutes, and one after the last step"
+    keep = recipe.find("saving.keep", 0)
+    if not keep or recipe.mode == "lora":
+        return sentence
+    free = shutil.disk_usage(job.output).free
+    needed = keep * size(recipe.architecture).total * _BYTES_SAVED
+    return (
+        f"{sentence}, the newest {keep} kept: {needed / 1e9:,.1f} GB of {free / 1e9:,.0f} GB free"
+    )
 
 
 def _followed(job: Job, options: RunOptions) -> Outcome:
@@ -524,7 +545,7 @@ def _continue(job: Job) -> str:
     checkpoint = _last_kept(job)
     if checkpoint:
         return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
-    return "the run saved no checkpoint; checkpoint=N saves one every N steps"
+    return "the run saved no checkpoint; checkpoint=500 (steps) or checkpoint=30m saves some"
 
 
 def _failure(job: Job, ended: Outcome) -> Iterator[str]:

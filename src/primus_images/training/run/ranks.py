@@ -84,6 +84,10 @@ def job_file(job: Job) -> str:
         "assets": assets,
         "data": recipe.section("data"),
         "evaluation": evaluation,
+        "saving": {
+            "seconds": 60 * recipe.find("saving.minutes", 0.0),
+            "keep": recipe.find("saving.keep", 0),
+        },
         "config": recipe.section(recipe.backend),
         "settings": settings,
     }

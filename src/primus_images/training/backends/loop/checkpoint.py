@@ -18,9 +18,51 @@ from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import Session
 from primus_images.training.run import identity
 from primus_images.training.run.failure import text_of
+from primus_images.training.run.job import steps
 
+# Steps after which the ranks ask whether a checkpoint by time is due.
+_ASKED_EVERY = 10
 # What a resumed run goes on with besides tensors: the standing of the evaluations.
 _EVALUATION = "evaluation.json"
+
+
+class Schedule:
+    """When a checkpoint is due: after every ``interval`` steps, or ``seconds``; 0 means never.
+
+    Ranks must agree, so the first one's clock decides, after every few steps.
+    """
+
+    def __init__(self, interval: int, seconds: float, device: torch.device) -> None:
+        self._interval = interval
+        self._seconds = seconds
+        self._device = device
+        self._saved = time.monotonic()
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Return whether to save after ``step``, which may be the ``last`` one. All ranks."""
+        if last:
+            return bool(self._interval or self._seconds)
+        if self._seconds:
+            return step % _ASKED_EVERY == 0 and self._is_time()
+        return bool(self._interval) and step % self._interval == 0
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        due = torch.tensor(int(now - self._saved >= self._seconds), device=self._device)
+        dist.broadcast(due, 0)
+        if due:
+            self._saved = now
+        return bool(due)
+
+
+def rotate(output: Path, keep: int, spared: Path | None = None) -> None:
+    """Remove all but the newest ``keep`` (0: all) complete checkpoints, and the one ``spared``."""
+    if not keep:
+        return
+    complete = [folder for folder in steps(output / "checkpoint") if identity.complete(folder)]
+    for folder in complete[:-keep]:
+        if folder != spared:
+            shutil.rmtree(folder)
 
 
 def folder_of(output: Path, step: int) -> Path:

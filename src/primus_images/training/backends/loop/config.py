@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -97,6 +97,7 @@ class RankJob:
 
     ``config`` is the backend's section of the recipe with dotted keys, and ``training`` the part
     that all our backends share. ``evaluation`` has ``every`` and ``patience``, or is empty.
+    ``saving`` has ``seconds`` between checkpoints, and how many to ``keep``; 0: unset.
     """
 
     output: Path
@@ -119,6 +120,7 @@ class RankJob:
     turbo: tuple[str, ...]
     evaluation: Mapping[str, int]
     judge_every: int = 0
+    saving: Mapping[str, float] = field(default_factory=dict)
 
     def section(self, kind: type[Section], under: str = "") -> Section:
         """Return the keys below ``under`` as the frozen dataclass ``kind``, with its defaults."""
@@ -132,9 +134,9 @@ def read_job(folder: Path) -> RankJob:
     """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     values: dict[str, Any] = {}
-    for field in fields(RankJob):
-        if field.name in job:
-            values[field.name] = job[field.name]
+    for one in fields(RankJob):
+        if one.name in job:
+            values[one.name] = job[one.name]
     values["output"] = Path(job["output"])
     values["model"] = architecture(job["model"])
     values["training"] = built(LoopConfig, section(job["config"], "training"))

@@ -100,6 +100,9 @@ class _Loop:
             )
         self._began = time.perf_counter()
         self._batches = _batches(job, session, data, job.first_step)
+        interval = job.training.checkpoint_interval
+        seconds = job.saving.get("seconds", 0.0)
+        self._schedule = checkpoint.Schedule(interval, seconds, device)
 
     def train(self, step: int) -> None:
         """Train one step, and report it."""
@@ -175,14 +178,21 @@ class _Loop:
                 self._repeated.finished(step)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint after ``step``, if it is due. An evaluation after it is over."""
-        interval = self._job.training.checkpoint_interval
-        if interval and (step % interval == 0 or step == self._job.last_step):
-            with self._report.off_the_clock(), self._evidence(step):
-                standing = None
-                if self._evaluation:
-                    standing = self._evaluation.standing
-                checkpoint.save_if_new(self._job, step, self._session, self._report, standing)
+        """Save a checkpoint after ``step``, if it is due, and remove the oldest one.
+
+        An evaluation after the step is over. The checkpoint of the best one stays.
+        """
+        if not self._schedule.due(step, last=step == self._job.last_step):
+            return
+        standing = None
+        best = None
+        if self._evaluation:
+            standing = self._evaluation.standing
+            best = self._evaluation.best
+        with self._report.off_the_clock(), self._evidence(step):
+            checkpoint.save_if_new(self._job, step, self._session, self._report, standing)
+            if dist.get_rank() == 0:
+                checkpoint.rotate(self._job.output, int(self._job.saving.get("keep", 0)), best)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate after ``step``, if it is due. Returns whether the run is to end."""

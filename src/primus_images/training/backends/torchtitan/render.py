@@ -84,7 +84,8 @@ def files(job: Job) -> dict[str, str]:
 def toml(job: Job) -> str:
     """Return the text of ``torchtitan.toml``."""
     recipe = job.recipe
-    enabled = recipe.find("torchtitan.checkpoint.interval", 0) > 0
+    by_time = "saving.minutes" in recipe.settings
+    enabled = by_time or recipe.find("torchtitan.checkpoint.interval", 0) > 0
     tables: Any = read_values(_ARGUMENTS).data
     settings: dict[str, Value] = {
         **tables["usual"],
@@ -99,6 +100,11 @@ def toml(job: Job) -> str:
         "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
         "checkpoint.enable": enabled,
     }
+    if by_time:
+        # Any step can be saved; the trainer says which is.
+        settings["checkpoint.interval"] = 1
+    if "saving.keep" in recipe.settings:
+        settings["checkpoint.keep_latest_k"] = recipe.get("saving.keep", int)
     if job.resume_from is not None or recipe.find(INITIAL, False):
         # Otherwise, torchtitan trains random weights without a word if no checkpoint is saved.
         settings["checkpoint.load_only"] = not enabled

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from primus_images.training.backends.loop.checkpoint import Schedule
 from primus_images.training.backends.loop.session import settings_of
 from primus_images.training.judge.witness import Witness
 from primus_images.training.run import facts, identity, recompute
@@ -65,6 +66,9 @@ class Observed(Trainer):
             "vocab_size": self.model_args.vocab_size,
             "flops_per_unit": float(self.metrics_processor.num_flops_per_token),
         }
+        self.saving = None
+        if self.job["saving"]["seconds"]:
+            self.saving = Schedule(0, self.job["saving"]["seconds"], self.device)
         self._save = self.checkpointer.save
         self._load = self.checkpointer.load
         self.checkpointer.save = self._save_sealed
@@ -135,9 +139,10 @@ class Observed(Trainer):
         self.facts |= {**more, **active(self.job["turbo"])}
         facts.write(self.output / "facts.json", self.facts)
 
-    def _save_sealed(self, *args: Any, **kwargs: Any) -> None:
+    def _save_sealed(self, curr_step: int, last_step: bool = False) -> None:
         self._seal()
-        self._save(*args, **kwargs)
+        if self.saving is None or self.saving.due(curr_step, last=last_step):
+            self._save(curr_step, last_step)
         self._seal()
 
     def _seal(self) -> None:

@@ -1,0 +1,77 @@
+"""What a long run has besides a recipe, whose defaults are those of a short one.
+
+A recipe is tried in some fifty steps: it saves nothing, and its learning rate hardly falls. A run
+of more steps gets checkpoints by time, and one that pre-trains gets a schedule in shares of the
+run. What the user sets, or a recipe that is the user's own, stays.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from primus_images.recipes.load import folder
+from primus_images.recipes.schema import Backend
+from primus_images.recipes.setting import Setting, Settings, Value
+
+# A run of more steps is long.
+SHORT = 500
+_MINUTES = 30.0
+_KEPT = 3
+_WARMUP = 100
+_LEAST_RATE = 0.1
+_LOOP = {"schedule": "training.lr_schedule", "warmup": "training.warmup_steps"}
+_TITAN = {"schedule": "lr_scheduler.decay_type", "warmup": "lr_scheduler.warmup_steps"}
+
+
+def settings_of_long_run(backend: Backend, settings: Settings, typed: Settings) -> Settings:
+    """Return the settings that a long run gets; none for a short one.
+
+    ``typed`` are the user's words among ``settings``.
+    """
+    steps = _number(settings.get(backend.key("steps")))
+    if steps <= SHORT:
+        return {}
+    added: dict[str, Setting] = {}
+    if not _saves(backend, settings):
+        added["saving.minutes"] = _setting(_MINUTES, "what is not saved is lost if a run fails")
+    by_time = "saving.minutes" in {*settings, *added}
+    if by_time and not {"saving.keep", "torchtitan.checkpoint.keep_latest_k"} & settings.keys():
+        added["saving.keep"] = _setting(_KEPT, "more checkpoints fill the disk of a long run")
+    if str(settings["mode"].value) == "pretrain":
+        for key, value in _schedule(backend, settings, int(steps)):
+            if _is_default(key, settings, typed):
+                why = "a rate that warms up over 1 % of the run, and falls to 10 % by a cosine"
+                added[key] = _setting(value, why)
+    return added
+
+
+def _setting(value: Value, because: str) -> Setting:
+    return Setting(value=value, origin=f"a run of more than {SHORT} steps", because=because)
+
+
+def _saves(backend: Backend, settings: Settings) -> bool:
+    """Whether the user, or the recipe, says when to save, also if it is never."""
+    return backend.key("checkpoint") in settings or "saving.minutes" in settings
+
+
+def _schedule(backend: Backend, settings: Settings, steps: int) -> Iterator[tuple[str, Value]]:
+    keys: Mapping[str, str] = _LOOP
+    if backend.name == "torchtitan":
+        keys = _TITAN
+        yield f"{backend.name}.lr_scheduler.min_lr_factor", _LEAST_RATE
+    else:
+        rate = _number(settings.get(backend.key("lr")))
+        yield f"{backend.name}.training.min_lr", rate * _LEAST_RATE
+    yield f"{backend.name}.{keys['schedule']}", "cosine"
+    yield f"{backend.name}.{keys['warmup']}", max(1, steps // _WARMUP)
+
+
+def _is_default(key: str, settings: Settings, typed: Settings) -> bool:
+    """Whether ``key`` has no value, or that of a recipe that primus brings."""
+    if key in typed:
+        return False
+    return key not in settings or settings[key].origin.startswith(str(folder()))
+
+
+def _number(setting: Setting | None) -> float:
+    if setting is None or not isinstance(setting.value, int | float):
+        return 0.0
+    return float(setting.value)

@@ -18,8 +18,8 @@ _MOMENT = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq)")
 # What else a checkpoint of torchtitan has.
 _OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader", "train_state")
 # Megatron names the place of a rank in the model, and its wrappers.
+_PARAMETER = re.compile(r"(weight\d*|bias)$")
 _PLACE = re.compile(r"tp0\.pp0(\.ep0)?\.0\.(module\.)*")
-_ELSEWHERE = re.compile(r"(tp|pp|ep)[1-9]|^tp\d+\.pp\d+(\.ep\d+)?\.[1-9]")
 
 
 def folder_of(output: Path, step: int) -> Path:
@@ -54,10 +54,10 @@ def differences(
     if any(folder.glob("*.safetensors")):
         return _other_model(folder, sizes, weights)
     stored = _tensors(folder)
-    saved = to_canonical(job["backend"], sizes, _weights(job, stored))
-    if any(_ELSEWHERE.search(name.removeprefix("model.")) for name in stored):
+    if job["backend"] == "megatron" and not _on_one_rank(stored):
         # The pieces of ranks that share layers or experts are joined by nothing here.
         return []
+    saved = to_canonical(job["backend"], sizes, _weights(job, stored))
     findings: list[str] = []
     for name, tensor in weights.items():
         if name not in saved and not is_trained(job, name):
@@ -101,6 +101,12 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _on_one_rank(stored: Mapping[str, Tensor]) -> bool:
+    """Return whether one rank of Megatron has the whole model."""
+    names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
+    return all(_PLACE.match(name) for name in names)
+
+
 def _weights(job: Job, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in stored.items():
@@ -111,6 +117,8 @@ def _weights(job: Job, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             inner = name.removeprefix("model.")
             if job["backend"] == "megatron":
                 inner = _PLACE.sub("", inner)
+                if not _PARAMETER.search(inner):
+                    continue
             weights[inner] = tensor
     return weights
 

@@ -107,8 +107,8 @@ def test_release_notes_are_markdown_and_text_fits_80_columns(
         "# rocm/primus:v26.11-demo (image of the store) → rocm/primus:v26.12-demo"
     )
     assert (
-        "## Files\n\n| name | old | new |\n|---|---|---|\n| opt/alpha/new.txt | – | 3 bytes"
-        in notes
+        "<details><summary>Files: 1 difference</summary>\n\n| name | old | new |\n|---|---|---|\n"
+        "| opt/alpha/new.txt | – | 3 bytes" in notes
     )
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80

@@ -9,7 +9,8 @@ from typing import Literal
 from primus_images.release import golden
 from primus_images.release.history import Release, newest_first
 from primus_images.release.sides import Side
-from primus_images.terminal import PLAIN, Screen, Styled
+from primus_images.terminal import PLAIN, Screen, Styled, counted
+from primus_images.training.judge.record import Record
 
 # The rows of the published tables, in their order. Components that only some releases list follow,
 # sorted by name.
@@ -42,6 +43,10 @@ _MARK = {
     "removed": Styled("-", "red"),
     "changed": Styled("~", "yellow"),
 }
+# What release notes show without unfolding: sections, rows of a table, and items of a list.
+_SHOWN = ("facts", "components", "licences")
+_SCREEN = 12
+_BULLETS = 4
 # Longer lines of prose are hard to read, even on a wide screen.
 _PROSE = 116
 
@@ -88,6 +93,8 @@ class Diff:
     state; ``not_compared`` is what only one of them states. ``notes`` are sentences by release.
     ``curves`` are differences between the golden curves of both sides, and ``issues`` the known
     issues of the new one. ``withdrawn`` are sentences about sides that were withdrawn.
+    ``validations`` are rows about those of the new one: recipe, backend, precision, where it ran,
+    checks and loss.
     """
 
     old: str
@@ -100,6 +107,7 @@ class Diff:
     curves: tuple[str, ...]
     issues: tuple[str, ...]
     withdrawn: tuple[str, ...]
+    validations: tuple[tuple[str, ...], ...]
 
 
 def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
@@ -139,7 +147,21 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
         withdrawn=tuple(
             f"{one.release.reference} was {one.withdrawn}" for one in (old, new) if one.withdrawn
         ),
+        validations=tuple(_validation_row(record) for record in new.records),
     )
+
+
+def _validation_row(record: Record) -> tuple[str, ...]:
+    recipe = record.recipe
+    where = "CPU" if record.gpu == "none" else record.gpu
+    passed = len(record.verdicts) - len(record.failed)
+    losses = [step.get("loss") for step in record.jobs[0].steps] if record.jobs else []
+    curve = NONE
+    if losses and losses[0] is not None and losses[-1] is not None:
+        curve = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    verdict = "passed" if record.passed else "FAILED"
+    checks = f"{verdict}: {passed} of {len(record.verdicts)}"
+    return (recipe.name, recipe.backend, recipe.precision, where, checks, curve)
 
 
 def component_order(names: Iterable[str]) -> list[str]:
@@ -292,20 +314,44 @@ def _rows(part: Section, difference: Diff) -> list[tuple[str, str, str]]:
 
 
 def notes(difference: Diff) -> str:
-    """Return the differences as release notes in Markdown."""
+    """Return the differences as release notes in Markdown.
+
+    One screen has what a reader decides by: pins, sizes, validations, issues and licences. The rest
+    is folded below it. Only what both sides state is compared.
+    """
     lines = [f"# {_escaped(_title(difference))}", ""]
     for sentence in difference.withdrawn:
         lines += [f"**{_escaped(sentence)}**", ""]
+    folded = []
     for part in difference.sections:
-        rows = [(change.what, _cell(change.old), _cell(change.new)) for change in part.changes]
-        if rows:
-            title = part.name.capitalize()
-            lines += section(title, ("name", "old", "new"), escaped_rows(rows))
+        rows = [(change.what, _cell(change.old), _cell(change.new)) for change in part.compared]
+        title = f"{part.name.capitalize()}: {counted(len(rows), 'difference')}"
+        cells = escaped_rows(rows)
+        head: tuple[str, ...] = ("name", "old", "new")
+        is_shown = part.name in _SHOWN and bool(rows)
+        if is_shown:
+            lines += [f"## {part.name.capitalize()}", "", *table(head, cells[:_SCREEN]), ""]
+        if rows and not (is_shown and len(rows) <= _SCREEN):
+            folded += _folded(title, table(head, cells))
+    if difference.validations:
+        head = ("recipe", "backend", "precision", "on", "checks", "loss")
+        rows_of_records = escaped_rows(difference.validations)
+        shown = table(head, rows_of_records[:_SCREEN])
+        lines += ["## Validations", "", *shown, ""]
+        if len(rows_of_records) > _SCREEN:
+            title = f"All {len(rows_of_records)} validations"
+            folded += _folded(title, table(head, rows_of_records))
     for title, items in _remarks(difference).items():
-        if items:
-            bullets = [f"- {_escaped(item)}" for item in items]
-            lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""]
-    return "\n".join(lines).rstrip("\n")
+        bullets = [f"- {_escaped(item)}" for item in items]
+        if bullets:
+            lines += [f"## {_escaped(title.capitalize())}", "", *bullets[:_BULLETS], ""]
+        if len(bullets) > _BULLETS:
+            folded += _folded(f"{_escaped(title.capitalize())}: all {len(bullets)}", bullets)
+    return "\n".join([*lines, *folded]).rstrip("\n")
+
+
+def _folded(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 
 def _cell(value: str | None) -> str:

@@ -24,7 +24,7 @@ from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.progress import Progress
 from primus_images.release import golden
 from primus_images.release.artifact import Document
-from primus_images.release.documents import GATES, LOCK, VALIDATION
+from primus_images.release.documents import GATES, LOCK, SPDX, VALIDATION
 from primus_images.release.git import git
 from primus_images.release.history import (
     IMAGE,
@@ -62,7 +62,7 @@ class Side:
 
     ``parts`` are name → value per section, without those that it does not state. ``curves`` are
     its golden curves, if any. ``layers`` are name → layer, if their blobs are in a store.
-    ``withdrawn`` says that it was withdrawn, and why.
+    ``withdrawn`` says that it was withdrawn, and why. ``records`` are its validations.
     """
 
     release: Release
@@ -70,6 +70,7 @@ class Side:
     curves: golden.Curves | None = None
     layers: Mapping[str, LayerRef] = field(default_factory=dict)
     withdrawn: str = ""
+    records: Sequence[Record] = ()
 
 
 def side(word: str, project: Project | None, target: str = "") -> Side:
@@ -219,11 +220,10 @@ def _curves_of_pins(root: Path, targets: Sequence[ResolvedTarget]) -> golden.Cur
 
 
 def _curves_of_image(
-    project: Project, ref: str, content: str, packages: Part
+    project: Project, ref: str, records: Sequence[Record], packages: Part
 ) -> golden.Curves | None:
     """Return the curves of an image: of its own validations, or recorded with its packages."""
-    output = project.root / "out/validation" / target_of(ref)
-    measured = golden.of_records(ref, records_of(output, content))
+    measured = golden.of_records(ref, records)
     if measured.curves:
         return measured
     curves = golden.load(project.root, ref)
@@ -346,10 +346,13 @@ def _of_store(project: Project, ref: str) -> Side:
             gate, _, reason = sentence.partition(": ")
             gates[gate] = reason
         parts["gates"] = gates
+    output = project.root / "out/validation" / target_of(ref)
+    records = records_of(output, digest_of(root.config_bytes))
     return Side(
         release=_release(root.config, image, layers.values()),
         parts=parts,
-        curves=_curves_of_image(project, ref, digest_of(root.config_bytes), packages),
+        curves=_curves_of_image(project, ref, records, packages),
+        records=records,
         layers=layers,
     )
 
@@ -413,6 +416,7 @@ def _of_registry(name: str, tag: str) -> Side:
         parts=parts,
         curves=curves if curves.curves else None,
         withdrawn=sentence,
+        records=records,
     )
 
 
@@ -422,6 +426,12 @@ def _part_of_document(document: Document) -> dict[str, Part]:
         return {"packages": {file.name: file.version for file in _in_image(lock)}}
     if document.media_type == GATES:
         return {"gates": _gates(json.loads(document.data))}
+    if document.media_type == SPDX:
+        licences = {}
+        for package in json.loads(document.data)["packages"]:
+            if "externalRefs" in package:
+                licences[package["name"]] = package["licenseDeclared"]
+        return {"licences": licences}
     return {}
 
 

@@ -2,7 +2,9 @@
 pins.
 """
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import given, strategies as st
 from primus_images.cli.main import main
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
-from primus_images.release.diff import component_order, diff
+from primus_images.release.diff import component_order, diff, diff_page, notes
 from primus_images.release.history import Release, load_history, pin_names, pins, select
 from primus_images.release.sides import Side, one_of
 from project_kit import Kit, copied, make_project
+from records import recipe, record
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 HISTORY = load_history()
@@ -121,6 +124,64 @@ def test_a_broken_file_of_pins_does_not_hide_the_history(
 def test_a_typo_in_a_projects_own_name(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "v26.8", "v26.11-cpi"]) == 2
     assert "'v26.11-cpu'" in capsys.readouterr().err
+
+
+def image(tag: str, count: int, **parts: dict[str, str]) -> Side:
+    """An image of the store with so many components, packages and files."""
+    release = Release(
+        image="rocm/primus",
+        tag=tag,
+        date="2026-11-20",
+        components={f"part{number}": tag for number in range(count)},
+        origin="image of the store",
+    )
+    packages = {f"package{number}": tag for number in range(count * 20)}
+    return Side(release=release, parts={"packages": packages, "layers": {}, **parts})
+
+
+@pytest.mark.parametrize("count", [0, 1, 12, 13, 60])
+def test_release_notes_fit_one_screen(count: int) -> None:
+    new = image("v26.12-cpu", count, licences={"a": "MIT"})
+    new = replace(
+        new,
+        records=[record(recipe=recipe(name=f"recipe{number}")) for number in range(count)],
+    )
+    difference = diff(image("v26.11-cpu", count), new, [f"issue {n}" for n in range(count)])
+    text = notes(difference)
+    visible = re.sub("<details>.*?</details>\n?", "", text, flags=re.S).splitlines()
+    assert len(visible) <= 60
+    for number in range(count):
+        assert f"package{number * 20} " in text
+        assert f"recipe{number} " in text
+        assert f"issue {number}\n" in f"{text}\n"
+    assert "stated by one side only" in text.lower()
+
+
+def test_what_one_side_does_not_state_is_not_said_to_be_absent() -> None:
+    pinned = Release(
+        image="rocm/primus",
+        tag="v26.11",
+        date="2026-11-20",
+        drivers="6.12",
+        components={"python": "3.11.2", "pytorch": "2.13.0"},
+        origin="pins of versions.yaml",
+    )
+    built = Release(
+        image="rocm/primus",
+        tag="v26.12-cpu",
+        date="2026-12-20",
+        components={"pytorch": "2.14.0", "apex": "1"},
+        origin="image of the store",
+    )
+    difference = diff(Side(release=pinned), Side(release=built))
+    page = diff_page(difference)
+    assert "python   3.11.2 → not stated" in page
+    assert "drivers  6.12 → not stated" in page
+    assert "apex     not there → 1" in page
+    text = notes(difference)
+    assert "python" not in text
+    assert "| pytorch | 2.13.0 | 2.14.0 |" in text
+    assert "| apex | – | 1 |" in text
 
 
 words = st.sampled_from(["rocm", "aiter", "python", "lib9", "lib10"])

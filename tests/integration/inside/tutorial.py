@@ -1,5 +1,5 @@
-"""Run by Python with torch. Commands of the tutorial, and of data and export, as they are written,
-on a tiny model.
+"""Run by Python with torch. Commands of the tutorial, and of data, export and chat, as they are
+written, on a tiny model.
 """
 
 import json
@@ -54,7 +54,7 @@ with TemporaryDirectory() as name:
     lines = re.findall(
         r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M
     )
-    lines += [VERBS[verb].example for verb in ("data", "export")]
+    lines += [VERBS[verb].example for verb in ("data", "export", "chat")]
     for kind, block in blocks + [("sh", line) for line in lines]:
         if block.startswith("docker "):  # opens the shell in which the others run
             continue
@@ -64,8 +64,14 @@ with TemporaryDirectory() as name:
             ["-m", "primus_images.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
         )
         output = subprocess.run(
-            [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, *words],
+            input="Do you ship abroad?\n",
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         ).stdout
+        if " chat " in block:
+            assert output.endswith("\n"), "an answer, which may be empty, ends its line"
         if " data " in block:
             assert (
                 "6 chats in messages" in output

@@ -599,5 +599,6 @@ def _exported(job: Job, checkpoint: Path | None) -> Iterator[str]:
         if (weights / "adapter_config.json").exists():
             name = "AutoPeftModelForCausalLM"
         yield f'  → {weights}: {name}.from_pretrained("{weights}") loads it'
+        yield f"  → `primus chat {job.output}` talks to it"
     elif checkpoint and job.recipe.mode != "lora" and not job.recipe.architecture.of_images:
         yield f"  → `primus export {job.output} DIR` writes its weights for transformers"

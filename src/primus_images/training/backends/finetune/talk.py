@@ -1,0 +1,60 @@
+"""Answers of an exported model, by transformers' ``generate``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging
+
+
+class _Shown(TextStreamer):
+    """Gives each part of an answer to ``show`` as soon as its characters are complete."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Show ``text``; the end of the answer needs no line of its own."""
+        self._show(text)
+
+
+class Talk:
+    """The model, or the adapters, in ``folder``, on a GPU if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        kind: Any = AutoModelForCausalLM
+        if (folder / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            kind = AutoPeftModelForCausalLM
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = kind.from_pretrained(folder, dtype="auto").to(device).eval()
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template; otherwise, the model continues text."""
+        return bool(self._tokenizer.chat_template)
+
+    def reply(
+        self, turns: list[dict[str, str]], max_tokens: int, show: Callable[[str], None]
+    ) -> str:
+        """Return the answer to ``turns``, or what continues the last one without a template."""
+        if self.chats:
+            inputs = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            inputs = self._tokenizer(turns[-1]["content"], return_tensors="pt")
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        inputs = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+        streamer = _Shown(self._tokenizer, show)
+        with torch.no_grad():
+            tokens = self._model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer)
+        said = tokens[0, inputs["input_ids"].shape[1] :]
+        return str(self._tokenizer.decode(said, skip_special_tokens=True)).strip()

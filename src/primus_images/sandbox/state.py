@@ -153,9 +153,12 @@ def _system_calls() -> str:
 
 
 def workspace_of(cache: Path) -> Path:
-    """Return the folder of this user's layers and containers below ``cache``."""
+    """Return the folder of this user's layers and containers below ``cache``.
+
+    It is the real one: commands that name the project by a link share the states, too.
+    """
     user = "root" if os.geteuid() == 0 else f"user-{os.geteuid()}"
-    return cache.absolute() / user
+    return (cache / user).resolve()
 
 
 def runtimes() -> list[str]:

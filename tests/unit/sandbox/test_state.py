@@ -173,3 +173,10 @@ def test_a_container_may_not_mount(tools, run, monkeypatch):
     assert line in (made.place / "containers.conf").read_text()
     (run / "seccomp.json").unlink()
     assert "seccomp" not in (state.new(run / "w", MODE).place / "containers.conf").read_text()
+
+
+def test_a_workspace_is_the_same_by_a_link(run):
+    (run / "project").mkdir()
+    (run / "link").symlink_to(run / "project")
+    real = state.workspace_of(run / "project/.primus/unpacked")
+    assert state.workspace_of(run / "link/.primus/unpacked") == real

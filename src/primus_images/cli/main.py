@@ -18,10 +18,11 @@ import io
 import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from primus_images import __version__
-from primus_images.cli.verb import VERBS, Verb, parser_of, run
+from primus_images.cli.verb import AMDS, VERBS, installed_verbs, parser_of, run
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
 from primus_images.terminal import Screen, harmless
@@ -42,13 +43,6 @@ _LOGIN = re.compile(
     r"(?<=://)[^\s/@]*@|(?<![^\s'\"`(=])[^\s/@:='\"`(]+:[^\s/@]+@(?!sha256:)(?=[\w.-]+[:/])"
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-
-
-def installed_verbs() -> dict[str, Verb]:
-    """Return the verbs of this installation by name."""
-    if (Path(__file__).parent / "host").is_dir():
-        return VERBS
-    return {name: verb for name, verb in VERBS.items() if not verb.call.startswith("host.")}
 
 
 def _usage(*, short: bool) -> str:
@@ -112,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "  → pip install '.[images]' in a checkout"
         )
         return HostError.exit_code
+
+
+def primus_cli() -> int:
+    """Run AMD's ``primus-cli`` with the words of this process, translated."""
+    return main(["compat", "primus-cli", *sys.argv[1:]])
 
 
 def _write_utf8() -> None:
@@ -184,9 +183,22 @@ def _main(args: list[str]) -> int:
         print(__version__)
         return 0
     verb, *words = args
-    _require_installed(verb)
     _require_utf8(words)
+    if _is_amds(verb, words):
+        verb, words = "compat", ["primus-cli", "direct", "--", *args]
+    _require_installed(verb)
     return run(verb, parser_of(verb).parse_args(words))
+
+
+def _is_amds(verb: str, words: Sequence[str]) -> bool:
+    """Whether this is a command of AMD's own ``primus``, or a mode of its ``primus-cli``."""
+    if verb == "train":
+        return bool(words) and words[0] in AMDS["train"]
+    if verb == "preflight":
+        # primus has --gpu NAME, too.
+        flags = [word for word, after in pairwise([*words, "-"]) if after.startswith("-")]
+        return "--gpu" in flags or not AMDS["preflight"].isdisjoint(words)
+    return verb in AMDS["commands"]
 
 
 def _require_installed(verb: str) -> None:

@@ -43,7 +43,16 @@ _SYSTEM_FOLDERS = r"/|/(proc|sys|dev(?!/shm/)|etc|boot|s?bin|lib|lib64)(/.*)?"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
 TEXTS: Mapping[str, Mapping[str, Any]] = _DATA["texts"]
+# Words of AMD's own `primus` by the verb that they follow; `commands` stand in the verb's place.
+AMDS: Mapping[str, frozenset[str]] = {name: frozenset(row) for name, row in _DATA["amd"].items()}
 VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
+
+
+def installed_verbs() -> dict[str, Verb]:
+    """Return the verbs of this installation by name. An image has none of the host's."""
+    if (Path(__file__).parent / "host").is_dir():
+        return VERBS
+    return {name: verb for name, verb in VERBS.items() if not verb.call.startswith("host.")}
 
 
 @dataclass(frozen=True, kw_only=True)

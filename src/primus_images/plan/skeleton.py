@@ -17,6 +17,8 @@ Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
 # Packages that pip and uv in the image must not replace.
 CONSTRAINTS = "etc/primus/constraints.txt"
+# First on PATH: AMD's wheel `primus` brings a command of the same name to the environment.
+_OWN = "opt/primus/bin"
 # Commands of older documents that no other program of the image has.
 _COMMANDS = f"/{WORKSPACE}/bin"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
@@ -102,11 +104,13 @@ def own_command(package: str) -> Inline:
         "main\n\nsys.exit(main())\n"
     )
     profile = (_SHELL / "profile.sh").read_text(encoding="utf-8")
-    profile = profile.replace("@BIN@", f"{root}/bin").replace("@COMMANDS@", _COMMANDS)
+    profile = profile.replace("@OWN@", f"/{_OWN}").replace("@BIN@", f"/{root}/bin")
+    profile = profile.replace("@COMMANDS@", _COMMANDS)
     return {
         f"{site}/{info}/METADATA": {"text": metadata},
         f"{site}/{info}/INSTALLER": {"text": "primus\n"},
         f"{site}/{info}/RECORD": {"text": f"{info}/METADATA,,\n"},
+        f"{_OWN}/primus": {"text": script, "mode": 0o755},
         f"{root}/bin/primus": {"text": script, "mode": 0o755},
         "etc/profile.d/primus.sh": {"text": profile},
         "etc/primus/bashrc": {"text": (_SHELL / "bashrc").read_text(encoding="utf-8")},
@@ -153,7 +157,7 @@ def image_config(
     env = dict(resolved.environment)
     if prefix:
         system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        env.setdefault("PATH", f"/{prefix.root}/bin:{system}:{_COMMANDS}")
+        env.setdefault("PATH", f"/{_OWN}:/{prefix.root}/bin:{system}:{_COMMANDS}")
     if prefix and constraints:
         env.setdefault("PIP_CONSTRAINT", f"/{CONSTRAINTS}")
         env.setdefault("UV_CONSTRAINT", f"/{CONSTRAINTS}")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def compose(image: Mapping[str, Any], gpu: str, today: date) -> str:
     return "\n".join(lines) + "\n"
 
 
+def beside_amds() -> str:
+    """Return a sentence if AMD's own wheel of the name ``primus`` is installed; else ""."""
+    try:
+        found = version("primus")
+    except PackageNotFoundError:
+        return ""
+    return (
+        f"AMD's primus {found} is installed, too: `primus-cli` and `python3 -m primus.cli.main` "
+        "are AMD's, `primus` is this image's"
+    )
+
+
 def with_bashrc(command: Sequence[str]) -> list[str]:
     """Return ``command``; bash gets the image's start-up file unless the command says which."""
     first, *rest = command
@@ -82,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
         with suppress(Exception):
             greeting = compose(json_if_readable(IMAGE_FILE), detect().sentence(), date.today())
             print(greeting, end="", file=sys.stderr, flush=True)
+            if beside_amds():
+                print(f"  {beside_amds()}", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], with_bashrc(command))
     except (OSError, ValueError) as error:  # ValueError: the command is empty

@@ -168,7 +168,7 @@ def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(
         check=True,
     )
     assert ended.stdout.split("\n")[:2] == [
-        f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin:/workspace/bin",
+        f"/opt/primus/bin:/opt/venv/bin:{tmp_path}:/usr/bin:/bin:/workspace/bin",
         "again",
     ]
     assert "complete -W 'words' primus" in ended.stdout
@@ -198,3 +198,30 @@ def test_ctrl_c_before_the_command_is_no_traceback() -> None:
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_the_command_of_amds_wheel_does_not_come_first(tmp_path: Path) -> None:
+    files = own_command("opt/venv/lib/python3.11/site-packages/primus_images")
+    for path, content in files.items():
+        target = tmp_path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(str(content["text"]).replace("/opt/", f"{tmp_path}/opt/"))
+        target.chmod(0o755)
+    # What pip writes for the wheel.
+    amds = tmp_path / "opt/venv/bin/primus"
+    amds.write_text("#!/bin/sh\necho AMD\n")
+    done = subprocess.run(
+        ["sh", "-c", '. "$0"; command -v primus', str(tmp_path / "etc/profile.d/primus.sh")],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path}/opt/primus/bin/primus\n"
+    assert "primus_images.cli.main" in (tmp_path / "opt/primus/bin/primus").read_text()
+
+
+def test_amds_wheel_beside_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert banner.beside_amds() == ""
+    monkeypatch.setattr(banner, "version", {"primus": "26.9"}.__getitem__)
+    assert "AMD's primus 26.9 is installed, too: `primus-cli`" in banner.beside_amds()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from primus_images.cli.image.primus_cli import primus_cli, set_variables
 from primus_images.cli.image.train import COMPILED, default_output
 from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
 from primus_images.compat.commands import Request, requested
@@ -68,22 +69,30 @@ def compat(options: CompatOptions) -> int:
     by_torchrun = _STARTED_BY_TORCHRUN in environment
     if by_torchrun and environment.get("LOCAL_RANK", "0") != "0":
         return 0
+    if command == "primus-cli":
+        return primus_cli(options.words, start)
     chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
     if command == "pytorch_benchmark_setup.sh" and not words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
-    if chosen.primus_root is not None:
-        os.environ[ROOT] = str(chosen.primus_root)
-        environment[ROOT] = os.environ[ROOT]
-    if chosen.allow_unmapped:
-        os.environ[ALLOW_UNMAPPED] = "1"
+    set_variables(chosen)
     request = requested(
         command,
         words,
-        environment,
+        dict(os.environ),
         allow_unmapped=chosen.allow_unmapped,
         precision=chosen.precision,
     )
+    return start(command, request, chosen)
+
+
+def start(command: str, request: Request, chosen: argparse.Namespace) -> int:
+    """Print what the old ``command`` runs here, run it, and return the exit code.
+
+    ``chosen`` are primus's own options among those of the command.
+    """
+    environment = dict(os.environ)
+    by_torchrun = _STARTED_BY_TORCHRUN in environment
     request = _for_this_machine(request, chosen)
     verb, *arguments = request.arguments()
     for sentence in (*request.says, f"→ primus {' '.join([verb, *arguments])}"):

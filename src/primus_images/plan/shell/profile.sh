@@ -1,6 +1,6 @@
 case ":$PATH:" in
-*:/@BIN@:*) ;;
-*) PATH="/@BIN@:$PATH:@COMMANDS@" ;;
+*:@OWN@:*) ;;
+*) PATH="@OWN@:@BIN@:$PATH:@COMMANDS@" ;;
 esac
 export PATH
 if [ -n "${BASH_VERSION-}" ]; then

@@ -88,13 +88,17 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
     """As a user types it in the image: the script is there, no option is needed, and it says what
     it does.
     """
-    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
-    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
     entries = [entry for entry in COMMANDS if not {"resolves", "tuned"}.isdisjoint(entry)]
     for entry in entries:
         script, words, given = spoken(entry)
         assert list(WORKSPACE.rglob(script.rpartition("/")[2])), script
+        # A dry run on a machine without a GPU asks whether the batch fits the GPU of the file.
+        gpu = Found()
+        if entry.get("gpus", ["mi300x"])[0] == "mi325x":
+            gpu = Found(vendor="amd", names=("mi325x",) * 8, generation="mi325x")
         with monkeypatch.context() as shell:
+            shell.setattr("primus_images.cli.image.compat.detect", lambda *_, gpu=gpu: gpu)
+            shell.setattr("primus_images.gpus.detect.detect", lambda *_, gpu=gpu: gpu)
             for name, value in given.items():
                 shell.setenv(name, value)
             # The page of MI325X names the files of MI300X, whose memory its batches exceed.

@@ -196,7 +196,7 @@ def test_what_does_not_fit_its_gpu_is_refused_before_submission(
     large = ("deepseek-v3", "--precision", "fp8", "--nodes", "4", "--gpu", "mi300x")
     activations = ("llama3.1-8b", "--gpu", "mi300x", "local_batch=16")
     for words, why in (
-        (large, "703 GiB per rank, and AMD Instinct MI300X has 192"),
+        (large, "787 GiB per rank, and AMD Instinct MI300X has 192"),
         (activations, "batch of 16"),
     ):
         assert code(*words) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from primus_images.cli.image import train
-from primus_images.cli.image.request import RecipeOptions, Request, fine_tuning, names_weights
+from primus_images.cli.image.request import LocalRecipeOptions, Request, fine_tuning, names_weights
 from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
@@ -71,7 +71,7 @@ def tuning_on(request: Request, weights: str, data: str, options: Options) -> Re
     return request
 
 
-def data(options: RecipeOptions) -> int:
+def data(options: LocalRecipeOptions) -> int:
     """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents
     with their mask.
     """

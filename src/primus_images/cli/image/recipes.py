@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 
-from primus_images.cli.image.request import RecipeOptions
+from primus_images.cli.image.request import LocalRecipeOptions
 from primus_images.cli.verb import TEXTS, Options, answer
 from primus_images.errors import InputError
 from primus_images.gpus.table import generation
@@ -153,7 +153,7 @@ def _short_lines(shown: Sequence[Entry]) -> list[str]:
     return [*lines, "`primus list NAME` shows modes and GPUs"]
 
 
-def show(options: RecipeOptions) -> int:
+def show(options: LocalRecipeOptions) -> int:
     """Show a recipe as it would run: every setting with its source, and which optimizations are on,
     and why.
     """
@@ -295,7 +295,7 @@ def _without_section(key: str) -> str:
     return key
 
 
-def fit(options: RecipeOptions) -> int:
+def fit(options: LocalRecipeOptions) -> int:
     """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits."""
     recipe = options.request.resolved()
     total = gpu_bytes(recipe.gpu)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
@@ -71,12 +73,9 @@ class ChoiceOptions(Options):
     steps: int | None
     seed: int | None
     turbo: str | None
-    primus_root: Path | None = None
 
     def request_of(self, recipe: str) -> Request:
         """Return the request for the recipe of this name."""
-        if self.primus_root is not None:
-            os.environ[ROOT] = str(self.primus_root)
         choices = Choices(**{name: getattr(self, name) for name in CHOICES})
         words = list(self.overrides)
         for name in ("ranks", "steps", "seed", "turbo"):
@@ -99,6 +98,25 @@ class RecipeOptions(ChoiceOptions):
         if names_weights(self.recipe):
             return fine_tuning(request, self.recipe)
         return request
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetOptions(ChoiceOptions):
+    """The same, where a recipe may be an experiment file, whose presets are in a checkout."""
+
+    primus_root: Path | None
+
+    @override
+    def request_of(self, recipe: str) -> Request:
+        """Return the request for the recipe of this name, or for the experiment file."""
+        if self.primus_root is not None:
+            os.environ[ROOT] = str(self.primus_root)
+        return super().request_of(recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRecipeOptions(PresetOptions, RecipeOptions):
+    """The options of a verb about one recipe, an experiment file, or weights to fine-tune."""
 
 
 def names_weights(name: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from primus_images.cli.image.recipes import short_origin
-from primus_images.cli.image.request import ChoiceOptions, Request
+from primus_images.cli.image.request import PresetOptions, Request
 from primus_images.cli.verb import answer, note, parser_of_shared
 from primus_images.errors import HostError, InputError, PrimusError
 from primus_images.gpus.detect import detect
@@ -62,7 +62,7 @@ class PassedOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ChoiceOptions, PassedOptions):
+class RunOptions(PresetOptions, PassedOptions):
     """The options of the verbs that start a run."""
 
     output: Path | None

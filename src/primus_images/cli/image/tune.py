@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from primus_images.cli.image.request import RecipeOptions
+from primus_images.cli.image.request import LocalRecipeOptions
 from primus_images.cli.verb import answer, note, refuse_others
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
@@ -53,7 +53,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(RecipeOptions):
+class TuneOptions(LocalRecipeOptions):
     """The options of ``tune``: of both kinds, of ``gemm``, and of ``throughput``."""
 
     what: str

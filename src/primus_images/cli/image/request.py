@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from typing_extensions import override
-
 from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
@@ -106,7 +104,6 @@ class PresetOptions(ChoiceOptions):
 
     primus_root: Path | None
 
-    @override
     def request_of(self, recipe: str) -> Request:
         """Return the request for the recipe of this name, or for the experiment file."""
         if self.primus_root is not None:

@@ -7,6 +7,7 @@ from primus_images.recipes.architecture import Architecture, DiffusionTransforme
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
+from primus_images.training.backends.loop import trackers
 from primus_images.training.run import metrics
 from primus_images.training.run.logs import Series, Step
 from primus_images.training.run.metrics import of_recipe_unit, of_run
@@ -142,3 +143,28 @@ def test_the_spread_is_between_the_outer_tenths() -> None:
     assert metrics._spread([1.0, 3.0]) == 1.0
     assert metrics._spread([1.0]) is None
     assert metrics._spread([0.0, 0.0]) is None
+
+
+def test_each_step_has_its_tokens_and_its_share_of_the_peak_at_hand() -> None:
+    recipe = llama()
+    first, second = metrics.rows(series(8642.0, 8642.0), recipe, FACTS)
+    assert second["tokens"] == 2 * first["tokens"] == 2 * recipe.global_batch * recipe.seq_len
+    assert first["mfu_non_causal"] == pytest.approx(0.506, abs=0.0005)
+    assert first["mfu_causal"] == pytest.approx(0.4498, abs=0.0005)
+    for facts in ({"device": "cpu"}, {**FACTS, "gpu_units": 66}, {**FACTS, "gpu": "unknown"}):
+        (row,) = metrics.rows(series(8642.0), recipe, facts)
+        assert row["mfu_causal"] is row["mfu_non_causal"] is None
+
+
+def test_trackers_get_the_share_of_the_same_peak() -> None:
+    peak = trackers.peak_flops("NVIDIA H200", 132, "bf16")
+    assert trackers.shares_of_peak({"tflops_causal": 494.75}, peak) == {
+        "mfu_causal": pytest.approx(0.5, abs=0.001)
+    }
+    for gpu in (
+        ("NVIDIA H200", 66, "bf16"),
+        ("unknown", 132, "bf16"),
+        ("NVIDIA H200", 132, "fp32"),
+    ):
+        assert trackers.peak_flops(*gpu) is None
+    assert trackers.shares_of_peak({"tflops_causal": 1.0}, None) == {}

@@ -93,10 +93,12 @@ def test_exact_figures_may_differ_by_rounding_only(loss: float, norm: float, pro
 def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(line(1, "7.5", "0.5") + line(2, "7.0", "0.6"))
     (tmp_path / "exact.jsonl").write_text(
-        '{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo'
+        '{"step": 1, "loss": "7.500001", "grad_norm": "0.5", "lr": 0.1, "seconds": 2.5}\n'
+        '[]\n\n{"step": 2, "lo'
     )
     series = logs.read_run(tmp_path)
     assert (series.losses, series.exact) == ((7.500001, 7.0), False)
+    assert [(step.lr, step.seconds) for step in series.steps] == [(0.1, 2.5), (None, None)]
 
 
 def test_a_clock_notes_when_each_step_begins_and_collects_the_lines_of_all_ranks() -> None:

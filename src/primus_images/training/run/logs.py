@@ -30,7 +30,8 @@ class Step:
     the most.
 
     ``eval_loss`` is that of an evaluation after the step. ``tflops`` are the logged ones, in the
-    non-causal convention, with ``tflops_decimals``; None if the run knows none.
+    non-causal convention, with ``tflops_decimals``; None if the run knows none. ``lr`` is the
+    learning rate of the step, and ``seconds`` are those from the begin of training to its end.
     """
 
     step: int
@@ -41,6 +42,8 @@ class Step:
     eval_loss: float | None = None
     tflops: float | None = None
     tflops_decimals: int = 0
+    lr: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +107,15 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
                     f"step {number}: the log says evaluation loss {word}, and the run's own figure "
                     f"is {loss}"
                 )
+    more = _by_step(folder / "exact.jsonl", last_bytes, "lr", "seconds")
     steps = list(series.steps)
     for place, step in enumerate(steps):
         if step.step in evaluations:
             (loss,) = evaluations[step.step]
-            steps[place] = replace(step, eval_loss=loss)
+            steps[place] = replace(steps[place], eval_loss=loss)
+        if step.step in more:
+            lr, seconds = more[step.step]
+            steps[place] = replace(steps[place], lr=lr, seconds=seconds)
     return replace(series, steps=tuple(steps), problems=tuple(problems))
 
 

@@ -8,10 +8,11 @@ backward pass never counts.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast, get_args
 
-from primus_images.gpus.table import Dtype, UnknownPeak, peak_for_mfu
+from primus_images.gpus.table import Dtype, Generation, UnknownPeak, peak_for_mfu
 from primus_images.recipes.architecture import Architecture, size
 from primus_images.recipes.recipe import Recipe
 from primus_images.training.run.logs import Series
@@ -125,21 +126,32 @@ def perplexity(loss: float) -> float:
 
 
 def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
+    """Return the fields of each :class:`Step`, the tokens that were trained until its end, and its
+    TFLOP/s and MFU in both conventions, for JSON.
+    """
     lines = []
     flops = of_run(recipe, facts)
+    peak = None
+    with suppress(UnknownPeak):
+        _, peak, _ = _peak(recipe, facts)
     for step in series.steps:
         rate = step.tokens_per_second
         line = asdict(step)
         # The logged FLOP/s are judged, and not used.
         del line["tflops"], line["tflops_decimals"]
+        line["tokens"] = step.step * recipe.global_batch * recipe.seq_len
         line["images_per_second"] = None
         if recipe.architecture.of_images:
             rate /= recipe.seq_len
             line["images_per_second"] = rate
-        line |= {"tflops_causal": None, "tflops_non_causal": None}
-        if flops:
-            line |= flops.tera(rate)
+        for convention in ("causal", "non_causal"):
+            line[f"tflops_{convention}"] = None
+            line[f"mfu_{convention}"] = None
+            if flops:
+                tera = flops.tera(rate)[f"tflops_{convention}"]
+                line[f"tflops_{convention}"] = tera
+                if peak:
+                    line[f"mfu_{convention}"] = tera / peak
         lines.append({key: plain(value) for key, value in line.items()})
     return lines
 
@@ -154,10 +166,26 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
 
 
 def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
-    gpu = facts.get("gpu")
-    units = facts.get("gpu_units")
     if summary.tflops_causal is None or summary.tflops_non_causal is None:
         raise UnknownPeak("no MFU: the run's FLOP/s are not known")
+    generation, peak, source = _peak(recipe, facts)
+    return Mfu(
+        causal=summary.tflops_causal / peak,
+        non_causal=summary.tflops_non_causal / peak,
+        peak_tflops=peak,
+        dtype=recipe.precision,
+        gpu=generation.title,
+        source=source,
+    )
+
+
+def _peak(recipe: Recipe, facts: Mapping[str, Any]) -> tuple[Generation, float, str]:
+    """Return the GPU of a run, its TFLOP/s in the run's precision, and their source.
+
+    Raises UnknownPeak, with the reason, if there is no MFU.
+    """
+    gpu = facts.get("gpu")
+    units = facts.get("gpu_units")
     if facts.get("device") == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
     if gpu is None:
@@ -169,14 +197,7 @@ def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
         raise UnknownPeak(
             f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}"
         )
-    return Mfu(
-        causal=summary.tflops_causal / peak,
-        non_causal=summary.tflops_non_causal / peak,
-        peak_tflops=peak,
-        dtype=recipe.precision,
-        gpu=generation.title,
-        source=source,
-    )
+    return generation, peak, source
 
 
 def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:

@@ -4,93 +4,20 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.process import peak_memory
+from primus_images.training.backends.loop.trackers import (
+    NAMES,
+    Tracker,
+    peak_flops,
+    shares_of_peak,
+    trackers_of,
+)
 from primus_images.training.run.metrics import of_recipe_unit
-
-
-class Tracker(Protocol):
-    """Records the figures of steps."""
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record ``figures`` after ``step``."""
-
-    def close(self) -> None:
-        """End the record."""
-
-
-class TensorBoard:
-    """Event files in the folder ``tensorboard``."""
-
-    def __init__(self, job: RankJob) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(job.output / "tensorboard"))
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record ``figures`` after ``step``."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """End the record."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A run of the project ``primus``."""
-
-    def __init__(self, job: RankJob) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config)
-        )
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record ``figures`` after ``step``."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """End the record."""
-        self._run.finish()
-
-
-class MLflow:
-    """A run of the experiment ``primus``."""
-
-    def __init__(self, job: RankJob) -> None:
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        mlflow.set_experiment("primus")
-        mlflow.start_run(run_name=job.output.name)
-        mlflow.log_params(dict(job.config))
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record ``figures`` after ``step``."""
-        self._mlflow.log_metrics(dict(figures), step)
-
-    def close(self) -> None:
-        """End the record."""
-        self._mlflow.end_run()
-
-
-def _trackers(job: RankJob) -> list[Tracker]:
-    trackers: list[Tracker] = []
-    if job.training.tensorboard:
-        trackers.append(TensorBoard(job))
-    if job.training.wandb:
-        trackers.append(WeightsAndBiases(job))
-    if job.training.mlflow:
-        trackers.append(MLflow(job))
-    return trackers
 
 
 def _rounded(tflops: float) -> str:
@@ -98,6 +25,15 @@ def _rounded(tflops: float) -> str:
     if tflops < 10:
         return f"{tflops:.5f}"
     return f"{tflops:,.2f}"
+
+
+def _precision(job: RankJob) -> str:
+    """Return the precision of the products of most layers, as the table of GPUs names it."""
+    if job.training.fp8 != "none":
+        return "fp8"
+    if job.training.dtype == "bfloat16":
+        return "bf16"
+    return "fp32"
 
 
 class Report:
@@ -119,7 +55,14 @@ class Report:
         self._exact = job.output / "exact.jsonl"
         self._trackers: list[Tracker] = []
         if dist.get_rank() == 0:
-            self._trackers = _trackers(job)
+            names = [name for name in NAMES if getattr(job.training, name)]
+            self._trackers = trackers_of(names, job.output, job.config)
+        self._tokens_of_step = job.global_batch * job.training.seq_len
+        self._peak = None
+        if device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(device)
+            self._peak = peak_flops(gpu.name, gpu.multi_processor_count, _precision(job))
+        self._began = time.perf_counter()
         self.per_unit = None
         if job.model.has_formula:
             self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=trained)
@@ -162,16 +105,26 @@ class Report:
         )
         if dist.get_rank() != 0:
             return
-        exact = {"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}
+        seconds = round(now - self._began, 3)
+        exact = {
+            "step": step,
+            "loss": repr(loss),
+            "grad_norm": repr(grad_norm),
+            "lr": lr,
+            "seconds": seconds,
+        }
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps(exact) + "\n")
         figures = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
+            "tokens": step * self._tokens_of_step,
             "tokens_per_second": speed,
+            "seconds": seconds,
             "memory_gib": memory,
             **rates,
+            **shares_of_peak(rates, self._peak),
         }
         if self._tokens_of_image:
             figures["images_per_second"] = units

@@ -1,6 +1,7 @@
 """What torchtitan trains in a job: the recipe's model, its documents, and the metrics it logs."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from primus_images.recipes.architecture import Architecture, architecture
+from primus_images.training.backends.loop.trackers import (
+    NAMES,
+    Tracker,
+    peak_flops,
+    shares_of_peak,
+    trackers_of,
+)
 from primus_images.training.backends.torchtitan import render
+from primus_images.training.run.metrics import of_recipe_unit
 from primus_images.training.text.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def register(job: Mapping[str, Any], tokens: Tokens) -> None:
         "state_dict_adapter": adapter_of(spec.state_dict_adapter, model),
         "model_args": {**spec.model_args, render.FLAVOR: flavor},
         "build_tokenizer_fn": lambda _config: _reader(tokens),
-        "build_metrics_processor_fn": _builder_of_metrics(Path(job["output"])),
+        "build_metrics_processor_fn": _builder_of_metrics(job),
     }
     if model.moe.experts:
         from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
@@ -70,10 +79,10 @@ def _reader(tokens: Tokens) -> SimpleNamespace:
     return SimpleNamespace(encode=encode)
 
 
-def _builder_of_metrics(output: Path) -> Any:
+def _builder_of_metrics(job: Mapping[str, Any]) -> Any:
     from torchtitan.components.metrics import MetricsProcessor
 
-    kind = type("ExactMetrics", (Exact, MetricsProcessor), {"file": output / "exact.jsonl"})
+    kind = type("ExactMetrics", (Exact, MetricsProcessor), {"job": job})
 
     def build(config: Any, parallel_dims: Any, _model_args: Any = None, tag: Any = None) -> Any:
         return kind(config, parallel_dims, tag)
@@ -82,13 +91,17 @@ def _builder_of_metrics(output: Path) -> Any:
 
 
 class Exact(MetricsProcessor):
-    """The part of a MetricsProcessor that writes the figures of each step to ``file``.
+    """The part of a MetricsProcessor that writes the figures of each step.
 
-    torchtitan's log rounds loss and gradient norm. ``stages`` is the group of a pipeline.
+    torchtitan's log rounds loss and gradient norm, and its own writers have other names, and an MFU
+    of another GPU. ``job`` is the content of ``job.json``, ``stages`` the group of a pipeline.
     """
 
-    file: Path
+    job: Mapping[str, Any]
     stages: Any = None
+    trackers: list[Tracker] | None = None
+    peak: float | None = None
+    began: float = 0.0
 
     def log(
         self,
@@ -105,15 +118,54 @@ class Exact(MetricsProcessor):
             losses = torch.tensor([float(global_avg_loss), float(global_max_loss)], device=device)
             dist.all_reduce(losses, dist.ReduceOp.MAX, self.stages)
             global_avg_loss, global_max_loss = losses.tolist()
+        now = time.perf_counter()
+        began = self.began or self.time_last_log
+        self.began = began
+        speed = self.ntokens_since_last_log / (now - self.time_last_log)
+        speed /= self.parallel_dims.non_data_parallel_size
+        # The log begins the count of memory anew.
+        memory = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-        if dist.get_rank() == 0:
-            figures = {
-                "step": step,
-                "loss": repr(float(global_avg_loss)),
-                "grad_norm": repr(float(grad_norm)),
-            }
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(figures) + "\n")
+        if dist.get_rank() != 0:
+            return
+        figures = {
+            "loss": float(global_avg_loss),
+            "grad_norm": float(grad_norm),
+            "lr": float((extra_metrics or {})["lr"]),
+            "tokens": step * self.job["global_batch"] * self.job["config"]["training.seq_len"],
+            "tokens_per_second": speed,
+            "seconds": round(now - began, 3),
+            "memory_gib": memory,
+        }
+        self._write(step, figures)
+        self._track(step, figures)
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        exact: dict[str, object] = {"step": step}
+        for name in ("loss", "grad_norm", "lr", "seconds"):
+            exact[name] = repr(figures[name])
+        with (Path(self.job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(exact) + "\n")
+
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
+        config = self.job["config"]
+        if self.trackers is None:
+            names = [name for name in NAMES if config.get(f"metrics.enable_{name}")]
+            self.trackers = trackers_of(names, Path(self.job["output"]), config)
+            if torch.cuda.is_available():
+                gpu = torch.cuda.get_device_properties(0)
+                units = gpu.multi_processor_count
+                self.peak = peak_flops(gpu.name, units, self.job["precision"])
+        model = architecture(self.job["model"])
+        rates = of_recipe_unit(model, config["training.seq_len"]).tera(figures["tokens_per_second"])
+        for tracker in self.trackers:
+            tracker.log({**figures, **rates, **shares_of_peak(rates, self.peak)}, step)
+
+    def close(self) -> None:
+        """End the trackers."""
+        super().close()
+        for tracker in self.trackers or ():
+            tracker.close()
 
 
 def adapter_of(adapter: Any, model: Architecture) -> Any:

@@ -1,6 +1,7 @@
 """Commands of older documents, and the import of Primus's experiment files."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from primus_images.cli.image.primus_cli import primus_cli, set_variables
 from primus_images.cli.image.train import COMPILED, default_output
 from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
+from primus_images.compat import workloads
 from primus_images.compat.commands import Request, requested
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
@@ -25,6 +27,7 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.report import sheets
 from primus_images.report.run import read
+from primus_images.terminal import harmless
 from primus_images.training.run.job import Job
 from primus_images.training.run.ranks import files
 
@@ -71,6 +74,8 @@ def compat(options: CompatOptions) -> int:
         return 0
     if command == "primus-cli":
         return primus_cli(options.words, start)
+    if command == workloads.NAME:
+        return _ask_service(options.words)
     chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
     if command == "pytorch_benchmark_setup.sh" and not words:
         print("nothing to install: the image has the libraries of all its recipes")
@@ -84,6 +89,18 @@ def compat(options: CompatOptions) -> int:
         precision=chosen.precision,
     )
     return start(command, request, chosen)
+
+
+def _ask_service(words: Sequence[str]) -> int:
+    """Send a command to the workload service and print its answer."""
+    others = [word for word in words if word != "--dry-run"]
+    query = workloads.query(others, os.environ)
+    if len(others) < len(words):
+        print(query.shown())
+        return 0
+    answer = workloads.answer_of(query)
+    print(harmless(json.dumps(answer, indent=2, ensure_ascii=False)))
+    return 0
 
 
 def start(command: str, request: Request, chosen: argparse.Namespace) -> int:

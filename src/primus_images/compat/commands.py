@@ -16,7 +16,7 @@ from primus_images.compat.tables import table
 from primus_images.errors import HostError, InputError, nearest
 from primus_images.gpus.table import load_table, words_for
 from primus_images.recipes.experiments.presets import Argument, is_experiment
-from primus_images.recipes.experiments.source import backend_of
+from primus_images.recipes.experiments.source import backend_of, import_experiment, least_nodes
 from primus_images.recipes.experiments.translate import (
     Translation,
     listed,
@@ -281,10 +281,7 @@ def _with_environment(
         says.append(done.summary())
     for option, why in done.unmapped:
         says.append(f"{option.key} is left out: {why}")
-    nodes = _count(environment, "NNODES")
-    if nodes is None and not is_experiment(Path(request.recipe)):
-        # The script's default is one node, whereas the recipe's default may be more.
-        nodes = 1
+    nodes = _count(environment, "NNODES") or _usual_nodes(request, done)
     words = []
     ranks = _count(environment, "GPUS_PER_NODE")
     if ranks:
@@ -298,6 +295,19 @@ def _with_environment(
         says=tuple(says),
         stage=STAGES[stage],
     )
+
+
+def _usual_nodes(request: Request, done: Translation) -> int:
+    """Return the nodes of a run without NNODES.
+
+    The script's default is one node, whereas a recipe's may be more. An experiment has the least
+    that its layout needs, with the degrees of the command.
+    """
+    path = Path(request.recipe)
+    if not is_experiment(path):
+        return 1
+    imported = import_experiment(path)
+    return least_nodes(imported.backend, {**imported.done.settings, **done.settings})
 
 
 def _report(words: Sequence[str]) -> Request:

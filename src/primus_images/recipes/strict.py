@@ -44,10 +44,23 @@ def check(settings: Settings, source: Source, backend: Backend) -> None:
     # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
         for key in rules:
-            wrong = out_of_bounds(key, rules, settings, related=related)
+            bounding = settings
+            if key == f"{backend.name}.{backend.warmup}":
+                bounding = _until_decay(settings, backend)
+            wrong = out_of_bounds(key, rules, bounding, related=related)
             if wrong:
                 reason, remedy = wrong
                 raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
+
+
+def _until_decay(settings: Settings, backend: Backend) -> Settings:
+    """Return the settings with the steps of the schedule, which may end after the run."""
+    steps = settings[backend.key("steps")]
+    decay = settings.get(f"{backend.name}.training.decay_steps")
+    if decay is None or not isinstance(decay.value, int) or not isinstance(steps.value, int):
+        return settings
+    longer = replace(steps, value=max(steps.value, decay.value))
+    return {**settings, backend.key("steps"): longer}
 
 
 def _require_keys(settings: Settings, backend: Backend, file: Path) -> None:

@@ -17,6 +17,7 @@ from primus_images.recipes.experiments.translate import alike, keys, megatron_ar
 from primus_images.recipes.published import another_model
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
+from primus_images.recipes.rules.stages import layers_of
 from primus_images.recipes.setting import Choices
 from primus_images.yamlfile import section
 from tables import FIXTURES
@@ -266,6 +267,45 @@ def test_a_pattern_of_layers_that_is_none_is_refused(pattern: Any) -> None:
     arguments = {"moe_layer_freq": Argument(key="moe_layer_freq", value=pattern, where="x")}
     with pytest.raises(InputError):
         models._places_of_experts(arguments, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        ("Et*2|t*3|t*3|t*2,L", [2, 3, 3, 2]),
+        ("E|ttt|t*2L", [0, 3, 2]),
+        ("t", [1]),
+        ("Et*2|x*3", []),
+        ("t*", []),
+        ("", [0]),
+    ],
+)
+def test_the_layers_of_a_layout_are_counted(layout: str, layers: list[int]) -> None:
+    assert layers_of(layout) == layers
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_STAGES", "4")
+    fine = "Et*8|t*8|t*8|t*8,L"
+    key = "megatron.model.pipeline_model_parallel_layout"
+    choices = Choices(gpu="mi300x")
+    assert resolve(str(LLAMA), [f"{key}={fine}"], choices).settings[key].value == fine
+    for layout, says in (
+        ("Et*8|t*8|t*8|t*9,L", "it has 33 layers, and the model 32"),
+        ("Et*16|t*8|t*8L", "4 stages cannot have equally many of 3 chunks"),
+        ("x", "is no list of stages"),
+    ):
+        with pytest.raises(InputError, match=says):
+            resolve(str(LLAMA), [f"{key}={layout}"], choices)
+
+
+def test_a_warm_up_may_be_longer_than_the_run_if_the_schedule_is() -> None:
+    long = ["megatron.training.warmup_steps=200", "megatron.training.decay_steps=5000"]
+    choices = Choices(gpu="mi300x")
+    recipe = resolve(str(LLAMA), long, choices)
+    assert recipe.settings["megatron.training.warmup_steps"].value == 200
+    with pytest.raises(InputError, match=r"warmup_steps must be at most megatron\.training\.steps"):
+        resolve(str(LLAMA), [*long[:1], "megatron.training.decay_steps=100"], choices)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"])

@@ -97,6 +97,7 @@ def of_megatron(arguments: Arguments) -> dict[str, Value]:
         model |= _latent(arguments)
     else:
         model["qk_norm"] = _take(arguments, "qk_layernorm", False)
+        model["sinks"] = _take(arguments, "use_sink_attention", False)
         if head * heads != hidden:
             model["head_dim"] = head
         model["rope_scaling.kind"] = "none"
@@ -251,6 +252,7 @@ def of_architecture(model: Architecture) -> dict[str, Value]:
         "untie_embeddings_and_output_weights": not model.tied_embeddings,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_norm,
+        "use_sink_attention": model.sinks,
         "use_rope_scaling": scaling.kind == "llama3",
         "rope_scaling_factor": scaling.factor,
     }

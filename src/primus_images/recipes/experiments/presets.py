@@ -22,6 +22,8 @@ _IN_IMAGE = Path("/workspace/Primus")
 _PRESETS = Path("primus/configs")
 _PLACEHOLDER = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
 _TRAINERS = ("pre_trainer", "post_trainer")
+# What names the presets below a preset; the first two in Primus of 2025.
+_EXTENDS = ("includes", "bases", "extends")
 # A preset that extends itself would never end.
 _DEEPEST = 16
 
@@ -192,15 +194,16 @@ def _flattened(
     if depth > _DEEPEST:
         raise InputError("presets extend each other without end", where=document.where())
     merged: dict[str, Argument] = {}
-    extended = data.get("extends") or []
-    names = extended if isinstance(extended, list) else [extended]
-    for name in names:
-        below = file.parent / str(name)
-        if not below.is_file():
-            where = document.where(("extends",))
-            raise InputError(f"there is no preset {name}, which this extends", where=where)
-        _merge(merged, _flattened(below, level, environment, depth + 1))
-    own = {key: tree for key, tree in data.items() if key != "extends"}
+    for word in _EXTENDS:
+        extended = data.get(word) or []
+        names = extended if isinstance(extended, list) else [extended]
+        for name in names:
+            below = file.parent / str(name)
+            if not below.is_file():
+                where = document.where((word,))
+                raise InputError(f"there is no preset {name}, which this extends", where=where)
+            _merge(merged, _flattened(below, level, environment, depth + 1))
+    own = {key: tree for key, tree in data.items() if key not in _EXTENDS}
     _merge(merged, _leaves(document, (), own, level, environment))
     return merged
 

@@ -21,7 +21,7 @@ from primus_images.recipes.experiments.presets import (
     is_experiment,
     read_experiment,
 )
-from primus_images.recipes.experiments.translate import Translation, alike, table, translate
+from primus_images.recipes.experiments.translate import Translation, alike, keys, table, translate
 from primus_images.recipes.family import family
 from primus_images.recipes.schema import backend_rules, backends
 from primus_images.recipes.setting import Setting, Value
@@ -51,20 +51,20 @@ class Imported:
     model: dict[str, Value] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
 
-    @property
-    def nodes(self) -> int:
-        """The least number of nodes of eight GPUs that the layout needs."""
-        degrees = {}
-        for kind, key in backends()[self.backend].degrees.items():
-            value = self.done.settings.get(f"{self.backend}.{key}", 1)
-            degrees[kind] = value if isinstance(value, int) and value > 0 else 1
-        stages = degrees.get("pp", 1)
-        parts = stages * degrees.get("tp", 1) * degrees.get("cp", 1)
-        for nodes in range(1, 4096):
-            world = nodes * _RANKS
-            if world % parts == 0 and world // stages % degrees.get("ep", 1) == 0:
-                return nodes
-        return 1
+
+def least_nodes(backend: str, settings: Mapping[str, Value]) -> int:
+    """Return the least number of nodes of eight GPUs that the layout of ``settings`` needs."""
+    degrees = {}
+    for kind, key in backends()[backend].degrees.items():
+        value = settings.get(f"{backend}.{key}", 1)
+        degrees[kind] = value if isinstance(value, int) and value > 0 else 1
+    stages = degrees.get("pp", 1)
+    parts = stages * degrees.get("tp", 1) * degrees.get("cp", 1)
+    for nodes in range(1, 4096):
+        world = nodes * _RANKS
+        if world % parts == 0 and world // stages % degrees.get("ep", 1) == 0:
+            return nodes
+    return 1
 
 
 def read(path: Path) -> load.Source:
@@ -100,6 +100,8 @@ def import_experiment(
     odd = models.strange(experiment.arguments)
     if odd and experiment.root is not None:
         raise InputError(f"{odd[0]}: no family here computes it", where=odd[1])
+    if _predicts_more(experiment):
+        arguments.remove(experiment.arguments["mtp_num_layers"])
     done = translate(backend, arguments, defaults, precision, whole=True)
     if not environment.get(ALLOW_UNMAPPED) and not allow_unmapped:
         done.refuse_unmapped()
@@ -115,17 +117,32 @@ def import_experiment(
     _settle_sharding(done)
     _settle_warmup(imported)
     _settle_stages(imported)
+    _add_sentences(imported)
+    return imported
+
+
+def _add_sentences(imported: Imported) -> None:
+    """Add what the user has to know of the translation."""
+    experiment = imported.experiment
+    done = imported.done
     if experiment.root is None:
         imported.says.append(
-            f"Primus's presets are not here: what {path.name} does not set is as in the recipe "
-            f"{recipe}"
+            f"Primus's presets are not here: what {experiment.path.name} does not set is as in the "
+            f"recipe {imported.recipe}"
         )
+    if _predicts_more(experiment):
+        imported.says.append("the model's layer for multi-token prediction is left out")
     summary = done.summary()
     if summary:
         imported.says.append(summary)
     for argument, why in done.unmapped:
         imported.says.append(f"{argument.key} is left out: {why}")
-    return imported
+
+
+def _predicts_more(experiment: Experiment) -> bool:
+    """Whether the preset of the model has a layer for multi-token prediction."""
+    argument = experiment.arguments.get("mtp_num_layers")
+    return argument is not None and argument.level == "model" and bool(argument.value)
 
 
 def backend_of(path: Path, environment: Mapping[str, str] = os.environ) -> str:
@@ -297,7 +314,11 @@ def _settle_tokenizer(imported: Imported) -> None:
 
 
 def _settle_recomputation(done: Translation) -> None:
-    """Recompute nothing if that is the number of layers."""
+    """Recompute all layers instead of chosen ones, and nothing if that is the number of layers."""
+    method = "megatron.model.recompute_method"
+    if "recompute_layer_ids" in done.left_out and method not in done.settings:
+        done.settings[method] = "uniform"
+        done.settings["megatron.model.recompute_num_layers"] = 1
     if done.settings.get("megatron.model.recompute_num_layers") != 0:
         return
     for name in ("granularity", "method", "num_layers"):
@@ -364,7 +385,7 @@ def source_of(imported: Imported) -> load.Source:
         "default.backend": backend,
         "default.mode": "pretrain",
         "default.precision": precision,
-        "default.nodes": imported.nodes,
+        "default.nodes": least_nodes(backend, imported.done.settings),
     }
     for key, value in usual.items():
         settings[key] = Setting(value=value, origin=place)  # type: ignore[arg-type]
@@ -426,7 +447,8 @@ def _of_run(imported: Imported, base: load.Source) -> tuple[dict[str, Setting], 
             whole[key] = setting
     for argument in imported.experiment.arguments.values():
         name = f"{backend}.model.{argument.key}"
-        if argument.value is None and name in written and imported.model:
+        is_native = argument.key not in keys(backend)
+        if argument.value is None and is_native and name in written and imported.model:
             whole[name] = Setting(value=None, origin=argument.where)
     return whole, batch
 

@@ -1,6 +1,7 @@
 """The pipeline stages of a Megatron job, and the parameters that one rank of a stage keeps."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from primus_images.recipes.recipe import Recipe
 _WHOLE = ("mlp.gate.weight", "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "megatron.model."
+_LAYOUT = f"{_HEAD}pipeline_model_parallel_layout"
 # Published totals count these balancing biases, which are buffers of Megatron.
 _BUFFER = "mlp.gate.e_score_correction_bias"
 
@@ -47,17 +49,16 @@ class Share:
 def stages(recipe: Recipe) -> list[Stage]:
     """Return the pipeline stages of ``recipe``, of which there is at least one."""
     number = recipe.degree("pp")
-    virtual = recipe.find(f"{_HEAD}virtual_pipeline_model_parallel_size", 1)
+    chunks = _chunks(recipe)
+    virtual = len(chunks) // number
     places = _places(recipe)
-    sizes = _sizes(recipe, len(places))
     layers: list[list[int]] = [[] for _ in range(number)]
     first = 0
     # Interleaved stages: each in turn has the next chunk of layers, several times.
-    for chunk in range(virtual):
-        for stage, size in enumerate(sizes):
-            end = first + size * (chunk + 1) // virtual - size * chunk // virtual
-            layers[stage].extend(place for place in places[first:end] if place is not None)
-            first = end
+    for chunk, size in enumerate(chunks):
+        end = first + size
+        layers[chunk % number].extend(place for place in places[first:end] if place is not None)
+        first = end
     made = []
     for stage in range(number):
         made.append(
@@ -69,6 +70,35 @@ def stages(recipe: Recipe) -> list[Stage]:
             )
         )
     return made
+
+
+def _chunks(recipe: Recipe) -> list[int]:
+    """Return the number of layers of each chunk, of which every stage has equally many."""
+    layout = recipe.find(_LAYOUT, "")
+    if layout:
+        return layers_of(layout)
+    virtual = recipe.find(f"{_HEAD}virtual_pipeline_model_parallel_size", 1)
+    sizes = _sizes(recipe, len(_places(recipe)))
+    chunks = []
+    for chunk in range(virtual):
+        for size in sizes:
+            chunks.append(size * (chunk + 1) // virtual - size * chunk // virtual)
+    return chunks
+
+
+def layers_of(layout: str) -> list[int]:
+    """Return the layers of each chunk of Megatron's ``layout``, as in ``Et*3|t*4|t*3,L``.
+
+    The letters are the embedding, layers of the decoder and of multi-token prediction, and the
+    loss; chunks are separated by ``|``. The list is empty for a text of another form.
+    """
+    chunks = []
+    for chunk in layout.replace(",", "").split("|"):
+        parts = re.findall(r"([EtmL])(?:\*(\d{1,4}))?", chunk)
+        if "".join(f"{letter}*{times}" if times else letter for letter, times in parts) != chunk:
+            return []
+        chunks.append(sum(int(times or 1) for letter, times in parts if letter == "t"))
+    return chunks
 
 
 def _places(recipe: Recipe) -> list[int | None]:
@@ -104,6 +134,9 @@ def stage_faults(recipe: Recipe) -> Iterator[Fault]:
     if virtual > 1 and number == 1:
         yield virtual_key, f"{virtual} chunks of a stage need PP of 2 or more", "pp=2"
         return
+    if recipe.find(_LAYOUT, ""):
+        yield from _layout_faults(recipe)
+        return
     places = len(_places(recipe))
     sizes = _sizes(recipe, places)
     if sum(sizes) != places or min(sizes) < 1:
@@ -120,6 +153,19 @@ def stage_faults(recipe: Recipe) -> Iterator[Fault]:
             why = f"a stage of {size} layers cannot have {virtual} chunks of equally many"
             yield virtual_key, why, f"{virtual_key}={math.gcd(size, virtual)}"
             return
+
+
+def _layout_faults(recipe: Recipe) -> Iterator[Fault]:
+    number = recipe.degree("pp")
+    chunks = layers_of(recipe.get(_LAYOUT, str))
+    layers = recipe.architecture.layers
+    remedy = f"as in Et*{max(1, layers // number)}|…|t*{max(1, layers // number)},L"
+    if not chunks:
+        yield _LAYOUT, "is no list of stages", remedy
+    elif sum(chunks) != layers:
+        yield _LAYOUT, f"it has {sum(chunks)} layers, and the model {layers}", remedy
+    elif len(chunks) % number:
+        yield _LAYOUT, f"{number} stages cannot have equally many of {len(chunks)} chunks", remedy
 
 
 def _in_flight(recipe: Recipe, after: int, virtual: int) -> float:

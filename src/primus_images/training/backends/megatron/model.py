@@ -71,6 +71,10 @@ class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc
                 parameter.grad.mul_(scaling_factor)
 
 
+# By how many elements heads grow for a sink: fused kernels take multiples of 8.
+_ALIGNED = 8
+
+
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
     """Causal attention by ``scaled_dot_product_attention``, as a core attention of Megatron.
 
@@ -129,6 +133,50 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
             enable_gqa=groups > 1,
         )
         return context.permute(2, 0, 1, 3)
+
+
+class SinkAttention(TorchAttention):
+    """The same where each head also has a logit of its own, the sink, that no value belongs to."""
+
+    def __init__(
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, **other: Any
+    ) -> None:
+        super().__init__(config, layer_number, softmax_scale, **other)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        # Tensor-parallel ranks have different heads.
+        self.sinks.tensor_model_parallel = True
+        self.sinks.partition_dim = 0
+        self.sinks.partition_stride = 1
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values].
+
+        The sink is a key before all others, without a value. Further elements of queries, which
+        multiply only that key's, make its product with each of them the logit of the head.
+        """
+        assert not self.window, "attention with sinks has no window"
+        size = query.size(-1)
+        scale = self.scale
+        if scale is None:
+            scale = size**-0.5
+        further = torch.zeros_like(query[..., :_ALIGNED])
+        further[..., 0] = self.sinks.to(query.dtype) / scale
+        query = torch.cat((query, further), -1)
+        key = torch.nn.functional.pad(key, (0, _ALIGNED))
+        first = torch.zeros_like(key[:1])
+        first[..., size] = 1.0
+        attention = torch.nn.functional.scaled_dot_product_attention
+        context = attention(
+            # A query before all others keeps the mask causal.
+            torch.cat((query[:1], query)).permute(1, 2, 0, 3),
+            torch.cat((first, key)).permute(1, 2, 0, 3),
+            torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 0, 1, 0)).permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.size(2) > key.size(2),
+        )
+        return context.permute(2, 0, 1, 3)[1:]
 
 
 class TurboAttention(TorchAttention):
@@ -243,7 +291,7 @@ def gpt_model(job: RankJob, transformer: TransformerConfig, stage: int | None) -
     """Return this rank's part of the model. ``stage`` is that of an interleaved pipeline."""
     return GPTModel(
         config=transformer,
-        transformer_layer_spec=_spec(transformer, job.turbo, stage),
+        transformer_layer_spec=_spec(transformer, job, stage),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
@@ -276,14 +324,16 @@ def distributed_parts(
     ]
 
 
-def _spec(config: TransformerConfig, turbo: tuple[str, ...], vp_stage: int | None) -> Any:
+def _spec(config: TransformerConfig, job: RankJob, vp_stage: int | None) -> Any:
     has_engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
         config, has_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
-        if "turbo-attention" in turbo:
+        if job.model.sinks:
+            attention.core_attention = SinkAttention
+        elif "turbo-attention" in job.turbo:
             attention.core_attention = TurboAttention
         elif not has_engine:
             attention.core_attention = TorchAttention

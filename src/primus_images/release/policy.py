@@ -174,7 +174,12 @@ def _of_validations(evidence: Evidence, policy: Policy, *, preview: bool) -> Ite
     if not evidence.recipes:
         yield "its target names no recipe to validate it with"
         return
-    records = [record for record in evidence.records if _counts(record, policy, preview=preview)]
+    records = []
+    for record in evidence.records:
+        if _counts(record, policy, preview=preview):
+            records.append(record)
+        else:
+            yield _failure(record)
     where = ""
     if evidence.gpu and not preview:
         where = f" on {evidence.gpu}"
@@ -195,6 +200,21 @@ def _of_validations(evidence: Evidence, policy: Policy, *, preview: bool) -> Ite
         yield from _not_loaded(evidence, records, where)
     for record in records:
         yield from unmet(record, policy)
+
+
+def _failure(record: Record) -> str:
+    """Return what the newest validation of a cell says against the image.
+
+    It would be published and signed as well, and nobody who verifies the image accepts it.
+    """
+    where = "the CPU" if record.gpu == "none" else record.gpu
+    names = [verdict.name for verdict in record.failed]
+    what = some(names, 3) or "not all of its jobs ran"
+    recipe = record.recipe
+    return (
+        f"the newest validation of {recipe.name} ({recipe.precision}) on {where} failed: {what} "
+        "(primus validate TARGET --again)"
+    )
 
 
 def _untrained(evidence: Evidence, records: Sequence[Record], where: str) -> Iterator[str]:

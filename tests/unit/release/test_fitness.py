@@ -52,6 +52,14 @@ def test_a_whole_release_may_be_published() -> None:
         ({"records": ()}, "one did not pass a validation in this image"),
         ({"recipes": ("one", "two")}, "two did not pass a validation in this image"),
         ({"records": (record(passed=False),)}, "one did not pass a validation in this image"),
+        (
+            {"records": (record(), record(recipe=recipe(precision="bf16"), **DIVERGED))},
+            "the newest validation of one (bf16) on the CPU failed: loss falls",
+        ),
+        (
+            {"records": (record(), record(gpu="mi300x", passed=False, verdicts=()))},
+            "on mi300x failed: not all of its jobs ran",
+        ),
         ({"records": (record(jobs=QUICK),)}, "repeated a run, resumed it and split its batch"),
         ({"records": (record(jobs=NOT_RUN),)}, "repeated a run, resumed it and split its batch"),
         ({"gpu": "mi355x"}, "nothing was trained in this image on mi355x"),

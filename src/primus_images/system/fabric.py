@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def libraries(host: Host) -> Iterator[Finding]:
     if not _library(host, "libibverbs.so.1"):
         yield finding("no_libibverbs")
         return
-    table: Any = read_values(Path(__file__).with_name("nics.yaml")).data
+    table = _table()
     lacking: dict[str, list[str]] = {}
     for card in cards:
         provider = _provider(card, table["providers"])
@@ -112,6 +113,30 @@ def libraries(host: Host) -> Iterator[Finding]:
         yield finding("no_provider", provider=provider, row=row, names=", ".join(names))
     if not lacking:
         yield finding("providers")
+
+
+@cache
+def _table() -> Any:
+    return read_values(Path(__file__).with_name("nics.yaml")).data
+
+
+def _of_cards(host: Host) -> dict[str, Any]:
+    """Return variable → its row, of those that concern the network devices of this machine."""
+    table = _table()
+    rows: dict[str, Any] = {}
+    for card in devices(host):
+        provider = _provider(card, table["providers"])
+        rows |= table["variables"].get(provider, {})
+    return rows
+
+
+def faults(host: Host) -> Iterator[Finding]:
+    """Check that no variable that the user has set causes a known fault of a network device."""
+    for name, row in _of_cards(host).items():
+        value = host.environment.get(name, row["value"])
+        if "fault" in row and value != row["value"]:
+            sources = "; ".join(source["by"] for source in row["stated"])
+            yield finding("nic_fault", name=name, value=value, row=row, sources=sources)
 
 
 def _provider(card: Path, providers: Mapping[str, Any]) -> str:
@@ -160,7 +185,7 @@ def _port(host: Host, port: Path) -> Finding | str:
 
 
 def variables(host: Host) -> dict[str, str]:
-    """Return the variables that make NCCL and RCCL use the ports that can be used.
+    """Return the variables that make NCCL and RCCL use the ports that can be used, and safely.
 
     They are empty without such a port. A variable that the user has set, and a GID index on which
     the ports do not agree, are left out.
@@ -169,7 +194,8 @@ def variables(host: Host) -> dict[str, str]:
     if not usable or any(_rights(host)):
         return {}
     names = [f"{port.parents[1].name}:{port.name}" for port in usable]
-    chosen = {"NCCL_IB_HCA": "=" + ",".join(names), "NCCL_IB_GID_INDEX": _common_gid(usable)}
+    chosen = {name: row["value"] for name, row in _of_cards(host).items()}
+    chosen |= {"NCCL_IB_HCA": "=" + ",".join(names), "NCCL_IB_GID_INDEX": _common_gid(usable)}
     return {name: value for name, value in chosen.items() if value and name not in host.environment}
 
 

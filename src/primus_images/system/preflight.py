@@ -286,6 +286,7 @@ OF_SEVERAL_NODES = (
     "RDMA",
     "RDMA rights",
     "RDMA libraries",
+    "RDMA settings",
     "network",
     "locked memory",
 )
@@ -308,6 +309,7 @@ CHECKS: tuple[Callable[[Host], Iterable[Finding]], ...] = (
     health,
     settings,
     fabric.rdma,
+    fabric.faults,
     fabric.libraries,
     fabric.interface,
     known_issues,

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from primus_images.cli.main import main
+from primus_images.system import fabric
 from primus_images.system.fabric import variables
 from primus_images.system.host import Host
 from primus_images.system.preflight import CHECKS, preflight
@@ -20,6 +21,7 @@ from tables import text_of
 GIB = 2**30
 FILES = yaml.safe_load(text_of("sound_machine.yaml"))
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
+NICS = Path(fabric.__file__).with_name("nics.yaml")
 
 
 class Machine:
@@ -332,3 +334,49 @@ def test_no_content_of_a_file_ends_the_checks_or_reaches_the_terminal_raw(tmp_pa
         machine.findings()
         path.unlink()
         path.write_text(before)
+
+
+def pollara(root: Path) -> Machine:
+    """A sound machine whose network devices are AMD's."""
+    machine = Machine(root)
+    for number in range(2):
+        machine.bind(number, "ionic")
+    return machine
+
+
+FLUSH = ("NCCL_GDR_FLUSH_DISABLE", "RCCL_GDR_FLUSH_GPU_MEM_NO_RELAXED_ORDERING")
+
+
+def test_amds_network_devices_flush_before_they_read(tmp_path: Path) -> None:
+    pollara(tmp_path)
+    found = variables(Host(root=tmp_path, environment={}))
+    assert {name: found[name] for name in FLUSH} == dict.fromkeys(FLUSH, "0")
+    assert "NCCL_IB_TC" not in found
+    assert FLUSH[0] not in variables(Host(root=tmp_path, environment={FLUSH[0]: "1"}))
+
+
+def test_other_network_devices_keep_their_defaults(tmp_path: Path) -> None:
+    Machine(tmp_path)
+    assert not set(FLUSH) & set(variables(Host(root=tmp_path, environment={})))
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_a_setting_with_a_known_fault_is_named_before_the_start(tmp_path: Path, name: str) -> None:
+    machine = pollara(tmp_path)
+    machine.environment = {name: "1"}
+    (row,) = [row for row in machine.findings() if row[0] == "RDMA settings"]
+    assert row[1] == "failed"
+    assert f"{name}=1: some ranks receive zeros" in row[2]
+    assert "rocm-systems#7036" in row[2]
+    assert row[3] == f"{name}=0, or leave it unset"
+    machine.environment = {name: "0"}
+    assert not [row for row in machine.findings() if row[0] == "RDMA settings"]
+
+
+def test_every_variable_of_a_network_device_has_a_source_and_a_date() -> None:
+    table = yaml.safe_load(NICS.read_text(encoding="utf-8"))
+    for provider, rows in table["variables"].items():
+        assert provider in table["providers"]
+        for name, row in rows.items():
+            assert row["why"], name
+            assert all(source["by"] and source["date"] for source in row["stated"]), name

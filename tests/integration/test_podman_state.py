@@ -236,3 +236,24 @@ def test_a_living_container_is_not_swept(tiny, capsys):
         (lock,) = _locks(tiny)
         lock.with_suffix("").joinpath("root/tmp/go").touch()
         assert process.wait(20) == 7
+
+
+def test_bytes_are_compared_once_while_nothing_changes(tiny, monkeypatch):
+    compared = []
+    difference = layers._difference
+
+    def counted(root, made, name, layer):
+        compared.append(name)
+        return difference(root, made, name, layer)
+
+    monkeypatch.setattr(layers, "_difference", counted)
+    Podman().verify(tiny)
+    compared.clear()
+    Podman().verify(tiny)
+    assert compared == []
+    # The machine has started anew.
+    known = state.known(state.workspace_of(tiny.cache))
+    assert known is not None
+    layers._compared_path(known).unlink()
+    Podman().verify(tiny)
+    assert len(compared) == len(tiny.layers)

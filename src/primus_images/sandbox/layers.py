@@ -7,6 +7,7 @@ with the layer's blob, whose digest is checked as it is read. What differs is un
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from primus_images.errors import HostError
-from primus_images.files import text_if_readable, write_file
+from primus_images.files import json_if_readable, text_if_readable, write_file
 from primus_images.programs import captured, stop_all, tracked
 from primus_images.sandbox.container import LayerRef, RootFs, layer_folder
 from primus_images.sandbox.engine import ENGINE
@@ -59,20 +60,42 @@ def unpacked_layers(root: RootFs, state: State) -> list[str]:
 def compare(root: RootFs, state: State) -> None:
     """Compare every byte of the image's unpacked layers with their blobs.
 
-    Layers that differ are unpacked again, with a message. Raises HostError if that fails, or if a
-    blob is damaged.
+    Layers that were compared or unpacked since this machine started, and have not changed since,
+    are left out. Those that differ are unpacked again, with a message. Raises HostError if that
+    fails, or if a blob is damaged.
     """
     layers = _layers_of(root)
     unpacked_layers(root, state)
+    listings = _listings(list(layers), state)
+    compared = json_if_readable(_compared_path(state))
+    equal = {}
     differing = {}
     for name, layer in layers.items():
+        listing = listings.get(name)
+        if listing and compared.get(name) == listing:
+            continue
         difference = _difference(root, state, name, layer)
         if difference:
             say(f"an unpacked layer of {root.name} differs from its blob ({difference})")
             differing[name] = layer
-    if differing:
-        with locked(state.workspace):
-            _unpack_all(root, state, differing)
+        elif listing:
+            equal[name] = listing
+    with locked(state.workspace):
+        _note_compared(equal, state)
+        _unpack_all(root, state, differing)
+
+
+def _compared_path(state: State) -> Path:
+    """Return the path of the listings of layers whose bytes are known to be those of their blobs.
+
+    The folder is private, and the machine forgets it when it starts anew.
+    """
+    return state.place.parent / "compared"
+
+
+def _note_compared(listings: Mapping[str, str], state: State) -> None:
+    noted = json_if_readable(_compared_path(state))
+    write_file(_compared_path(state), json.dumps({**noted, **listings}))
 
 
 def _layers_of(root: RootFs) -> dict[str, LayerRef]:
@@ -143,8 +166,10 @@ def _unpack_all(root: RootFs, state: State, layers: Mapping[str, LayerRef]) -> N
         except BaseException:
             stop_all()
             raise
-    for name, listing in _listings(list(layers), state).items():
+    listings = _listings(list(layers), state)
+    for name, listing in listings.items():
         write_file(_listing_path(name, state), listing + "\n")
+    _note_compared(listings, state)
 
 
 def _unpack(root: RootFs, state: State, name: str, layer: LayerRef) -> None:

@@ -206,6 +206,12 @@ for _target in TARGETS:
             f"Push the {_target} image with its evidence (`-- --to HOST/PATH`).",
         ),
     }
+GPU_TARGETS = [name for name in TARGETS if name != "cpu"]
+for _target in GPU_TARGETS:
+    COMMANDS[f"prove-{_target}"] = (
+        ("prove", _target),
+        f"Show in an hour what works on this machine's {_target} (`-- --minutes 60`).",
+    )
 BENCHMARKS = {
     "bench": ("engine", "Compare the engine with BuildKit (`-- --quick`: a smoke test)."),
     "bench-finetune": (

@@ -24,6 +24,7 @@ _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
 _MANY_CORRECTED = 1000
 _LEAST_PROCESSES = 4096
+_LEAST_POWER = 0.95
 _OF_CONTAINERS = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
 
 
@@ -204,7 +205,7 @@ def disk(host: Host) -> Iterator[Finding]:
 
 
 def health(host: Host) -> Iterator[Finding]:
-    """Check AMD's GPUs for ECC errors, retired pages, PCIe links, memory in use and XGMI links."""
+    """Check AMD's GPUs: ECC errors, retired pages, PCIe and XGMI links, memory in use, power."""
     cards = [
         path
         for path in host.glob("sys/class/drm/renderD*/device")
@@ -218,6 +219,7 @@ def health(host: Host) -> Iterator[Finding]:
         yield from _ecc(host, card, name)
         yield from _pcie(host, card, name)
         yield from _memory(host, card, name)
+        yield from _power(host, card, name)
     yield from _xgmi(host)
     yield finding("health", gpus=len(cards))
 
@@ -251,6 +253,14 @@ def _memory(host: Host, card: Path, name: str) -> Iterator[Finding]:
     if used > 0.5 * total:
         level = "failed"
     yield finding("used_memory", level=level, gpu=name, used=used / _GIB, total=total / _GIB)
+
+
+def _power(host: Host, card: Path, name: str) -> Iterator[Finding]:
+    for sensor in host.glob(str((card / "hwmon/hwmon*").relative_to(host.root))):
+        now = host.number(sensor / "power1_cap")
+        usual = host.number(sensor / "power1_cap_default")
+        if now and usual and now < _LEAST_POWER * usual:
+            yield finding("power_limit", gpu=name, now=now / 1e6, usual=usual / 1e6)
 
 
 def _xgmi(host: Host) -> Iterator[Finding]:

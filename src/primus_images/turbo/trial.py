@@ -104,6 +104,21 @@ def _without_gpu(installed: Sequence[str], off: dict[str, str], named: bool) -> 
     return Trial(off=off | dict.fromkeys(installed, "there is no GPU"))
 
 
+def test(
+    names: Sequence[str],
+    shapes: Mapping[str, object],
+    machine: object,
+    folder: Path,
+    environment: Mapping[str, str],
+) -> dict[str, str]:
+    """Test optimizations with tensors of ``shapes``. Returns name → fault of those that fail.
+
+    Passes are kept in ``folder``, for these shapes and this ``machine``.
+    """
+    key = _digest([shapes, machine])
+    return _faults(names, _Tester(shapes, key, folder, environment, lambda _: None))
+
+
 @dataclass(frozen=True)
 class _Tester:
     """Tests optimizations with a run's ``shapes``. Passes are kept in ``folder``, by ``key``."""

@@ -1,0 +1,139 @@
+"""`primus prove`: what one hour on a GPU shows, in a folder to send back."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from primus_images.cli.host.common import open_project
+from primus_images.cli.verb import answer, note
+from primus_images.errors import InputError
+from primus_images.gpus.detect import detect
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.release.prove.folder import PAGE, Proof, write
+from primus_images.release.prove.run import Outcome, run_all
+from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
+from primus_images.terminal import Screen, counted
+
+
+def prove(args: argparse.Namespace) -> int:
+    """Check, build, test and measure on this machine's GPUs, and write a folder to send back.
+
+    No step stops the others. The same command continues after an interruption, and runs again what
+    did not pass.
+    """
+    if args.read is not None:
+        return _read(args)
+    if args.target is None:
+        raise InputError("name a target, or a folder with --read", hint="primus prove mi300x")
+    sign = _signer(args)
+    project = open_project(args)
+    resolved = resolve(project, args.target)
+    setting = _setting(project, resolved, args)
+    steps = steps_of(setting)
+    if args.dry_run:
+        return _show(steps, args)
+    folder = setting.work.parent / "record"
+    outcomes: Mapping[str, Outcome] = {}
+    content: dict[str, Any] = {}
+    for outcomes in run_all(steps, setting, args.minutes, lambda line: note(args, line)):
+        # A machine may be taken away at any time; what was shown by then must not be lost.
+        proof = Proof(steps=steps, outcomes=outcomes, setting=setting, resolved=resolved)
+        content = write(folder, proof, sign)
+    passed = [outcome for outcome in outcomes.values() if outcome.passed]
+    lines = [
+        f"{len(passed)} of {counted(len(steps), 'step')} passed",
+        f"→ {folder / PAGE}",
+        f"send the folder {folder}",
+    ]
+    return answer(args, content, lines, passed=len(passed) == len(steps))
+
+
+def _signer(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], bytes] | None:
+    if not args.key and not args.keyless:
+        return None
+    # Seam "signing": with --here, a machine may have little more than PyTorch.
+    from primus_images.cli.host.sign import signer_of
+
+    signer = signer_of(args)
+    if signer is None:
+        return None
+    return signer.bundle
+
+
+def _setting(project: Project, resolved: ResolvedTarget, args: argparse.Namespace) -> Setting:
+    if resolved.gpu is None:
+        raise InputError(
+            f"target {resolved.name} is for no GPU", hint="primus validate checks it on the CPU"
+        )
+    best = resolve(
+        Project(project.root, channel=args.channel or resolved.target.channels[0]), resolved.name
+    )
+    gpus = 0
+    machine = detect(args.root)
+    if machine.generation == resolved.gpu.name:
+        gpus = len(machine.names)
+    work = (args.output or project.root / "out" / "prove" / resolved.name).absolute() / "work"
+    return Setting(
+        project=project.root.absolute(),
+        target=resolved.name,
+        gpu=resolved.gpu.name,
+        channel=best.choice.channel,
+        locked=best.lock is not None and not best.stale,
+        gpus=gpus,
+        here=args.here,
+        root=args.root.absolute(),
+        work=work,
+        engine=args.engine,
+    )
+
+
+def _show(steps: list[Step], args: argparse.Namespace) -> int:
+    taken = chosen(steps, args.minutes)
+    rows = []
+    for step in steps:
+        remark = ""
+        if step not in taken:
+            remark = "only if time is left"
+        rows.append((f"{step.minutes:g}", step.title, remark))
+    total = sum(step.minutes for step in taken)
+    lines = Screen.of().table(rows, head=("minutes", "step", ""), right=(0,))
+    lines.append(f"{len(taken)} of {counted(len(steps), 'step')} in about {total:.0f} min")
+    document = []
+    for step in steps:
+        row = {"name": step.name, "title": step.title, "minutes": step.minutes}
+        document.append(row | {"command": list(step.command), "planned": step in taken})
+    return answer(args, document, lines)
+
+
+def _read(args: argparse.Namespace) -> int:
+    # Seam "signing": a proof without a signature needs neither.
+    from primus_images.cli.host.sign import trust_of
+    from primus_images.release.prove.read import kept, verified
+
+    folder: Path = args.read
+    if not folder.is_dir():
+        raise InputError(f"--read: {folder} is not a folder")
+    trust = None
+    if args.key or args.identity or args.issuer:
+        trust = trust_of(args)
+    signed = verified(folder, trust)
+    content = {"signature": signed, **kept(folder)}
+    support = content["support"]
+    lines = [
+        f"{support['target']} on {support['gpus']}, {support['driver']}: {support['passed']} of "
+        f"{counted(support['steps'], 'step')} passed on {support['date']}",
+        signed,
+    ]
+    for row in content["speeds"]:
+        lines.append(f"{row['cell']}: {row['tokens_per_second']:,.0f} tokens/s per GPU")
+    for row in content["memory"]:
+        lines.append(
+            f"{row['cell']}: {row['measured_gib']:,.1f} GiB, {row['predicted_gib']:,.1f} predicted"
+        )
+    for row in content["first_steps"]:
+        lines.append(f"{row['step']}: {row['seconds']:.1f} s, {row['kernels']} kernels compiled")
+    for row in content["problems"]:
+        lines.append(f"{row['step']} {row['state']}: {row['what']}")
+    return answer(args, content, lines)

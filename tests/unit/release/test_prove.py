@@ -1,0 +1,357 @@
+"""`primus prove`: what runs, what a kill leaves, what is named, and what leaves the machine."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from primus_images.cli.main import main
+from primus_images.errors import CheckFailed, InputError
+from primus_images.files import below
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
+from primus_images.release.prove import folder as sent, run
+from primus_images.release.prove.read import kept, verified
+from primus_images.release.prove.run import Outcome, run_all
+from primus_images.release.prove.scrub import Scrubber
+from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
+
+ROOT = Path(__file__).parents[3]
+SECRETS = {
+    "HF_TOKEN": "plain-text-of-a-token",
+    "PIP_INDEX_URL": "https://me:pass-word@pypi.corp.example/simple",
+    "USER": "jane.doe",
+}
+
+
+def setting_of(folder: Path, target: str = "mi300x", **changes: object) -> Setting:
+    setting = Setting(
+        project=ROOT,
+        target=target,
+        gpu=target,
+        channel="amd",
+        locked=False,
+        gpus=8,
+        here=True,
+        root=folder / "machine",
+        work=folder / "work",
+    )
+    return replace(setting, **changes)
+
+
+def step_of(name: str, code: str, needs: str = "", minutes: float = 1) -> Step:
+    """A step that runs Python."""
+    command = (sys.executable, "-c", code)
+    return Step(name=name, title=f"step {name}", minutes=minutes, command=command, needs=needs)
+
+
+def outcomes_of(steps: list[Step], setting: Setting, minutes: float = 60) -> dict[str, Outcome]:
+    *_, last = run_all(steps, setting, minutes, lambda _: None)
+    return last
+
+
+# The steps
+
+
+@pytest.mark.parametrize("target", ["mi300x", "mi325x", "mi350x", "mi355x", "h200"])
+def test_every_generation_has_its_steps_and_they_begin_with_the_machine(
+    tmp_path: Path, target: str
+) -> None:
+    steps = steps_of(setting_of(tmp_path, target, here=False))
+    names = [step.name for step in steps]
+    assert names[:4] == ["machine", "lock", "build", "gates"]
+    assert len(names) == len(set(names))
+    for step in steps:
+        assert not any("{" in word for word in step.command), step
+        assert target in " ".join(step.command), step
+    cells = [step for step in steps if step.expected]
+    assert any(step.name.startswith("llama3.1-8b-torchtitan-pretrain-bf16") for step in cells)
+    assert all(step.expected["predicted_gib"] > 0 for step in cells)
+
+
+def test_without_a_container_nothing_asks_for_one(tmp_path: Path) -> None:
+    for step in steps_of(setting_of(tmp_path)):
+        words = step.typed(setting_of(tmp_path))
+        assert words[1] not in ("run", "build", "check", "lock", "validate"), words
+        assert step.needs != "build"
+
+
+def test_a_step_of_the_image_is_typed_with_its_container(tmp_path: Path) -> None:
+    setting = setting_of(tmp_path, here=False, root=Path("/"))
+    step = next(step for step in steps_of(setting) if step.name == "driver")
+    words = " ".join(step.typed(setting))
+    assert words.startswith("primus run mi300x --engine auto --gpus all")
+    assert f"-v {tmp_path / 'work'}:/out -- primus preflight" in words
+
+
+def test_published_figures_are_those_of_the_gpu(tmp_path: Path) -> None:
+    flux = [s for s in steps_of(setting_of(tmp_path)) if s.name.startswith("flux.1-dev")]
+    assert [step.expected["published"] for step in flux] == [4.51]
+
+
+def test_the_least_worth_is_left_out(tmp_path: Path) -> None:
+    steps = [step_of("a", ""), step_of("b", "", minutes=5), step_of("c", "", needs="b")]
+    assert [step.name for step in chosen(steps, 7)] == ["a", "b", "c"]
+    assert [step.name for step in chosen(steps, 3)] == ["a"], "c needs b"
+    done = outcomes_of(steps, setting_of(tmp_path), minutes=3)
+    assert done["b"].state == "left out" and "about 5 min" in done["b"].reason
+    assert done["c"].state == "left out" and "needs the step b" in done["c"].reason
+
+
+# Failures
+
+
+def test_each_failure_is_named_and_none_stops_the_others(tmp_path: Path) -> None:
+    says = "import sys; print('primus build: the disk is full\\n  → free some', file=sys.stderr)"
+    problems = {"findings": [{"level": "slow", "check": "NUMA", "message": "pages move"}]}
+    steps = [
+        step_of("full", f"{says}; sys.exit(3)"),
+        step_of("raises", "raise ValueError('broken kernel')"),
+        step_of("machine", f"print({json.dumps(problems)!r}); raise SystemExit(1)"),
+        step_of("killed", "import os; os.kill(os.getpid(), 9)"),
+        step_of("hangs", "import time; time.sleep(60)", minutes=-0.33),
+        step_of("fine", "print('{\"passed\": true}')"),
+    ]
+    done = outcomes_of(steps, setting_of(tmp_path))
+    assert done["full"].state == "lacking"
+    assert done["full"].reason == "the disk is full → free some"
+    assert done["raises"].reason == "exit code 1: ValueError: broken kernel"
+    assert done["machine"].reason == "NUMA: pages move"
+    assert done["killed"].reason == "exit code -9, and it printed nothing"
+    assert done["hangs"].reason.startswith("it did not end within")
+    assert done["fine"].passed and done["fine"].document == {"passed": True}
+
+
+def test_a_run_is_timed_to_its_first_step_and_its_kernels_are_counted(tmp_path: Path) -> None:
+    setting = setting_of(tmp_path)
+    line = "step:  1  loss:  2.5  grad_norm:  1.0  memory: 1.00GiB(1.00%)  tps: 10  tflops: 1.0"
+    code = (
+        "import pathlib, time; out = pathlib.Path('work/trained'); out.mkdir(parents=True);"
+        "(out / 'log.txt').write_text('[titan] 2026-11-29 07:00:00,000 - root - INFO - "
+        f"{line} mfu: 1.00%\\n'); kept = pathlib.Path('work/kernels'); kept.mkdir(exist_ok=True);"
+        "(kept / 'a.hsaco').touch(); (kept / 'a.json').touch(); time.sleep(0.5)"
+    ).replace("work/", f"{setting.work}/")
+    step = replace(step_of("trained", code), run=True)
+    done = outcomes_of([step], setting)["trained"]
+    assert done.passed
+    assert done.kernels == 1
+    assert done.first_step is not None and 0 < done.first_step < 10
+
+
+# Interruptions
+
+# Ends the command that runs it, once, at the place that the test chose.
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+root, name = Path(sys.argv[1]), sys.argv[2]
+with (root / "ran.txt").open("a") as file:
+    file.write(name + " ")
+if name == (root / "kill.txt").read_text() and not (root / "killed").exists():
+    (root / "killed").touch()
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("place", list("abcdefghij"))
+def test_killed_anywhere_it_goes_on_where_it_was(tmp_path: Path, place: str) -> None:
+    (tmp_path / "kill.txt").write_text(place)
+    steps = []
+    for name in "abcdefghij":
+        step = step_of(name, KILLER)
+        steps.append(replace(step, command=(*step.command, str(tmp_path), name)))
+    child = multiprocessing.get_context("fork").Process(
+        target=outcomes_of, args=(steps, setting_of(tmp_path))
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    done = outcomes_of(steps, setting_of(tmp_path))
+    assert all(outcome.passed for outcome in done.values())
+    ran = (tmp_path / "ran.txt").read_text().split()
+    assert ran == sorted([*"abcdefghij", place]), "only the interrupted step runs twice"
+
+
+def test_what_failed_runs_again_and_what_changed_too(tmp_path: Path) -> None:
+    setting = setting_of(tmp_path)
+    broken = [step_of("a", "print('{}')"), step_of("b", "raise SystemExit(1)")]
+    assert not outcomes_of(broken, setting)["b"].passed
+    repaired = [broken[0], step_of("b", "")]
+    done = outcomes_of(repaired, setting)
+    assert done["a"].kept and done["b"].passed and not done["b"].kept
+    other = replace(setting, target="mi325x")
+    assert not outcomes_of(repaired, other)["a"].kept, "other pins"
+    state = setting.work / "state/a.json"
+    state.write_text("{")
+    assert not outcomes_of(repaired, setting)["a"].kept, "a damaged file is none"
+
+
+def test_ctrl_c_in_a_step_ends_the_command(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        outcomes_of([step_of("a", "raise SystemExit(130)")], setting_of(tmp_path))
+    assert not (tmp_path / "work/state/a.json").exists()
+
+
+# The folder
+
+
+def written(
+    tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, sign: object = None
+) -> Path:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    setting = setting_of(tmp_path)
+    proof = sent.Proof(
+        steps=steps,
+        outcomes=outcomes_of(steps, setting),
+        setting=replace(setting, here=False),
+        resolved=resolve(Project(ROOT), "mi300x"),
+    )
+    sent.write(tmp_path / "record", proof, sign)
+    return tmp_path / "record"
+
+
+def test_nothing_of_the_machine_or_its_user_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = os.uname().nodename
+    texts = [
+        f"cannot read {tmp_path}/work/data.bin, /home/jane.doe/novel.txt and /mnt/corp/x.py:3",
+        f"host {host}: connected to 10.20.30.40:22, fe80::1ff:fe23:4567:890a, 0c:42:a1:00:11:22",
+        "token=abc123secret https://jane:pw@git.corp.example/x.git jane@corp.example",
+        "plain-text-of-a-token pypi.corp.example hf_AbCdEfGhIjKlMnOpQr jane.doe",
+        'File "/home/jane.doe/venv/lib/python3.12/site-packages/torch/nn/modules.py", line 3',
+    ]
+    code = f"import sys; texts = {texts!r}; print(*texts, sep='\\n', file=sys.stderr);"
+    code += (
+        "import json; print(json.dumps({'cause': texts[0], 'deep': [{'a': texts}]})); sys.exit(1)"
+    )
+    record = written(tmp_path, [step_of("leaks", code)], monkeypatch)
+    everything = "".join(path.read_text() for path in below(record))
+    for word in (
+        str(tmp_path), "novel", "corp", "10.20", "4567", "0c:42", "abc123", "plain-text", "pw@",
+        "hf_Ab", "jane", str(ROOT), str(Path.home()) + "/",
+    ):  # fmt: skip
+        assert word not in everything, word
+    assert f" {host}:" not in everything
+    assert "…/torch/nn/modules.py" in everything, "what failed stays readable"
+    assert {path.name for path in below(record)} == {
+        "index.html", "leaks.html", "leaks.txt", "result.json",
+    }  # fmt: skip
+
+
+def test_versions_and_paths_of_images_stay() -> None:
+    text = "ROCm 7.1.0-1, amdgpu 6.16.6, torch 2.12.0+rocm10.0.0, /dev/kfd, /usr/bin/ld, 12:30:05"
+    assert Scrubber({}, {}).text(text) == text
+
+
+def test_the_folder_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import json, sys; sys.stderr.write('x' * 99 + '\\n' * 90000);"
+        "print(json.dumps({'rows': ['y' * 100] * 10000, 'facts': 'z' * 1000000})); sys.exit(1)"
+    )
+    record = written(tmp_path, [step_of(f"s{number}", code) for number in range(8)], monkeypatch)
+    assert sum(path.stat().st_size for path in below(record)) < 2_000_000
+    assert "left_out" in (record / "result.json").read_text()
+
+
+def test_a_failed_step_has_a_page_with_the_command_that_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; print('the last line', file=sys.stderr); sys.exit(1)"
+    record = written(tmp_path, [step_of("a", ""), step_of("bad", code)], monkeypatch)
+    page = (record / "bad.html").read_text()
+    assert "the last line" in page and "sys.exit(1)" in page and "megatron-core" in page
+    assert not (record / "a.html").exists()
+    assert 'href="bad.html"' in (record / "index.html").read_text()
+    assert "1 of 2 steps passed" in (record / "index.html").read_text()
+
+
+def test_read_gives_what_the_repository_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = {"tokens_per_second": 9000.0, "tflops_non_causal": 480.0, "memory_gib": 100.0}
+    code = f"print('''{json.dumps({'summary': summary})}''')"
+    cell = replace(step_of("cell", code), expected={"predicted_gib": 110.0, "published": 4.5})
+    bad = step_of("bad", "raise ValueError('fault of a kernel')")
+    record = written(tmp_path, [cell, bad], monkeypatch)
+    content = kept(record)
+    assert content["support"]["passed"] == 1 and content["support"]["target"] == "mi300x"
+    assert content["memory"][0]["error"] == 0.1
+    assert content["speeds"][0]["published"] == 4.5
+    assert "fault of a kernel" in content["problems"][0]["what"]
+    assert verified(record, None).startswith("not signed")
+    (record / "result.json").write_text('{"format": 1}')
+    with pytest.raises(InputError, match="not a file that"):
+        kept(record)
+
+
+class _Trust:
+    key, identity, issuer = "cosign.pub", None, None
+
+    def rejects(self, bundle: bytes, kind: str) -> str:
+        if kind == sent.PREDICATE and bundle.startswith(b'{"dsse'):
+            return ""
+        return "its signature is not by cosign.pub"
+
+
+def test_a_changed_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import base64
+
+    def sign(content: object) -> bytes:
+        text = base64.b64encode(json.dumps(content).encode()).decode()
+        return json.dumps({"dsseEnvelope": {"payload": text}}).encode()
+
+    record = written(tmp_path, [step_of("a", "")], monkeypatch, sign)
+    assert "unchanged" in verified(record, _Trust())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="by whom"):
+        verified(record, None)
+    result = record / "result.json"
+    text = result.read_text()
+    result.write_text(text.replace("passed", "Passed"))
+    with pytest.raises(CheckFailed, match=r"result.json is not the file that was signed"):
+        verified(record, _Trust())  # type: ignore[arg-type]
+    result.write_text(text)
+    (record / "logs/a.txt").unlink()
+    with pytest.raises(CheckFailed, match="was signed, and is missing"):
+        verified(record, _Trust())  # type: ignore[arg-type]
+    (record / sent.STATEMENT).write_text("other")
+    with pytest.raises(CheckFailed, match="its signature is not by"):
+        verified(record, _Trust())  # type: ignore[arg-type]
+
+
+def test_the_command_reads_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = step_of("bad", "raise ValueError('fault of a kernel')")
+    record = written(tmp_path, [step_of("a", ""), bad], monkeypatch)
+    assert main(["prove", "--read", str(record)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 steps passed" in printed
+    assert "bad failed: exit code 1: ValueError: fault of a kernel" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a target"),
+        (["cpu"], "is for no GPU"),
+        (["--read", "nowhere"], "nowhere is not a folder"),
+        (["mi300x", "--minutes", "0"], "must be a whole number"),
+        (["mi400"], "no target is called 'mi400'"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_marks_of_states() -> None:
+    assert [run.mark(state) for state in ("passed", "failed", "lacking")] == ["✓", "✗", "–"]

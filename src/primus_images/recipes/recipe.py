@@ -13,6 +13,7 @@ from primus_images.errors import InputError
 from primus_images.files import below
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.load import beside
+from primus_images.recipes.mixture import is_mixture, parts_of
 from primus_images.recipes.schema import Backend, backends
 from primus_images.recipes.setting import CHOICES, WORDS, Choices, Setting, Value
 from primus_images.yamlfile import section
@@ -177,6 +178,8 @@ class Recipe:
             digests[key] = ""
             if root is not None:
                 digests[key] = _digest(root, without=_WEIGHTS if key == "tokenizer" else ())
+                if key == "corpus" and is_mixture(str(root)):
+                    digests[key] = _digest_of_mixture(root, digests[key])
         return digests
 
     @property
@@ -184,6 +187,16 @@ class Recipe:
         """sha256 over values and assets. Equal digests mean equal training."""
         values = {key: setting.value for key, setting in self.settings.items()}
         return digest_of_recipe(values, self.asset_digests)
+
+
+def _digest_of_mixture(file: Path, own: str) -> str:
+    """Return sha256 over a mixture, of digest ``own``, and its corpora; "" if one is no file."""
+    hasher = hashlib.sha256(own.encode())
+    for part in parts_of(file):
+        if part.name.startswith("hf:"):
+            return ""
+        hasher.update(_digest(Path(part.name), ()).encode())
+    return hasher.hexdigest()
 
 
 def _digest(root: Path, without: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from primus_images.training.backends.loop.config import LoopConfig
 from primus_images.training.backends.loop.data import Documents, Mock
 from primus_images.training.backends.loop.session import terms_of
 from primus_images.training.judge.reference.data import samples as reference_samples
-from primus_images.training.text.tokens import Tokens, packs
+from primus_images.training.text.tokens import Tokens, mix, packs, stored
 
 
 def check_a_pass_sees_every_sample_once() -> None:
@@ -47,6 +47,34 @@ def check_held_out_documents_that_are_trained_are_counted() -> None:
         for tokens, ends in (([1, 2, 3, 1, 2], [2, 3, 5]), ([1, 2, 9, 1, 2, 3], [2, 3, 5, 6]))
     )
     assert held_out.repeated(trained) == 3, "documents 0, 2 and 3"
+
+
+def check_corpora_are_mixed_evenly_by_their_weights() -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        sizes = {"train-0": 6, "train-1": 2, "train-2": 4}
+        for first, (part, count) in enumerate(sizes.items(), 1):
+            documents = [[100 * first + number, 0] for number in range(count)]
+            mask = np.asarray([1, 0] * count, np.uint8)
+            np.asarray(documents, np.uint32).tofile(folder / f"{part}.tokens")
+            np.arange(2, 2 * count + 1, 2, dtype=np.int64).tofile(folder / f"{part}.ends")
+            if part == "train-0":
+                mask.tofile(folder / f"{part}.mask")
+        mix(folder, [("train-0", 0.5), ("train-1", 2.5), ("train-2", 1.0)])
+        mixed = stored(folder)
+        firsts = [int(mixed.tokens[end - 2]) for end in mixed.ends]
+        assert sorted(firsts) == [100, 102, 104, 200, 200, 200, 201, 201, 300, 301, 302, 303]
+        assert all({number // 100 for number in firsts[at : at + 6]} == {1, 2, 3} for at in (0, 6))
+        masks = {
+            number: mixed.mask[end - 2 : end].tolist()
+            for number, end in zip(firsts, mixed.ends, strict=True)
+        }
+        assert masks[100] == [1, 0] and masks[201] == [1, 1], masks
+        assert sorted(file.name for file in folder.iterdir()) == [
+            "train.ends",
+            "train.mask",
+            "train.tokens",
+        ]
 
 
 def check_made_up_tokens_can_be_learned() -> None:
@@ -193,4 +221,5 @@ check_answers_are_samples_of_their_own()
 check_cached_latents_are_read_with_their_own_noise()
 check_held_out_documents_that_are_trained_are_counted()
 check_made_up_tokens_can_be_learned()
+check_corpora_are_mixed_evenly_by_their_weights()
 check_latents_are_packed_as_flux_packs_them()

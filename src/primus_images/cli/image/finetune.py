@@ -19,7 +19,7 @@ from primus_images.recipes.recipe import MOCK
 from primus_images.terminal import Screen
 from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text import encoder, tokens
-from primus_images.training.text.corpus import corpus_of
+from primus_images.training.text.corpus import Corpus, corpus_of, parts_of
 from primus_images.turbo.optimizations import importable
 
 # Documents that are shown, and tokens of each.
@@ -86,17 +86,34 @@ def data(options: LocalRecipeOptions) -> int:
         )
     backend_of(recipe).check_data(recipe)
     encoder.without_torch()
+    screen = Screen.of()
+    documents = []
+    lines: list[str] = []
+    for part, weight in parts_of(corpus):
+        document, more = _reported(part, recipe.seq_len, screen)
+        if part.name != corpus.name:
+            document = {"weight": weight, **document}
+            lines.append(f"\nweight {weight:g}:")
+        documents.append(document)
+        lines += more
+    if len(documents) == 1:
+        return answer(options, documents[0], lines)
+    return answer(options, {"corpus": corpus.name, "parts": documents}, lines)
+
+
+def _reported(corpus: Corpus, seq_len: int, screen: Screen) -> tuple[dict[str, object], list[str]]:
+    """Return the report of one corpus, for JSON and as lines."""
     reader = tokens.Reader(corpus)
     with TemporaryDirectory() as name:
         folder = Path(name)
         tokens.write(reader, folder, progress=_print_progress)
         written = tokens.stored(folder)
-        figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
+        figures = tokens.figures_of(written, seq_len, reader.encoder)
         samples = _samples(reader, written, figures["documents"])
     document = {
         "corpus": corpus.name,
         "tokenizer": corpus.tokenizer,
-        "seq_len": recipe.seq_len,
+        "seq_len": seq_len,
         "columns": reader.layout.columns,
         "unused_columns": reader.layout.unused,
         "split": reader.files.split,
@@ -107,12 +124,11 @@ def data(options: LocalRecipeOptions) -> int:
         "skipped": [{"where": row.where, "why": row.message} for row in reader.skipped],
         "samples": [[_part_document(part) for part in parts] for parts in samples],
     }
-    screen = Screen.of()
-    lines = list(screen.wrap(reader.sentence(figures, recipe.seq_len)))
+    lines = list(screen.wrap(reader.sentence(figures, seq_len)))
     for row in reader.skipped[:_SKIPPED]:
         lines += screen.wrap(f"left out: {row.where}: {row.message}")
     lines += [_marked(parts, screen) for parts in samples]
-    return answer(options, document, lines)
+    return document, lines
 
 
 def _print_progress(line: str) -> None:

@@ -24,7 +24,13 @@ from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.run.job import Job
 from primus_images.training.text import encoder, tokens
-from primus_images.training.text.corpus import Corpus, corpus_of, files_of, held_out_corpus_of
+from primus_images.training.text.corpus import (
+    Corpus,
+    corpus_of,
+    files_of,
+    held_out_corpus_of,
+    parts_of,
+)
 from primus_images.training.text.mock import texts
 
 Progress = Callable[[str], None]
@@ -43,9 +49,10 @@ def check(recipe: Recipe) -> None:
     if corpus.template:
         encoder.template_of(corpus.template)
     for it in (corpus, held_out_corpus_of(recipe)):
-        if it and it.name != MOCK and not it.name.startswith(HUB):
-            for file in files_of(it).paths:
-                require_readable(file)
+        for part, _ in parts_of(it) if it else ():
+            if part.name != MOCK and not part.name.startswith(HUB):
+                for file in files_of(part).paths:
+                    require_readable(file)
 
 
 def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
@@ -107,7 +114,61 @@ def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
 def _written(
     recipe: Recipe, corpus: Corpus, held_out: Corpus | None, cache: Path, progress: Progress
 ) -> dict[str, str]:
-    """Write the tokens, and return a line about each kind: "train", and maybe "eval"."""
+    """Write the tokens, and return lines about each kind: "train", and maybe "eval"."""
+    lines = _write_parts(recipe, corpus, cache, progress)
+    if held_out:
+        lines |= _write_parts(recipe, held_out, cache, progress, name="eval")
+    if "eval" in lines:
+        repeated = tokens.stored(cache, "eval").repeated(tokens.stored(cache))
+        if repeated:
+            lines["eval"] += f"; {repeated:,} of them in the training text, too"
+    return lines
+
+
+def _write_parts(
+    recipe: Recipe,
+    corpus: Corpus,
+    cache: Path,
+    progress: Progress,
+    name: str = "train",
+) -> dict[str, str]:
+    """Write the tokens of ``corpus`` under ``name``, and return lines about them.
+
+    Of a corpus to train, those that ``eval.fraction`` asks for are held out.
+    """
+    parts = parts_of(corpus)
+    fraction = 0.0
+    if name == "train":
+        fraction = recipe.find("eval.fraction", 0.0)
+    train: dict[str, float] = {}
+    held_out: dict[str, float] = {}
+    lines: dict[str, list[str]] = {}
+    for number, (part, weight) in enumerate(parts):
+        reader = _reader(recipe, part)
+        own = name
+        own_held_out = "eval"
+        prefix = ""
+        if len(parts) > 1:
+            own = f"{name}-{number}"
+            own_held_out = f"eval-{number}"
+            prefix = f"{weight:g} × "
+        tokens.write(reader, cache, name=own, held_out=fraction, progress=progress)
+        train[own] = weight
+        if name == "eval":
+            prefix = "held out for evaluation: "
+        lines.setdefault(name, []).append(_line(recipe, reader, cache, own, prefix))
+        if fraction:
+            held_out[own_held_out] = 1.0
+            line = _line(recipe, reader, cache, own_held_out, "held out for evaluation: ")
+            lines.setdefault("eval", []).append(line)
+    if len(parts) > 1:
+        tokens.mix(cache, list(train.items()), name)
+        if fraction:
+            tokens.mix(cache, list(held_out.items()), "eval")
+    return {kind: "\n".join(several) for kind, several in lines.items()}
+
+
+def _reader(recipe: Recipe, corpus: Corpus) -> tokens.Reader:
     synthetic = None
     if corpus.name == MOCK:
         synthetic = texts(max(0, recipe.seed))
@@ -118,18 +179,7 @@ def _written(
             where=corpus.name,
             hint="--backend finetune trains answers only; data.train_on=all trains every token",
         )
-    tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
-    lines = {"train": _line(recipe, reader, cache, "train")}
-    if held_out:
-        reader = tokens.Reader(held_out)
-        tokens.write(reader, cache, name="eval", progress=progress)
-    if held_out or "eval.fraction" in recipe.settings:
-        line = _line(recipe, reader, cache, "eval", "held out for evaluation: ")
-        repeated = tokens.stored(cache, "eval").repeated(tokens.stored(cache))
-        if repeated:
-            line += f"; {repeated:,} of them in the training text, too"
-        lines["eval"] = line
-    return lines
+    return reader
 
 
 def _line(recipe: Recipe, reader: tokens.Reader, cache: Path, name: str, prefix: str = "") -> str:

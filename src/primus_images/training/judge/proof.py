@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from primus_images.recipes.architecture import size
+from primus_images.recipes.mixture import is_mixture
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.schema import backend_rules
@@ -68,6 +69,8 @@ def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
 
 
 def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
+    if is_mixture(recipe.get("assets.corpus", str)):
+        yield "the reference reads one corpus, and no mixture"
     if "data.skip" in recipe.settings:
         yield "data.skip leaves out rows, and the reference reads all"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from primus_images.errors import InputError
 from primus_images.files import below, refuse_special
+from primus_images.recipes import mixture
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import share_of
 from primus_images.recipes.weights import HUB, downloaded
@@ -72,6 +73,27 @@ def corpus_of(recipe: Recipe) -> Corpus:
         template=template,
         skip=share_of(recipe.find("data.skip", "0%")),
     )
+
+
+def parts_of(corpus: Corpus) -> list[tuple[Corpus, float]]:
+    """Return the corpora that ``corpus`` is, each with its weight: itself, or those of a mixture.
+
+    Raises InputError if the file of a mixture is wrong.
+    """
+    if not mixture.is_mixture(corpus.name):
+        return [(corpus, 1.0)]
+    parts = []
+    for part in mixture.parts_of(Path(corpus.name)):
+        own = replace(
+            corpus,
+            name=part.name,
+            column=part.options.get("column"),
+            split=part.options.get("split"),
+            question=part.options.get("question"),
+            answer=part.options.get("answer"),
+        )
+        parts.append((own, part.weight))
+    return parts
 
 
 def held_out_corpus_of(recipe: Recipe) -> Corpus | None:

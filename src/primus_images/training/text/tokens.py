@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus_images.errors import InputError
-from primus_images.files import write_file
+from primus_images.files import text_if_readable, write_file
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.text import corpus as corpora
@@ -376,13 +376,13 @@ def write(
 ) -> None:
     """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are none.
 
-    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval``
-    instead.
+    ``held_out`` is the share of the documents, evenly spread, that goes instead to the name with
+    ``eval`` in place of ``train``.
     """
     train = _Sink(folder, name)
     sinks = [train]
     if held_out:
-        sinks.append(_Sink(folder, "eval"))
+        sinks.append(_Sink(folder, name.replace("train", "eval")))
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.discard)
@@ -406,6 +406,53 @@ def write(
                 row = {"where": error.where, "why": error.message}
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             write_file(folder / f"{name}.{SKIPPED}", "".join(lines))
+
+
+def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -> None:
+    """Write the documents of stored ``parts`` under one ``name``, evenly mixed, and remove these.
+
+    A document of a part of weight 2 is taken twice; of weight 0.5, every other one is taken.
+    """
+    import numpy as np
+
+    pieces = [stored(folder, part) for part, _ in parts]
+    masked = any(piece.mask is not None for piece in pieces)
+    owners, numbers, places = [], [], []
+    for owner, (piece, (_, weight)) in enumerate(zip(pieces, parts, strict=True)):
+        taken = _taken(len(piece.ends), weight)
+        numbers.append(taken)
+        owners.append(np.full(len(taken), owner))
+        places.append((np.arange(len(taken)) + 0.5) / len(taken))
+    all_owners = np.concatenate(owners)
+    all_numbers = np.concatenate(numbers)
+    sink = _Sink(folder, name)
+    try:
+        for place in np.argsort(np.concatenate(places), kind="stable"):
+            piece = pieces[all_owners[place]]
+            document = piece.document(int(all_numbers[place]))
+            tokens = piece.tokens[document]
+            mask = b"\1" * len(tokens)
+            if piece.mask is not None:
+                mask = piece.mask[document].tobytes()
+            sink.add(tokens.tolist(), mask)
+        sink.keep(masked=masked)
+    finally:
+        sink.discard()
+    skipped = [text_if_readable(folder / f"{part}.{SKIPPED}") for part, _ in parts]
+    if any(skipped):
+        write_file(folder / f"{name}.{SKIPPED}", "".join(skipped))
+    for part, _ in parts:
+        for file in folder.glob(f"{part}.*"):
+            file.unlink()
+
+
+def _taken(count: int, weight: float) -> np.ndarray:
+    """Return the numbers of the documents that a weight takes of ``count``, at least one."""
+    import numpy as np
+
+    whole, rest = divmod(max(1, round(weight * count)), count)
+    spread = np.arange(rest) * count // max(1, rest)
+    return np.concatenate([np.tile(np.arange(count), whole), spread])
 
 
 class _Sink:

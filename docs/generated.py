@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from docs import machine
 from docs.json_schema import json_schema, summary_of
 from primus_images.errors import InputError, PrimusError
 from primus_images.gates.rules import gates
@@ -54,8 +55,11 @@ def generated(root: Path) -> dict[str, str]:
     }
     files["docs/releases.md"] = _releases(load_history())
     files["docs/keys.md"] = _recipe_keys()
+    files["docs/environment.md"] = machine.environment(root)
+    files["docs/support.md"] = machine.support(root)
     files["README.md"] = _filled(root, "README.md", "targets", _targets(root))
     for name, part, lines in (
+        ("docs/index.md", "today", machine.today(root)),
         ("docs/gates.md", "gates", _gates()),
         ("docs/turbo.md", "optimizations", _optimizations()),
     ):
@@ -100,11 +104,12 @@ def _releases(history: History) -> str:
     lines = [
         "<!-- Generated from src/primus_images/release/history.yaml by `nox -s docs`; do not "
         "edit. -->",
-        "# Published releases",
+        "# Releases published by AMD",
         "",
-        "Every training image tag that is known to be published, newest first. `primus releases "
-        "NAME` shows "
-        "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
+        "Every training image tag that AMD is known to have published, sorted by the number of the "
+        "release, the newest first, then by name. No image of this project has been published. "
+        "`primus releases NAME` shows everything known about a release. "
+        "`primus diff v25.10 v26.8` compares two releases, and "
         "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values "
         "that were not "
         "published are never filled in from elsewhere. Where several tables of a tag differ, "

@@ -21,6 +21,7 @@ from docs.site.picker import picker
 from docs.site.reference import reference
 from docs.site.rocm import rocm_data
 from primus_images.gpus.table import load_table
+from primus_images.yamlfile import read_values
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -43,8 +44,22 @@ STANDS_FOR = {
     "recipes": "models.md",
     "src/primus_images/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
+    "LICENSE": "license.md",
     "src/primus_images/recipes/keys": "recipes.md",
 }
+# The words that a search finds a page by, besides those on it.
+_KEYWORDS = HERE / "keywords.yaml"
+# The order of the pages beside each page of the site.
+_CONTENTS = HERE / "contents.md"
+_NOT_FOUND = """\
+---
+orphan: true
+---
+# This page does not exist
+
+It may have moved. [Search](search.html) for a word of its title, or begin at the
+[first page](index.md).
+"""
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
@@ -68,8 +83,12 @@ def assemble(source: Path) -> list[str]:
         "models.md": models_page(),
         "gpus.md": gpu_page(load_table()),
         "performance.md": performance(ROOT),
+        "license.md": f"# License\n\n{(ROOT / 'LICENSE').read_text('utf-8')}",
+        "404.md": _NOT_FOUND,
     }
     texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
+    front, target = texts["docs/index.md"]
+    texts["docs/index.md"] = f"{front}\n{_CONTENTS.read_text('utf-8')}", target
     texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
     places |= {f"docs/{target}": target for target in made} | STANDS_FOR
 
@@ -100,8 +119,18 @@ def assemble(source: Path) -> list[str]:
             part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts)
         )
         (source / target).parent.mkdir(parents=True, exist_ok=True)
+        body = _with_keywords(target.removesuffix(".md"), body)
         (source / target).write_text(body, "utf-8")
     return broken
+
+
+def _with_keywords(page: str, text: str) -> str:
+    """Return ``text`` with the words that a search for the page may use besides its own."""
+    words = read_values(_KEYWORDS).data.get(page, [])
+    if not words:
+        return text
+    head = f'---\nmyst:\n  html_meta:\n    keywords: "{", ".join(words)}"\n---\n'
+    return head + text
 
 
 def for_machines(source: Path, html: Path) -> None:

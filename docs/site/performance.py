@@ -49,8 +49,8 @@ def performance(root: Path) -> str:
             "",
             "AMD measured them on eight GPUs, in TFLOP/s per GPU (FLUX: images/s). Tokens per "
             "second follow from them; "
-            "those in FP8 are 1.9 % lower, because the document's program counts so much too "
-            "much. Nothing has been "
+            "those in FP8 are 1.9 % lower, because the program of the document counts 1.9 % too "
+            "many FLOPs. Nothing has been "
             "measured on an AMD GPU here. The last columns show the fastest run of this project "
             "on H200s with the "
             "same model and precision, and with the same length of sequences if there is one.",

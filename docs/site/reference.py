@@ -155,8 +155,8 @@ def images(root: Path) -> str:
         [
             f"# Images of {project.versions.release}",
             "",
-            "One row for each target and channel. [Published releases](../releases.md) has the "
-            "earlier ones.",
+            "One row for each target and channel. [Releases published by AMD](../releases.md) "
+            "has those of AMD.",
             "",
             readme,
             "## Support",

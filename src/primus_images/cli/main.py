@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from primus_images import __version__
 from primus_images.cli.verb import AMDS, VERBS, installed_verbs, parser_of, run
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
@@ -55,6 +54,8 @@ def _usage(*, short: bool) -> str:
         for heading, room in GROUPS.items():
             groups[heading] = [name for name in installed if VERBS[name].call.startswith(room)]
     screen = Screen.of()
+    if screen.width is None:
+        screen = Screen(width=80)
     lines = ["usage: primus VERB [options]", ""]
     for heading, names in groups.items():
         if names:
@@ -180,7 +181,9 @@ def _main(args: list[str]) -> int:
         print(_usage(short=not args))
         return 0
     if args[0] == "--version":
-        print(__version__)
+        from primus_images.cli.version import version_text
+
+        print(version_text())
         return 0
     verb, *words = args
     _require_utf8(words)

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,49 @@ class Options:
     """The option that almost every verb has."""
 
     json: bool
+
+
+class _Help(argparse.HelpFormatter):
+    """Help whose paragraphs are wrapped at the width of the terminal, or at 80 columns in a pipe.
+
+    Lists stay lists. An example that is too long continues after a backslash, so that it can be
+    copied.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("example: "):
+            return _continued(text, width)
+        lines = []
+        for paragraph in text.split("\n\n"):
+            for block in re.split(r"\n(?=\s|- )", paragraph):
+                shape = re.match(r"\s*(?:- )?", block)
+                first = shape[0] if shape else ""
+                lines += textwrap.wrap(
+                    " ".join(block.split()).removeprefix("- "),
+                    width,
+                    initial_indent=indent + first,
+                    subsequent_indent=indent + " " * len(first),
+                    break_on_hyphens=False,
+                    break_long_words=False,
+                )
+            lines.append("")
+        return "\n".join(lines).rstrip()
+
+
+def _continued(command: str, width: int) -> str:
+    """Return a command in lines of at most ``width``; one with quotes stays as it is."""
+    if any(sign in command for sign in "'\"\\"):
+        return command
+    # An option stays with its value.
+    glued = re.sub(r"(?<= )(--?[\w-]+) (?!-)", "\\1\0", command)
+    lines = textwrap.wrap(
+        glued,
+        width - len(" \\"),
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def run(verb: str, namespace: argparse.Namespace) -> int:
@@ -162,7 +206,7 @@ def parser_of(name: str, prog: str = "") -> Parser:
         usage=verb.usage,
         description=description,
         epilog=f"example: {verb.example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.rest = verb.rest
     _add(parser, verb.options)

@@ -24,7 +24,7 @@ _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.
 RUNS = "/workspace/runs"
 _TRIAL = "--dry-run=server"
 # Its pods have the id of their job as a label. A Job's policy for failed pods is older.
-_LEAST_VERSION = (1, 27)
+LEAST_VERSION = (1, 27)
 PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
@@ -78,7 +78,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.image:
-            raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
+            raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x-preview")
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         secrets += (*self.labels, *self.annotations)
         refuse_secrets(
@@ -396,7 +396,7 @@ def _require_version() -> None:
     """
     text = _kubectl("version", "--output=json")
     version = re.search(r'"serverVersion".*?"gitVersion": *"v(\d+)\.(\d+)', text, re.DOTALL)
-    if version and (int(version[1]), int(version[2])) < _LEAST_VERSION:
+    if version and (int(version[1]), int(version[2])) < LEAST_VERSION:
         raise HostError(
             f"the server is Kubernetes {version[1]}.{version[2]}, whose pods lack the id of their "
             "job",

@@ -18,7 +18,7 @@ Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
 _DATA: Any = read_values(Path(__file__).with_name("slurm.yaml")).data
 # `srun --overlap` asks a node that the job uses.
-_LEAST_VERSION = (20, 11)
+LEAST_VERSION = (20, 11)
 _FILE = re.compile(r"\.*/")
 _PROTOCOL = re.compile(r"^((docker|oras|library)://)?([^/@#]+@(?=.*#))?")
 # Pyxis takes an image from Docker Hub unless # follows the registry.
@@ -51,7 +51,7 @@ class Site:
         if self.container != "none" and not self.image:
             raise InputError(
                 f"--container {self.container} needs --image",
-                hint="--image rocm/primus:v26.11-mi300x",
+                hint="--image rocm/primus:v26.11-mi300x-preview",
             )
         refuse_unfit(vars(self), "slurm")
         secrets = (*self.environment, *self.extra, self.image)
@@ -234,7 +234,7 @@ def _require_version() -> None:
     version = re.search(
         r"slurm\S* (\d+)\.(\d+)", captured(["sbatch", "--version"], "sbatch").stdout
     )
-    if version and (int(version[1]), int(version[2])) < _LEAST_VERSION:
+    if version and (int(version[1]), int(version[2])) < LEAST_VERSION:
         raise HostError(
             f"this is Slurm {version[1]}.{version[2]}, which lacks `srun --overlap`",
             hint="Slurm 20.11 or newer is needed",

@@ -13,6 +13,9 @@ from primus_images.report.run import Run, read_all
 from primus_images.system.host import lost_warning
 from primus_images.terminal import Screen, Styled
 
+# A row of several runs is long, and its cells are sentences: a pipe gets a table to read, too.
+_PIPED_COLUMNS = 120
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
@@ -36,7 +39,10 @@ def report(options: ReportOptions) -> int:
     paths = _write(runs, options.out)
     document = {"files": paths, "runs": [_document(run) for run in runs]}
     verdicts = [_verdict(run) for run in runs]
-    lines = Screen.of().table([("", *verdicts), *html.figures(runs)])
+    screen = Screen.of()
+    if screen.width is None:
+        screen = Screen(width=_PIPED_COLUMNS)
+    lines = screen.table([("", *verdicts), *html.figures(runs)])
     return answer(options, document, [*lines, *(f"  → {path}" for path in paths)])
 
 

@@ -1,0 +1,58 @@
+"""What ``primus --version`` prints: which code this is, and of which release."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from primus_images import __version__
+from primus_images.files import json_if_readable, text_if_readable
+from primus_images.system.host import IMAGE_FILE
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def version_text(checkout: Path = CHECKOUT, image_file: Path = IMAGE_FILE) -> str:
+    """Return name and version, and what is known of release, image and commit, in one line."""
+    parts = []
+    image = json_if_readable(image_file)
+    release = image.get("release") or release_of(checkout)
+    if release:
+        parts.append(f"release {release}")
+    if image.get("target"):
+        parts.append(f"image {image['target']}")
+    if image.get("preview"):
+        parts.append("preview")
+    commit = commit_of(checkout)
+    if commit:
+        parts.append(f"commit {commit}")
+    text = f"primus-images {__version__}"
+    if parts:
+        text += f" ({', '.join(parts)})"
+    return text
+
+
+def release_of(checkout: Path) -> str:
+    """Return the release that ``versions.yaml`` of a checkout pins; empty if there is none."""
+    pins = text_if_readable(checkout / "versions.yaml")
+    found = re.search(r"^release: *(\S+)", pins, re.MULTILINE)
+    if found is None:
+        return ""
+    return found[1]
+
+
+def commit_of(checkout: Path, form: str = "%h") -> str:
+    """Return the commit of a checkout in a ``form`` of git log; empty if it has none.
+
+    Only a folder that is itself a checkout has one, not a folder inside another project.
+    """
+    if not (checkout / ".git").exists():
+        return ""
+    # Another user's checkout is read, too.
+    words = ["git", "-C", str(checkout), "-c", "safe.directory=*", "log", "-1", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            [*words, f"--format={form}"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # git is not installed
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,161 @@
+"""The pages that people write: short sentences, few lines, and facts that the code confirms."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from docs.site.glossary import PAGE, words
+from packaging.version import Version
+
+from primus_images.launch import kubernetes, slurm
+from primus_images.training.run.failure import Failure
+
+ROOT = Path(__file__).parents[2]
+MOST_WORDS = 30
+MOST_LINES = 2600
+WRITTEN = [
+    page
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    if not page.read_text(encoding="utf-8").startswith("<!-- Generated")
+]
+# What the site's readers asked for the meaning of.
+HOUSE_WORDS = {
+    *("attempt", "extra", "golden curve", "judge", "level", "record", "self-test", "statement"),
+    *("suite", "tight", "turbo", "witness"),
+}
+SOURCE = ROOT / "src/primus_images"
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page in Markdown. Code is one word, and a link is its text."""
+    text = re.sub(r"^ *```.*?^ *```$|^:::.*?$|<!--.*?-->", "\n", text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |#|\|)", text):
+        for cell in block.split("|"):
+            plain = re.sub(r"^\s*(?:-|\d+\.|#+|>) ", "", " ".join(cell.split()))
+            yield from re.split(r"(?<=[.!?])[\"')*]*\s+", plain)
+
+
+def length(sentence: str) -> int:
+    return sum(1 for word in sentence.split() if re.search(r"\w", word))
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_no_sentence_is_long(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [one for one in sentences(text) if length(one) > MOST_WORDS] == []
+
+
+def test_a_long_sentence_is_counted_in_text_in_tables_and_in_lists() -> None:
+    long = "Word " * MOST_WORDS + "`code is one` word."
+    for text in (long, f"| a | {long} |", f"- Short. {long}", f"Is it? {long}"):
+        assert max(map(length, sentences(text))) == MOST_WORDS + 2
+
+
+def test_the_pages_are_few_lines() -> None:
+    lines = 0
+    for page in WRITTEN:
+        text = page.read_text(encoding="utf-8")
+        made = re.sub(r"^<!-- (?!command)[a-z]+ -->\n.*?^<!-- end -->", "", text, flags=re.M | re.S)
+        lines += len(made.splitlines())
+    assert lines <= MOST_LINES
+
+
+def test_the_glossary_has_every_word_of_the_house_once() -> None:
+    listed = [word.text for word in words(ROOT / f"docs/{PAGE}.md")]
+    assert len(listed) == len(set(listed))
+    assert set(listed) >= HOUSE_WORDS
+
+
+def program_text() -> str:
+    """What the program can print: its sources, with the parts of each sentence joined."""
+    texts = []
+    for path in sorted(SOURCE.rglob("*")):
+        if path.suffix in (".py", ".yaml"):
+            texts.append(path.read_text(encoding="utf-8"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
+    return " ".join(joined.split())
+
+
+def test_every_sentence_of_troubleshooting_is_one_that_the_program_prints() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    printed = program_text()
+    cells = re.findall(r"^\| (`[^|]*) \|", page, re.M)
+    assert len(cells) > 15
+    for text in [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]:
+        # Lines of libraries, which the program knows by these patterns.
+        failure = Failure(text=text)
+        if text.startswith("/dev") or failure.derived or str(failure) != text:
+            continue
+        for part in re.split(r"…|\d+ \(SIG\w+\)", text):
+            assert part.strip() in printed, f"no sentence of the program: {text}"
+
+
+def read_by_the_code() -> set[str]:
+    """The environment variables that the code asks for by a literal name."""
+    pattern = re.compile(
+        r'(?:environ|environment|variables|env)(?:\.get\(|\[|\.setdefault\()"([A-Z][A-Z_]+)"'
+    )
+    texts = [path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")]
+    return {name for text in texts for name in pattern.findall(text)}
+
+
+def test_every_environment_variable_that_the_code_reads_is_described() -> None:
+    table = yaml.safe_load((ROOT / "docs/environment.yaml").read_text(encoding="utf-8"))
+    described = {name for part in table["sections"] for name in part["rows"]}
+    internal = set(table["internal"])
+    assert read_by_the_code() - described - internal == set()
+    assert described & internal == set()
+    text = program_text()
+    for name in described - set(table["of libraries"]):
+        assert re.search(rf"\b{name}\b", text), f"the code does not know {name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "version"),
+    [
+        ("slurm.md", f"Slurm {slurm.LEAST_VERSION[0]}.{slurm.LEAST_VERSION[1]:02} or newer"),
+        (
+            "kubernetes.md",
+            f"Kubernetes {kubernetes.LEAST_VERSION[0]}.{kubernetes.LEAST_VERSION[1]} or newer",
+        ),
+    ],
+)
+def test_a_page_names_the_version_that_the_program_requires(page: str, version: str) -> None:
+    assert version in (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_trackers_write_to_the_folders_that_the_page_names() -> None:
+    page = " ".join((ROOT / "docs/metrics.md").read_text(encoding="utf-8").split())
+    assert "to the folder of that name in the run" in page
+    code = (SOURCE / "training/backends/loop/trackers.py").read_text(encoding="utf-8")
+    names = re.findall(r"--log (\w+)", page)
+    assert set(names) >= {"tensorboard", "wandb", "mlflow"}
+    assert 'output / "tensorboard"' in code
+
+
+def test_releases_are_in_the_order_that_the_page_says() -> None:
+    page = (ROOT / "docs/releases.md").read_text(encoding="utf-8")
+    assert "the newest first" in page
+    first_table = page.partition("## Components")[0]
+    tags = re.findall(r"^\| \S+:(?:maxtext-)?v([\d.]+)", first_table, re.M)
+    versions = [Version(tag) for tag in tags]
+    assert len(versions) > 20
+    assert versions == sorted(versions, reverse=True)
+
+
+def test_every_page_with_an_instinct_preview_says_where_it_computes() -> None:
+    for page in WRITTEN:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"primus:v[\d.]+-mi\d+x(?!-preview)", text), f"{page.name}: no build"
+        if re.search(r"rocm/primus:v[\d.]+-mi\d+x-preview", text) and page.name != "README.md":
+            named = "compute on the CPU" in text or "CPU" in text.partition("-preview")[0]
+            assert named, f"{page.name} does not say that previews compute on the CPU"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_an_option_is_typed_with_two_hyphens(page: Path) -> None:
+    assert re.findall(r"(?<!\w)[–—][a-z][\w-]+", page.read_text(encoding="utf-8")) == []

@@ -142,7 +142,9 @@ def _programs(root: Path) -> list[tuple[str, str, str]]:
 def _systems(root: Path) -> Iterator[tuple[str, ...]]:
     suites: Any = read_values(_SUITES).data
     for target in _targets(root):
-        bases = target.target.bases or {target.choice.channel: target.choice.base}
+        bases = dict(target.target.bases)
+        if not bases and target.choice.base:
+            bases[target.choice.channel] = target.choice.base
         for channel, name in bases.items():
             base = target.versions.bases[name]
             suite = suites[base.suite]

@@ -57,7 +57,7 @@ orphan: true
 ---
 # This page does not exist
 
-It may have moved. [Search](search.html) for a word of its title, or begin at the
+It may have moved. <a href="search.html">Search</a> for a word of its title, or begin at the
 [first page](index.md).
 """
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")

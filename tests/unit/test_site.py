@@ -15,11 +15,13 @@ from typing import Any
 
 import jinja2
 import pytest
+from docs.site.glossary import words, words_of
 from docs.site.rocm import rocm_data
 
 from browser import CHROMIUM, Browser
 from primus_images.cli.main import main
 from primus_images.cli.verb import VERBS
+from primus_images.cli.version import release_of
 from primus_images.compat.commands import requested
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import backends
@@ -164,6 +166,7 @@ def test_thirty_choices_give_commands_that_are_accepted(
         if "does not fit" in page:
             assert texts == []
             continue
+        assert page.startswith("The image is a preview") == (one["gpu"] != "h200")
         assert len(texts) == (3 if one["machines"] == "1" else 2)
         assert all(
             ("weights=" in text and "corpus=" in text) == (one["mode"] != "pretrain")
@@ -209,6 +212,48 @@ def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(
             "[...document.querySelectorAll('#search-results a')].map((link) => link.innerText)"
         )
     assert titles[0] == "Training on your own data and weights" and "Changelog" not in titles[:4]
+
+
+@pytest.mark.parametrize(
+    ("query", "title"),
+    [
+        ("license", "License"),
+        ("glossary", "Glossary"),
+        ("faq", "Frequently asked questions"),
+        ("air gap", "Frequently asked questions"),
+        ("segfault", "When training fails"),
+        ("OOM", "Running an image"),
+    ],
+)
+def test_a_search_finds_a_page_by_the_words_of_readers(
+    query: str, title: str, site: Path, browser: Browser
+) -> None:
+    browser.open(site / "search.html", f"?q={query.replace(' ', '+')}")
+    summary = ""
+    while not summary.startswith("Search finished"):
+        summary = browser.js(
+            "document.querySelector('#search-results .search-summary')?.innerText ?? ''"
+        )
+    titles = browser.js(
+        "[...document.querySelectorAll('#search-results a')].map((link) => link.innerText)"
+    )
+    assert title in titles[:6]
+
+
+def test_every_page_names_the_release_and_links_words_to_the_glossary(site: Path) -> None:
+    release = release_of(ROOT)
+    every = words(ROOT / "docs/glossary.md")
+    for name in ("validation", "using", "slurm", "release"):
+        text = (site / f"{name}.html").read_text()
+        assert re.search(rf'class="made-from">\s+primus-images {re.escape(release)}', text)
+        linked = re.findall(r'<a class="term[^>]*>([^<]+)</a>', text)
+        assert len(linked) == len(set(linked))
+        prose = re.sub(r"<(code|pre|h\d|a|title)\b.*?</\1>", "", text, flags=re.S)
+        plain = re.sub(r"<[^>]+>", "", prose.partition("<article")[2].partition("<footer")[0])
+        for word in words_of(name, every):
+            used = re.search(rf"(?<![\w-]){word.text}s?(?![\w-])", plain)
+            assert not used or word.text in linked, f"{name}: {word.text}"
+    assert "This page does not exist" in (site / "404.html").read_text()
 
 
 @pytest.mark.parametrize("page", KINDS)

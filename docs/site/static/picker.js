@@ -81,7 +81,9 @@
     const table = element("dl");
     for (const [name, text] of facts) table.append(element("dt", name), typeof text === "string" ? element("dd", text) : text);
     const fits = element("p", `${gib} of ${about.gib} GiB per GPU: ${state}${isFit(run) ? "" : `; ${remedy()}`}`, { className: state === "fits" ? "good" : "bad" });
-    return [fits, ...(isFit(run) ? commands() : []), element("h3", "What is known"), table];
+    // What the image cannot do comes before what fits.
+    const limit = isFit(run) && about.status ? [rich("p", `${about.status} `, element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU.")] : [];
+    return [...limit, fits, ...(isFit(run) ? commands() : []), element("h3", "What is known"), table];
   }
 
   function commands() {
@@ -90,7 +92,6 @@
     const multi = machines === "1" ? "" : ` --nodes ${machines}`;
     const launch = `primus launch %s ${words}${multi} --image ${about.image}`;
     const [settings, weights, text] = mode === "pretrain" ? [] : TUNING[backend], tuning = settings ? ` ${settings}` : "";
-    if (about.status) notes.push(rich("p", `${about.status} `, element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU."));
     if (settings) notes.push(rich("p", `Replace \`/weights\` by ${weights}, and \`/data\` by ${text}. On Kubernetes, both are on the volume claim.`));
     if (!multi) notes.push(rich("p", `For one GPU, add \`--ranks 1\`, if \`primus fit ${words} --ranks 1\` says that it fits.`));
     const mounts = settings ? " -v /weights:/weights:ro -v /data:/data:ro" : "";

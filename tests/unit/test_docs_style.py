@@ -58,6 +58,8 @@ def test_a_long_sentence_is_counted_in_text_in_tables_and_in_lists() -> None:
 def test_the_pages_are_few_lines() -> None:
     lines = 0
     for page in WRITTEN:
+        if page.name == "CONTRIBUTING.md":  # for those who change the code
+            continue
         text = page.read_text(encoding="utf-8")
         made = re.sub(r"^<!-- (?!command)[a-z]+ -->\n.*?^<!-- end -->", "", text, flags=re.M | re.S)
         lines += len(made.splitlines())

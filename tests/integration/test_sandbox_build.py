@@ -126,7 +126,7 @@ def test_a_hundred_layers(tmp_path):
 
 @pytest.mark.parametrize("file_system", ["overlay", "copy"])
 def test_every_file_system_ends_with_its_container(tmp_path, monkeypatch, capfd, file_system):
-    monkeypatch.setattr(podman, "_FILE_SYSTEMS", (file_system,))
+    monkeypatch.setattr(podman, "FILE_SYSTEMS", (file_system,))
     root = image(tmp_path, [Entry(name="etc/group", data=b"upper\n"), Entry(name="a", link="/etc")])
     argv = (
         "sh",

@@ -117,10 +117,14 @@ def chart(
 ) -> str:
     """Return the HTML element of a chart of ``key`` by step, or a sentence if there is no data.
 
+    Without ``series``, there is no chart.
+
     ``series`` is name of a line → its steps. A value that is None or not finite is missing: the
     chart has a gap there, and a cross on its axis. Later lines are drawn above earlier ones, and
     thinner, so that equal lines do not hide each other.
     """
+    if not series:
+        return ""
     lines: list[dict[str, Any]] = []
     empty = True
     for number, (label, steps) in enumerate(series.items()):
@@ -134,6 +138,21 @@ def chart(
         # Escaped, because "</script>" in a label would end the element.
         text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return rendered("chart.html", title=title, y_title=y_title, data=text)
+
+
+def logged(
+    series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the steps of each run that have ``key``; nothing if none has, as in older runs.
+
+    An evaluation, for example, is not after every step. A run keeps its place, and so its colour.
+    """
+    found = {}
+    for label, steps in series.items():
+        found[label] = [step for step in steps if step.get(key) is not None]
+    if any(found.values()):
+        return found
+    return {}
 
 
 def _finite(value: float | None) -> float | None:
@@ -163,6 +182,7 @@ def _templates() -> Any:
 
     templates = Environment(loader=FileSystemLoader(folder), autoescape=True)
     templates.globals |= {"asset": asset, "chart": drawn, "by_job": _by_job, "shown": shlex.join}
+    templates.globals["logged"] = logged
     return templates
 
 

@@ -154,8 +154,13 @@ def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_p
     page = Page(text := (tmp_path / "out/report.html").read_text(encoding="utf-8"))
     assert (page.outside, page.open) == ([], [])
     charts = [json.loads(words) for words in page.words if words.startswith('{"title"')]
-    assert [chart["title"] for chart in charts] == ["Loss", "Throughput", "Gradient norm"]
-    assert [[line["colour"] for line in chart["lines"]] for chart in charts] == [[0, 1, 2]] * 3
+    assert [chart["title"] for chart in charts] == [
+        "Loss",
+        "Throughput",
+        "Memory",
+        "Gradient norm",
+    ]
+    assert [[line["colour"] for line in chart["lines"]] for chart in charts] == [[0, 1, 2]] * 4
     assert "+10.0 %" in page.words
     assert "46.8 % / 52.7 % of 989 TFLOP/s BF16" in page.words
     assert "finite: loss <b>is</b> NaN at step 3" in page.words
@@ -478,3 +483,15 @@ def test_a_run_whose_first_line_is_not_whole_has_no_step(make: Make) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5')
     with pytest.raises(NoResult, match="the run logged no step"):
         read(folder)
+
+
+def test_only_evaluated_steps_are_drawn_and_each_run_keeps_its_colour() -> None:
+    steps = [{"step": number, "eval_loss": 5.0 - number, "lr": None} for number in (1, 2, 3)]
+    steps[1]["eval_loss"] = None
+    series = {"without": [{"step": 1, "eval_loss": None}], "with": steps}
+    assert html.logged(series, "lr") == {}
+    drawn = html.chart("Evaluation", "loss", html.logged(series, "eval_loss"), "eval_loss")
+    data = json.loads(drawn.partition('json">')[2].partition("</script>")[0])
+    lines = [(line["label"], line["colour"], line["points"]) for line in data["lines"]]
+    assert lines == [("without", 0, []), ("with", 1, [[1, 4.0], [3, 2.0]])]
+    assert html.chart("Learning rate", "", html.logged(series, "lr"), "lr") == ""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from primus_images.errors import PrimusError
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json
 
 EMPTY = b"{}"
@@ -48,6 +49,20 @@ def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> 
         by_digest[descriptor["digest"]] = {**descriptor, "artifactType": kind}
     content = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*by_digest.values()]}
     return canonical_json(content)
+
+
+def damage(error: Exception) -> str:
+    """Return what is wrong with a document of which reading raised ``error``, without code's words.
+
+    ``error`` may be anything that damaged JSON leads to.
+    """
+    if isinstance(error, PrimusError):
+        return error.message
+    if isinstance(error, KeyError):
+        return f"{error.args[0]!r} is missing in it"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        return "it is not JSON"
+    return "its parts are not those of such a document"
 
 
 def digest_tag(digest: str) -> str:

@@ -23,7 +23,7 @@ from primus_images.gpus.detect import detect
 from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.recipe import misstated
-from primus_images.release.artifact import Document
+from primus_images.release.artifact import Document, damage
 from primus_images.release.bills import IMAGE
 from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
@@ -133,9 +133,7 @@ def verify_image(
             check = _CHECKS[document.media_type]
             result.faults += check(json.loads(document.data), document, image)
         except _DAMAGED as error:
-            result.faults.append(
-                f"{document.name}: it is damaged ({type(error).__name__}: {error})"
-            )
+            result.faults.append(f"{document.name}: it is damaged: {damage(error)}")
     result.faults += _failed_validations(result, image)
     result.void = list(_void(result.validations))
     for provenance in image.of(IN_TOTO):

@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 
 from primus_images.cli.host.bump import _begin, _require_later
+from primus_images.cli.host.releases import _with_state
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import digest_of
 from primus_images.release import tags
-from primus_images.release.artifact import Document
+from primus_images.release.artifact import Document, damage
 from primus_images.release.documents import IN_TOTO
+from primus_images.release.history import IMAGE, Release
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Trust
 from primus_images.release.tags import move_tag, require_moving, withdrawable
@@ -169,6 +171,31 @@ def test_what_cannot_be_withdrawn_is_refused(
 )
 def test_a_withdrawal_is_a_sentence(predicates: list[Any], text: str) -> None:
     assert withdrawal_text(predicates) == text
+
+
+def test_a_release_says_that_an_image_of_it_was_withdrawn() -> None:
+    known = {"v26.11-cpu": Withdrawal(reason="wrong", date="2026-12-01")}
+    release = Release(image=IMAGE, tag="v26.11", components={}, origin="pins of x", notes=("a",))
+    assert _with_state(release, [], known).notes == (
+        "v26.11-cpu was withdrawn on 2026-12-01: wrong.",
+        "a",
+    )
+    assert _with_state(replace(release, tag="v26.1"), [], known).notes == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("gates"), "'gates' is missing in it"),
+        (json.JSONDecodeError("x", "", 0), "it is not JSON"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), "it is not JSON"),
+        (RecursionError(), "it is not JSON"),
+        (TypeError("'int' object is not iterable"), "its parts are not those of such a document"),
+        (InputError("no record"), "no record"),
+    ],
+)
+def test_damage_is_told_without_words_of_code(error: Exception, text: str) -> None:
+    assert damage(error) == text
 
 
 def test_a_project_remembers_what_was_withdrawn(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`primus releases`: this project's releases, and the published images."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from primus_images.cli.verb import answer
@@ -20,6 +20,7 @@ from primus_images.release.history import (
 )
 from primus_images.release.records import all_records, summary
 from primus_images.release.sides import past_releases, side
+from primus_images.release.withdrawal import Withdrawal, withdrawals
 from primus_images.terminal import Screen
 from primus_images.training.judge.record import Record
 
@@ -39,7 +40,8 @@ def releases(args: argparse.Namespace) -> int:
         if project:
             ours = (_pinned(project, project.versions.release), *past_releases(project))
             records = list(all_records(project.root / "out/validation"))
-            shown = (*(_with_validations(release, records) for release in ours), *shown)
+            withdrawn = withdrawals(project.root)
+            shown = (*(_with_state(release, records, withdrawn) for release in ours), *shown)
         text = release_list(shown, Screen.of())
     else:
         shown = _named(args.name, project)
@@ -54,8 +56,16 @@ def project_here(args: argparse.Namespace) -> Project | None:
     return None
 
 
-def _with_validations(release: Release, records: Sequence[Record]) -> Release:
-    return replace(release, validated=summary(records, release.tag))
+def _with_state(
+    release: Release, records: Sequence[Record], withdrawn: Mapping[str, Withdrawal]
+) -> Release:
+    """Return the release with its validations, and what was withdrawn of it."""
+    notes = []
+    for name, withdrawal in withdrawn.items():
+        if name == release.tag or name.startswith(f"{release.tag}-"):
+            notes.append(f"{name} was {withdrawal.sentence}.")
+    validated = summary(records, release.tag)
+    return replace(release, validated=validated, notes=(*notes, *release.notes))
 
 
 def _named(word: str, project: Project | None) -> tuple[Release, ...]:
@@ -70,7 +80,7 @@ def _named(word: str, project: Project | None) -> tuple[Release, ...]:
     else:
         release = side(word, project).release
     records = list(all_records(project.root / "out/validation"))
-    return (_with_validations(release, records),)
+    return (_with_state(release, records, withdrawals(project.root)),)
 
 
 def _pinned(project: Project, name: str) -> Release:

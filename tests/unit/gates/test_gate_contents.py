@@ -476,3 +476,33 @@ def test_an_image_may_have_exactly_its_budget(size: int, passes: bool) -> None:
     assert report.passed is passes
     if not passes:
         assert report.findings[0].path == "budgets_gb.amd"
+
+
+@pytest.mark.parametrize(
+    ("path", "package"),
+    [
+        (f"{SITE}/jinja2-3.1.6.dist-info/licenses/LICENSE.txt", "wheel jinja2"),
+        (f"{SITE}/torchao-0.18.0.dist-info/licenses/LICENSE", "wheel torchao"),
+        (f"{SITE}/Foo_Bar-1.0+cpu.dist-info/COPYING", "wheel foo-bar"),
+        (f"{SITE}/mpmath-1.3.0.dist-info/AUTHORS", None),
+        (f"{SITE}/pip/_vendor/LICENSE", None),
+    ],
+)
+def test_the_words_of_a_wheels_licence_are_read(path: str, package: str | None) -> None:
+    copyrights = observe([member(path, "Do what you like.")]).copyrights
+    assert copyrights == ({package: "Do what you like."} if package else {})
+
+
+@pytest.mark.parametrize(
+    ("path", "owner"),
+    [
+        (f"{SITE}/setuptools/_vendor/zipp-1.dist-info/METADATA", "setuptools"),
+        (f"{SITE}/pkg_resources/_vendor/zipp-1.dist-info/METADATA", "pkg_resources"),
+        (f"{SITE}/torch/vendor/deep/zipp-1.dist-info/METADATA", "torch"),
+        ("usr/lib/python3/dist-packages/x/_vendor/zipp-1.dist-info/METADATA", None),
+        (f"{SITE}/zipp-1.dist-info/METADATA/more", None),
+    ],
+)
+def test_a_package_that_another_brings_along_has_its_owner(path: str, owner: str | None) -> None:
+    stated = observe([member(path, "Name: zipp\nVersion: 1\n")]).stated
+    assert [(one.kind, one.source) for one in stated] == ([("vendored", owner)] if owner else [])

@@ -126,6 +126,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             gits.git(root, *words)
         kit.build("cpu", "mi300x")
+    experiment = "examples/megatron/configs/MI300X/qwen3_14B-BF16-pretrain.yaml"
+    for checkout in (root, root / "Primus"):
+        shutil.copytree(ROOT / "tests/fixtures/primus", checkout, dirs_exist_ok=True)
+        shutil.copytree(ROOT / "images/workspace/Primus", checkout, dirs_exist_ok=True)
+        (checkout / experiment).parent.mkdir(parents=True)
+        shutil.copy(checkout / "experiments/llama.yaml", checkout / experiment)
     for folder in ("data/tokenizer", "models/llama-3.1-8b", "models/mine", "weights"):
         shutil.copytree(ROOT / "recipes/assets/tokenizer", root / folder)
         shutil.copy(

@@ -109,7 +109,10 @@ class Outlooks:
                 if moves is not None:
                     return outlook._replace(compatible=versions[place], moves=moves)
         except HostError as error:
-            return outlook._replace(error=error.message)
+            message = error.message
+            if outlook.newest and pin.channel != users[0].choice.channel:
+                message = f"whether {outlook.newest} fits the others is unknown: {message}"
+            return outlook._replace(error=message)
         return outlook
 
     def refusal(self, place: Place, version: str) -> str:
@@ -337,9 +340,13 @@ class Outlooks:
         user = self.uses[place][0]
         pin = self._pin(place)
         kind = "wheel" if pin.wheel else "sdist"
-        key = (normalised(_package(pin)), kind, user.choice.channel)
+        key = (normalised(_package(pin)), kind, pin.channel)
         if key not in self._offers:
-            self._offers[key] = offered(key[0], user.request, kind)
+            request = user.request
+            if pin.channel != user.choice.channel:
+                # Only pip's own configuration serves it: a channel's indexes have its own pins.
+                request = replace(request, indexes={})
+            self._offers[key] = offered(key[0], request, kind)
         return self._offers[key]
 
 

@@ -60,6 +60,8 @@ def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") 
         ("torch", "2.12.0+rocmsdk20260720", "20260720"),
         ("rocm-bootstrap", "0.3.0", None),
         ("rocm-bindings-core", "10.0.0.0.1.2", None),
+        ("hip-python", "10.0.0.0.1.2", "10.0.0"),
+        ("hip-python", "7.2.2.562.43", "7.2.2"),
         ("torch", "2.13.0+cpu", None),
         ("numpy", "2.4.6", None),
     ],

@@ -122,17 +122,29 @@ def _behind(components: Mapping[str, Component], moves: Moves) -> list[str]:
 
 def _moves(args: argparse.Namespace) -> tuple[Moves, list[str]]:
     """Return the moves that are asked for, and what is to be said of them."""
-    outlooks = Outlooks(resolved_or_all(args))
+    targets = resolved_or_all(args)
+    outlooks = Outlooks(targets)
+    components = targets[0].versions.components
     names = list(dict.fromkeys(name for name, _ in outlooks.uses))
     moves: Moves = {}
     remarks: list[str] = []
-    for name, version in list(_requested(args, names)):
+    for name, version in list(_requested(args, names, components)):
         # After those that moved already, so that all of them fit each other.
         moves = _moved(outlooks, name, version, moves, remarks)
     return moves, remarks
 
 
-def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def _channels_of(name: str, components: Mapping[str, Component]) -> list[str]:
+    """Return the channels for which a component has a wheel or an sdist of an index."""
+    if name not in components:
+        return []
+    pins = [pin for pin in components[name].pins if pin.wheel or pin.source]
+    return list(dict.fromkeys(pin.channel for pin in pins))
+
+
+def _requested(
+    args: argparse.Namespace, names: Sequence[str], components: Mapping[str, Component]
+) -> Iterator[tuple[str, str | None]]:
     """Yield the components to move, each with the version that is asked for, if any."""
     if not args.component:
         if not args.release:
@@ -149,6 +161,13 @@ def _requested(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple
         if counts[name] > 1:
             raise InputError(f"{name} is named twice", hint="name one version of it")
         if name not in names:
+            channels = _channels_of(name, components)
+            if channels:
+                raise InputError(
+                    f"{name} is pinned for channel {' and '.join(channels)}, which builds none of "
+                    "these targets now",
+                    hint=f"--channel {channels[0]}",
+                )
             raise InputError(
                 f"no pin of a Python index is called {name!r}{nearest(name, names)}",
                 hint="primus outdated --json lists those that can be moved",

@@ -7,15 +7,19 @@ from primus_images.cli.host.lock import resolved_or_all
 from primus_images.cli.verb import answer
 from primus_images.errors import HostError
 from primus_images.release.bump import Outlook, Outlooks
+from primus_images.release.history import load_history, newest_first
 from primus_images.terminal import Screen, counted
 from primus_images.waits import answer_of
 
+_AMDS = "rocm/primus"
+_NAMED = ("rocm", "pytorch", "transformer_engine", "rccl", "primus_turbo")
 _HEAD = ("component", "channel", "targets", "pinned", "compatible", "newest")
 
 
 def outdated(args: argparse.Namespace) -> int:
     """List the pins that have newer versions, and the newest that fits the other pins."""
-    outlooks = Outlooks(resolved_or_all(args))
+    targets = resolved_or_all(args)
+    outlooks = Outlooks(targets)
     with answer_of("the Python indexes"), ThreadPoolExecutor(4) as pool:
         pins = list(pool.map(outlooks.of, outlooks.uses))
     movable = [outlook for outlook in pins if outlook.newest or outlook.error]
@@ -26,11 +30,24 @@ def outdated(args: argparse.Namespace) -> int:
     reasons = [f"{outlook.component}: {outlook.behind}" for outlook in movable if outlook.behind]
     for reason in dict.fromkeys(reasons):
         lines += screen.wrap(reason, hanging="  ")
+    if any(target.arch and target.arch.startswith("gfx") for target in targets):
+        lines += screen.wrap(_amds_newest(), hanging="  ")
     document = [{**outlook._asdict(), "moves": outlook.versions} for outlook in pins]
     answer(args, document, lines)
     if any(outlook.error for outlook in pins):
         return HostError.exit_code
     return 0
+
+
+def _amds_newest() -> str:
+    """Return the newest image that AMD published, of those on record."""
+    published = [release for release in load_history().releases if release.image == _AMDS]
+    newest = newest_first(published)[0]
+    versions = [f"{name} {newest.components[name]}" for name in _NAMED if name in newest.components]
+    return (
+        f"AMD's newest image on record is {newest.reference} of {newest.date}: "
+        f"{', '.join(versions)}; `primus diff versions.yaml {newest.tag}` compares"
+    )
 
 
 def _row(outlook: Outlook) -> tuple[str, ...]:

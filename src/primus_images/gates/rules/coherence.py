@@ -57,6 +57,8 @@ def rocm_version(name: str, version: str) -> Version | None:
     public, _, local = version.partition("+")
     if _TRAIN["itself"].fullmatch(name):
         return _version_of(_TRAIN["own"].match(public))
+    if _TRAIN["binding"].fullmatch(name):
+        return _version_of(_TRAIN["first"].match(public))
     return _version_of(_TRAIN["local"].search(local))
 
 

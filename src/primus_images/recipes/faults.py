@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 from primus_images.recipes.family import STRETCH, Family, Support, families, family
 from primus_images.recipes.load import folder
 from primus_images.recipes.recipe import MOCK, Recipe
-from primus_images.recipes.schema import model_rules
+from primus_images.recipes.schema import backends, model_rules
 from primus_images.recipes.setting import Value, outside, share_of
 from primus_images.yamlfile import Scalar, spell
 
@@ -93,7 +93,7 @@ def _evaluation_faults(recipe: Recipe, evaluation: Mapping[str, Value]) -> Itera
     key = f"eval.{next(iter(evaluation))}"
     if not recipe.knows.evaluates:
         why = f"the backend {recipe.backend} does not evaluate"
-        yield key, why, "--backend finetune does"
+        yield key, why, f"--backend {' or '.join(_evaluating())} does"
     if ("corpus" in evaluation) == ("fraction" in evaluation):
         yield (
             key,
@@ -103,6 +103,10 @@ def _evaluation_faults(recipe: Recipe, evaluation: Mapping[str, Value]) -> Itera
     steps = recipe.steps
     if "epochs" not in recipe.settings and recipe.find("eval.every", 0) > steps:
         yield "eval.every", f"the run has only {steps} steps", f"eval.every={steps} or less"
+
+
+def _evaluating() -> list[str]:
+    return [name for name, backend in backends().items() if backend.evaluates]
 
 
 def _packing_faults(recipe: Recipe) -> Iterator[Fault]:

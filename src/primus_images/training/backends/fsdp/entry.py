@@ -7,6 +7,7 @@ import torch
 from primus_images.training.backends.fsdp.llama import FsdpConfig, Llama
 from primus_images.training.backends.loop import data, process, train, weights
 from primus_images.training.backends.loop.config import RankJob
+from primus_images.training.backends.loop.evaluation import Evaluation
 from primus_images.training.backends.loop.session import Sharded, shard
 from primus_images.turbo.attention import FLASH
 
@@ -19,7 +20,11 @@ def main(job: RankJob, device: torch.device) -> None:
     model.choose_loss(job)
     shard(model, list(model.layers), job, device, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(job, device, Sharded(model, job, device), data.text(job))
+    session = Sharded(model, job, device)
+    evaluation = None
+    if job.evaluation:
+        evaluation = Evaluation(job, session, data.held_out(job))
+    train.run(job, device, session, data.text(job), evaluation)
 
 
 def _attention(job: RankJob) -> str:

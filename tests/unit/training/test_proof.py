@@ -430,11 +430,15 @@ def test_reported_figures_are_those_of_the_recipe(
     ("word", "told"),
     [
         ("assets.corpus=hf:owner/texts", "assets.corpus is on the Hugging Face hub"),
+        ("eval.corpus=hf:owner/texts", "eval.corpus is on the Hugging Face hub"),
     ],
 )
 def test_a_run_is_not_judged_without_what_the_reference_reads(word: str, told: str) -> None:
     finetune = Choices(gpu="cpu", proxy=True, backend="finetune", mode="full")
-    recipe = resolve("llama3.1-8b", [word, "eval.fraction=0.1"], finetune)
+    words = [word]
+    if not word.startswith("eval.corpus"):
+        words.append("eval.fraction=0.1")
+    recipe = resolve("llama3.1-8b", words, finetune)
     assert str(proof.unjudged(recipe)).startswith(told)
 
 

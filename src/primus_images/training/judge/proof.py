@@ -56,6 +56,11 @@ def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
     for key in recipe.section("assets"):
         if recipe.get(f"assets.{key}", str).startswith("hf:"):
             yield f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
+    held_out = recipe.find("eval.corpus", "")
+    if held_out.startswith("hf:"):
+        yield "eval.corpus is on the Hugging Face hub, the reference reads local files only"
+    elif is_mixture(held_out):
+        yield "eval.corpus names several corpora, and the reference evaluates on one"
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         yield "the tokenizer has no tokenizer.json, which the reference reads"

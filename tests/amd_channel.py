@@ -334,17 +334,20 @@ def make_base(folder: Path) -> str:
 
 
 @contextmanager
-def registry(folder: Path, logins: str = "") -> Iterator[int]:
+def registry(folder: Path, logins: str = "", certificate: Path | None = None) -> Iterator[int]:
     """Debian's docker-registry on 127.0.0.1; yields its port. With ``logins`` (htpasswd's lines) it
-    wants one.
+    wants one. With a ``certificate`` and its key in one file it speaks TLS.
     """
     port = free_port()
     folder.mkdir(parents=True)
     config = folder / "config.yml"
+    tls = ""
+    if certificate:
+        tls = f", tls: {{certificate: {certificate}, key: {certificate}}}"
     config.write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: "
         f"{{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
+        f"http: {{addr: '127.0.0.1:{port}'{tls}}}\n"
     )
     if logins:
         (folder / "htpasswd").write_text(logins)

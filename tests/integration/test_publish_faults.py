@@ -23,6 +23,7 @@ from test_ship_release import ready as prepared
 
 from amd_channel import registry
 from host_tools import needs
+from loopback import make_certificate
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
@@ -327,6 +328,27 @@ def assert_published(ready: Ready, proxy: Proxy, name: str) -> None:
     assert there.digest(ready.tag) == ready.image.digest
     assert len(there.referrers(ready.image.digest)) == len(ready.documents)
     assert not there.missing("blobs", [layer.blob.digest for layer in ready.image.layers])
+
+
+@needs("openssl")
+def test_a_registry_with_tls_and_an_authority_of_its_own(
+    built: tuple[Ready, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this machine, as elsewhere: we and skopeo take the same certificates."""
+    certificate = make_certificate(tmp_path / "server.pem")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    with registry(tmp_path / "registry", certificate=certificate) as port:
+        name = f"127.0.0.1:{port}/rocm/primus"
+        with pytest.raises(HostError, match="that is not trusted"):
+            publish(*built, name, Progress())
+        folder = tmp_path / f".config/containers/certs.d/127.0.0.1:{port}"
+        folder.mkdir(parents=True)
+        (folder / "ca.crt").write_bytes(certificate.read_bytes())
+        publish(*built, name, Progress())
+        there = Repository(name)
+        assert there.digest(built[0].tag) == built[0].image.digest
+        assert len(there.referrers(built[0].image.digest)) == len(built[0].documents)
 
 
 @pytest.fixture(scope="module")

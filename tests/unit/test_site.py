@@ -2,6 +2,7 @@
 accepted.
 """
 
+import html
 import json
 import random
 import re
@@ -15,8 +16,11 @@ from typing import Any
 
 import jinja2
 import pytest
+import snowballstemmer
+import yaml
 from docs.site.glossary import words, words_of
 from docs.site.rocm import rocm_data
+from sphinx.search.en import SearchEnglish
 
 from browser import CHROMIUM, Browser
 from primus_images.cli.main import main
@@ -29,6 +33,7 @@ from primus_images.recipes.setting import Choices
 from proof_kit import finished_run
 
 ROOT = Path(__file__).parents[2]
+QUESTIONS = ROOT / "tests/fixtures/questions.yaml"
 PAGE_BYTES = 500_000
 # The kinds of pages, and a report of runs.
 KINDS = (
@@ -254,6 +259,39 @@ def test_every_page_names_the_release_and_links_words_to_the_glossary(site: Path
             used = re.search(rf"(?<![\w-]){word.text}s?(?![\w-])", plain)
             assert not used or word.text in linked, f"{name}: {word.text}"
     assert "This page does not exist" in (site / "404.html").read_text()
+
+
+def searched(site: Path, query: str) -> set[str]:
+    """The pages that have all words of a query, as the search of the site finds them."""
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";\n").removesuffix(")"))
+    stem = snowballstemmer.stemmer("english").stemWord
+    pages = set(range(len(index["docnames"])))
+    for word in re.findall(r"\w+", query.lower()):
+        if word in SearchEnglish.stopwords:
+            continue
+        having: set[int] = set()
+        for table in (index["terms"], index["titleterms"]):
+            for name in {word, stem(word)} & table.keys():
+                entry = table[name]
+                having.update(entry if isinstance(entry, list) else [entry])
+        pages &= having
+    return {index["docnames"][page] for page in pages}
+
+
+def plain_text(site: Path, page: str) -> str:
+    text = (site / f"{page}.html").read_text().partition("<article")[2].partition("</article")[0]
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
+
+
+@pytest.mark.parametrize(
+    "row", yaml.safe_load(QUESTIONS.read_text(encoding="utf-8")), ids=lambda row: row["question"]
+)
+def test_a_question_that_users_asked_is_answered_by_one_search(
+    row: dict[str, str], site: Path
+) -> None:
+    assert row["page"] in searched(site, row["search"]), row["search"]
+    assert row["answer"] in plain_text(site, row["page"]), row["page"]
 
 
 @pytest.mark.parametrize("page", KINDS)

@@ -12,17 +12,20 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from primus_images.compat.commands import requested
 from primus_images.errors import PrimusError
 from primus_images.recipes.experiments.source import import_experiment
 from primus_images.recipes.recipe import Recipe
@@ -31,6 +34,8 @@ from primus_images.recipes.rules import USABLE, fits, gpu_bytes, predict
 from primus_images.recipes.schema import backend_rules
 from primus_images.recipes.setting import Choices
 
+_COMMANDS = Path("tests/fixtures/old_commands.yaml")
+_MOST_NODES = 64
 _RESULT = Path("benchmarks/results/experiments.json")
 _GPUS = ("MI300X", "MI325X", "MI355X")
 _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
@@ -136,6 +141,14 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--commit", default="", help="commit of the checkout, for the result")
     parser.add_argument("--proxies", action="store_true")
+    parser.add_argument(
+        "--page",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("CHECKOUT", "DOCUMENT"),
+        help="a checkout of the page's time, and the page's name in old_commands.yaml",
+    )
     parser.add_argument("--out", type=Path, default=_RESULT)
     args = parser.parse_args()
     os.environ["PRIMUS_ROOT"] = str(args.checkout)
@@ -149,6 +162,7 @@ def main() -> int:
     result = {
         "primus": {"repository": "AMD-AGI/Primus", "commit": args.commit},
         "totals": _totals(rows),
+        "pages": {page: _page(Path(folder), page) for folder, page in args.page},
         "proxies": {},
         "files": rows,
     }
@@ -183,8 +197,6 @@ def _row(path: Path, checkout: Path) -> dict[str, Any]:
             "misleading": "did you mean" in words,
         }
     memory = predict(recipe)
-    total = gpu_bytes(recipe.gpu)
-    assert total is not None
     differences, compared = _compared(path, checkout, recipe)
     return row | {
         "status": "trainable",
@@ -193,12 +205,62 @@ def _row(path: Path, checkout: Path) -> dict[str, Any]:
         "recipe": imported.recipe,
         "precision": recipe.precision,
         "nodes": recipe.get("nodes", int),
-        "fits": fits(memory, USABLE * total),
+        "fits": _fits(recipe),
+        "fits_on_nodes": _nodes_that_hold(path, recipe),
         "predicted_gib": round(memory.peak / 2**30, 1),
+        "of_it_states_gib": round(memory.states / 2**30, 1),
         "compared": compared,
         "differences": differences,
         "without_effect": len(imported.done.left_out),
     }
+
+
+def _fits(recipe: Recipe) -> bool:
+    total = gpu_bytes(recipe.gpu)
+    assert total is not None
+    return fits(predict(recipe), USABLE * total)
+
+
+def _nodes_that_hold(path: Path, recipe: Recipe) -> int | None:
+    """Return the least number of nodes, of powers of 2, on which the file's run fits, or None."""
+    nodes = recipe.get("nodes", int)
+    while nodes <= _MOST_NODES:
+        try:
+            larger = resolve(str(path), (), Choices(gpu=recipe.gpu, nodes=nodes))
+        except PrimusError:
+            return None  # its batch does not divide among so many ranks
+        if _fits(larger):
+            return nodes
+        nodes *= 2
+    return None
+
+
+def _page(checkout: Path, document: str) -> dict[str, Any]:
+    """Compare the commands of a page, in a checkout of its time, with the page's own figures."""
+    rows = yaml.safe_load(_COMMANDS.read_text(encoding="utf-8"))
+    os.environ["PRIMUS_ROOT"] = str(checkout)
+    equal = 0
+    files: set[str] = set()
+    differences = []
+    for row in rows:
+        words = shlex.split(row.get("spelt", row["command"]).replace("\\\n", " "), comments=True)
+        given = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        given |= row.get("given", {})
+        exp = checkout / given.get("EXP", "")
+        if row["document"] != document or "resolves" not in row or not exp.is_file():
+            continue
+        start = next(place for place, word in enumerate(words) if word.endswith(".sh"))
+        files.add(given["EXP"])
+        for gpu in row["gpus"]:
+            request = requested(words[start], words[start + 1 :], {**given, "EXP": str(exp)})
+            choices = replace(request.choices, gpu=gpu)
+            recipe = resolve(request.recipe, request.words, choices)
+            batch = {"local": recipe.local_batch, "global": recipe.global_batch}
+            if batch == {key: row["resolves"][key] for key in batch}:
+                equal += 1
+            else:
+                differences.append(f"line {row['line']}, {gpu}: {batch}")
+    return {"commands_equal": equal, "differences": differences, "files": sorted(files)}
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -209,7 +271,8 @@ def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "trainable": len(trainable),
         "refused": len(refused),
         "misleading_hints": sum(row["misleading"] for row in refused),
-        "refused_for_memory": sum(not row["fits"] for row in trainable),
+        "does_not_fit_its_least_nodes": sum(not row["fits"] for row in trainable),
+        "fits_on_no_number_of_nodes": sum(row["fits_on_nodes"] is None for row in trainable),
         "keys_compared": sum(row["compared"] for row in trainable),
         "keys_different": sum(len(row["differences"]) for row in trainable),
         "reasons": dict(Counter(row["reason"] for row in refused).most_common()),

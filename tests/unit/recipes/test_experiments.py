@@ -129,6 +129,17 @@ def test_a_model_that_no_recipe_has_is_of_the_family_that_has_its_parts(
     assert small.qk_norm and small.moe.shared_experts == 2
 
 
+def test_a_long_run_keeps_the_schedule_of_the_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMUS_ROOT", str(PRIMUS))
+    long = tmp_path / "long.yaml"
+    long.write_text(QWEN.read_text().replace(", steps: 15", ""))
+    recipe = resolved(long)
+    schedule = recipe.section("torchtitan.lr_scheduler")
+    assert (recipe.steps, schedule["warmup_steps"], schedule["min_lr_factor"]) == (10000, 200, 0.0)
+
+
 def test_torchtitan_s_flavor_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = resolved(QWEN)
     model = recipe.architecture

@@ -437,7 +437,10 @@ def _of_run(imported: Imported, base: load.Source) -> tuple[dict[str, Setting], 
         if source is not None:
             origin = source.where
         rule = rules.get(key.removeprefix(f"{backend}."))
+        # A long run gets a schedule unless it has one.
+        of_schedule = ".training." in key or ".lr_scheduler." in key
         is_usual = rule is not None and rule.default == value and key not in written
+        is_usual = is_usual and not of_schedule
         if is_usual and source is not None and source.level != "override":
             continue
         setting = Setting(value=value, origin=origin, deliberate=True)

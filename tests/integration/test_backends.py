@@ -106,3 +106,31 @@ def test_a_pipeline_of_torchtitan_reports_all_stages(python: Python, tmp_path: P
     assert failing(outcome.basic_verdicts(left)) == []
     assert all(step.loss > 0 for step in left.series.steps)
     assert left.facts["parameters"] == size(recipe.architecture).total
+
+
+TAGS = (
+    "import sys; "
+    "from tensorboard.backend.event_processing import event_accumulator; "
+    "events = event_accumulator.EventAccumulator(sys.argv[1]); events.Reload(); "
+    "print(*sorted(events.Tags()['scalars']))"
+)
+
+
+def test_backends_save_by_time_and_give_trackers_the_same_figures(
+    python: Python, tmp_path: Path
+) -> None:
+    names = set()
+    for backend in ("torchtitan", "fsdp"):
+        words = ["steps=12", "tensorboard=true", "saving.minutes=0.0001", "keep=2", "ranks=1"]
+        recipe = resolve("llama3.1-8b", words, choices(backend, "pretrain"))
+        job = Job(name="train", recipe=recipe, output=tmp_path / backend)
+        left = train(python, job)
+        assert failing(outcome.basic_verdicts(left)) == []
+        assert all(step.lr and step.seconds for step in left.series.steps)
+        saved = {path.name for path in (job.output / "checkpoint").glob("step-*")}
+        assert saved == {"step-10", "step-12"}
+        ended = python.run("-W", "ignore", "-c", TAGS, str(job.output / "tensorboard"))
+        assert ended.returncode == 0, ended.stderr
+        names.add(ended.stdout)
+    (shown,) = names
+    assert {"loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= set(shown.split())

@@ -27,6 +27,7 @@ PARTS = (
     "CHANGELOG.md",
     "benchmarks",
     "noxfile.py",
+    "pyproject.toml",
 )
 
 ARCH = text_of("gpu_arch.yaml")

@@ -86,6 +86,23 @@ def test_weights_are_fine_tuned_in_place_of_a_recipe(
     )
 
 
+def test_every_corpus_of_a_mixture_is_mounted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text(published.read_text())
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text("- {corpus: chats.jsonl}\n- {corpus: hf:owner/texts}\n")
+    words = ["tokenizer=mock", "--gpu", "mi300x", "--image", "a", "--dry-run"]
+    assert main(["launch", "slurm", "finetune", str(weights), str(mixture), *words]) == 0
+    text = capsys.readouterr().out
+    assert f"-v {mixture}:" in text
+    assert f"-v {tmp_path / 'chats.jsonl'}:" in text
+
+
 def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--accept-change",

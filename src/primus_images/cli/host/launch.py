@@ -18,6 +18,8 @@ from primus_images.launch import kubernetes, slurm
 from primus_images.launch.merge import manifest_text
 from primus_images.launch.plan import Plan
 from primus_images.recipes.choose import CPU
+from primus_images.recipes.mixture import is_mixture, parts_of
+from primus_images.recipes.weights import HUB
 from primus_images.terminal import say
 from primus_images.training.run import machine
 
@@ -89,9 +91,10 @@ def _fine_tuning(options: LaunchOptions) -> tuple[LaunchOptions, Request]:
             "of all nodes; on Kubernetes, name a recipe and set weights=",
         )
     weights, data = (Path(word).absolute() for word in options.overrides[:2])
-    options = replace(
-        options, mounts=[*options.mounts, weights, data], overrides=options.overrides[2:]
-    )
+    mounts = [*options.mounts, weights, data]
+    if is_mixture(str(data)):
+        mounts += [Path(part.name) for part in parts_of(data) if not part.name.startswith(HUB)]
+    options = replace(options, mounts=mounts, overrides=options.overrides[2:])
     request = tuning_on(options.request_of(""), str(weights), str(data), options)
     return options, request
 

@@ -193,7 +193,7 @@ def _row(path: Path, checkout: Path) -> dict[str, Any]:
         words = f"{error.message} {error.hint or ''}"
         return row | {
             "status": "refused",
-            "reason": error.message.splitlines()[0],
+            "reason": error.message.splitlines()[0].replace(str(checkout), "CHECKOUT"),
             "misleading": "did you mean" in words,
         }
     memory = predict(recipe)

@@ -10,7 +10,7 @@ from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.release.registry import Repository
 from primus_images.release.tags import withdraw as attach, withdrawable
-from primus_images.release.withdrawal import Withdrawal, remember
+from primus_images.release.withdrawal import Withdrawal, remember, withdrawals
 
 
 def withdraw(args: argparse.Namespace) -> int:
@@ -28,6 +28,10 @@ def withdraw(args: argparse.Namespace) -> int:
     signer = signer_of(args)
     if signer is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
+    root = None
+    if args.project or Project.here():
+        root = Project.find(args.project).root
+        withdrawals(root)  # a damaged file is refused before anything is signed
     there = Repository(args.to)
     image = withdrawable(there, args.release, args.successor)
     withdrawal = Withdrawal(
@@ -39,8 +43,7 @@ def withdraw(args: argparse.Namespace) -> int:
     attach(there, image, withdrawal, signer)
     lines = [f"{args.to}:{args.release}: {withdrawal.sentence}", f"{args.to}@{image.digest}"]
     file = None
-    if args.project or Project.here():
-        root = Project.find(args.project).root
+    if root:
         file = str(remember(root, args.release, withdrawal))
         lines.append(f"  → commit {file}, so that `primus run` and `primus diff` know it")
     for tag in image.moving_tags:

@@ -268,8 +268,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="docs-site")
 def docs_site(session: nox.Session) -> None:
-    """Build the site in out/site/html (`-- FOLDER`: elsewhere; `-- --links`: follow the links to
-    other sites).
+    """Build the site in out/site/html (`-- FOLDER`: elsewhere; `-- --versions SITE`: also beside
+    other releases; `-- --links`: follow the links to other sites).
     """
     python(session, "docs.site", *session.posargs)
 

@@ -1,5 +1,9 @@
-"""Build the site: ``python -m docs.site [--links] [FOLDER]`` writes it to FOLDER/source and
-FOLDER/html (out/site).
+"""Build the site: ``python -m docs.site [--links] [--versions SITE] [FOLDER]`` writes it to
+FOLDER/source and FOLDER/html (out/site).
+
+``--versions`` also copies it to SITE/RELEASE, beside the sites of other releases, and lists them in
+SITE/index.html. DOCS_URL is the address of the site, which its page for missing pages needs, and
+DOCS_SOURCE that of the repository, for the footer.
 
 The pages are those of docs/ and of other folders, as they are, and pages made from the same
 functions as the commands. Every warning is an error, and so is a link to a page, a heading or a
@@ -7,6 +11,7 @@ file that does not exist. ``--links`` follows the links to other sites instead, 
 their status in FOLDER/links/output.txt. It needs a network.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -20,6 +25,7 @@ from docs.site.performance import performance
 from docs.site.picker import picker
 from docs.site.reference import reference
 from docs.site.rocm import rocm_data
+from primus_images.cli.version import release_of
 from primus_images.gpus.table import load_table
 from primus_images.yamlfile import read_values
 
@@ -51,6 +57,18 @@ STANDS_FOR = {
 _KEYWORDS = HERE / "keywords.yaml"
 # The order of the pages beside each page of the site.
 _CONTENTS = HERE / "contents.md"
+_VERSIONS = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>primus-images: versions of the documentation</title>
+<h1>primus-images: versions of the documentation</h1>
+<ul>
+{rows}
+</ul>
+</html>
+"""
 _NOT_FOUND = """\
 ---
 orphan: true
@@ -156,10 +174,29 @@ def for_machines(source: Path, html: Path) -> None:
     (html / "llms.txt").write_text("\n".join([*lines, ""]), "utf-8")
 
 
+def add_version(html: Path, site: Path, release: str) -> None:
+    """Copy the site in ``html`` to the folder ``release`` of ``site``, and list all of them there.
+
+    A site of the same release is replaced.
+    """
+    shutil.rmtree(site / release, ignore_errors=True)
+    shutil.copytree(html, site / release)
+    names = [page.parent.name for page in site.glob("*/index.html")]
+    names.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+    rows = "\n".join(f'<li><a href="{name}/index.html">{name}</a></li>' for name in names)
+    (site / "index.html").write_text(_VERSIONS.format(rows=rows), "utf-8")
+
+
 def main(words: list[str]) -> int:
     """Build the site and return an exit code."""
-    folders = [word for word in words if word != "--links"]
-    out = Path(folders[0]) if folders else ROOT / "out/site"
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--links", action="store_true", help="follow the links to other sites")
+    parser.add_argument("--versions", type=Path, metavar="SITE", help="site of all releases")
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "out/site")
+    options = parser.parse_args(words)
+    out = options.folder
+    if options.versions:
+        os.environ["DOCS_VERSIONS"] = "1"
     source, html = out / "source", out / "html"
     for folder in ("source", "html", "links", "doctrees"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -167,13 +204,15 @@ def main(words: list[str]) -> int:
         print("\n".join(f"leads nowhere: {link}" for link in broken), file=sys.stderr)
         return 1
     settings = ["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(out / "doctrees")]
-    if "--links" in words:
+    if options.links:
         return build_main([*settings, "-b", "linkcheck", str(source), str(out / "links")])
     if code := build_main([*settings, str(source), str(html)]):
         return code
     for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():
         (html / name).write_text(text, "utf-8")
     for_machines(source, html)
+    if options.versions:
+        add_version(html, options.versions, release_of(ROOT))
     print(html / "index.html")
     return 0
 

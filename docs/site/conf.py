@@ -37,6 +37,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_context = {
     "commit": commit_of(CHECKOUT),
     "date": commit_of(CHECKOUT, "%cs"),
+    "versions": os.environ.get("DOCS_VERSIONS", ""),
     "source": os.environ.get("DOCS_SOURCE", ""),
 }
 highlight_language = "text"

@@ -1,14 +1,17 @@
 """The pages that people write: short sentences, few lines, and facts that the code confirms."""
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from docs.site.__main__ import add_version
 from docs.site.glossary import PAGE, words
 from packaging.version import Version
 
+from primus_images.cli.verb import VERBS, parser_of
 from primus_images.launch import kubernetes, slurm
 from primus_images.training.run.failure import Failure
 
@@ -26,6 +29,13 @@ HOUSE_WORDS = {
     *("suite", "tight", "turbo", "witness"),
 }
 SOURCE = ROOT / "src/primus_images"
+# Options in prose of Docker, Slurm, kubectl, hf, madengine, rocm-smi, pytest and nox's sessions.
+OF_OTHERS = {
+    *("--privileged", "--group-add", "--read-only", "--ulimit", "--rm", "--gpus-per-node"),
+    *("--qos", "--exclude", "--container-env", "--from-file", "--local-dir", "--tags"),
+    *("--additional-context", "--showbus", "--slow", "--links", "--versions"),
+    "--regenerate-golden",
+}
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -156,6 +166,43 @@ def test_every_page_with_an_instinct_preview_says_where_it_computes() -> None:
         if re.search(r"rocm/primus:v[\d.]+-mi\d+x-preview", text) and page.name != "README.md":
             named = "compute on the CPU" in text or "CPU" in text.partition("-preview")[0]
             assert named, f"{page.name} does not say that previews compute on the CPU"
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    known: set[str] = set()
+    for action in parser._actions:
+        known.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                known |= options(below)
+    return known
+
+
+def test_every_option_in_prose_exists() -> None:
+    known = set(OF_OTHERS)
+    for verb in VERBS:
+        known |= options(parser_of(verb))
+    for page in WRITTEN:
+        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+        typed = {
+            option
+            for code in re.findall(r"`([^`]+)`", text)
+            for option in re.findall(r"(?<![\w-])(--[a-z][\w-]+)", code)
+        }
+        assert typed <= known, page.name
+
+
+def test_a_site_holds_several_releases_the_newest_first(tmp_path: Path) -> None:
+    html = tmp_path / "html"
+    html.mkdir()
+    for release in ("v26.9", "v26.10", "v26.11", "v26.11"):
+        (html / "index.html").write_text(release, encoding="utf-8")
+        add_version(html, tmp_path / "site", release)
+    index = (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    links = re.findall(r'href="([^"]+)"', index)
+    assert links == ["v26.11/index.html", "v26.10/index.html", "v26.9/index.html"]
+    for link in links:
+        assert (tmp_path / "site" / link).read_text(encoding="utf-8") == link.partition("/")[0]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)

@@ -224,8 +224,8 @@ def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(
     [
         ("license", "License"),
         ("glossary", "Glossary"),
-        ("faq", "Frequently asked questions"),
-        ("air gap", "Frequently asked questions"),
+        ("faq", "FAQ: frequently asked questions"),
+        ("air gap", "FAQ: frequently asked questions"),
         ("segfault", "When training fails"),
         ("OOM", "Running an image"),
     ],

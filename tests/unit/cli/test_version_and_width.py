@@ -11,6 +11,7 @@ from primus_images import __version__
 from primus_images.cli.main import main
 from primus_images.cli.verb import VERBS, parser_of
 from primus_images.cli.version import version_text
+from proof_kit import finished_run
 
 LEAST_COMMIT = 12
 
@@ -75,6 +76,16 @@ def test_help_in_a_pipe_has_80_columns(
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(words) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_report_in_a_pipe_has_120_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    runs = [str(finished_run(tmp_path / f"{number}-{'long' * 20}")) for number in range(6)]
+    assert main(["report", *runs, "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if "→" not in line) <= 120
 
 
 def test_an_example_of_two_lines_is_the_same_command() -> None:

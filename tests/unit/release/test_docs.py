@@ -28,7 +28,7 @@ def test_generated_files_are_up_to_date() -> None:
 def test_a_missing_and_a_changed_file_are_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("versions.yaml", "README.md", "images", "benchmarks"):
+    for name in ("versions.yaml", "pyproject.toml", "README.md", "images", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name) if name != "README.md" else (
             tmp_path / name
         ).write_bytes((ROOT / name).read_bytes())

@@ -27,7 +27,7 @@ from sandbox_kit import BUSYBOX, Entry, add_layer, directory, sha, tar
 
 import gits
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
-from loopback import make_wheel, serve
+from loopback import Server, make_wheel, serve
 from primus_images.versions.components import Pin
 from project_kit import SOURCE, Kit, free_port
 
@@ -399,14 +399,15 @@ class Loopback(Kit):
 
 @dataclass(frozen=True)
 class Channel:
-    """The project on loopback, the folders of AMD's and PyPI's files, and the digest of the base
-    image.
+    """The project on loopback, the folders of AMD's and PyPI's files, the server of AMD's, and the
+    digest of the base image.
     """
 
     kit: Kit
     amd: Path
     pypi: Path
     base: str
+    indexes: Server
 
     def repin(self, *pairs: tuple[str, str]) -> None:
         """Replace text in versions.yaml, and offer wheels of what is pinned now."""
@@ -479,6 +480,6 @@ def amd_channel(root: Path) -> Iterator[Channel]:
         kit.write("versions.yaml", channel_versions(own, f"ubuntu@{base}", commits))
         copy_project(kit)
         fetch_build_tools(pypi, kit)
-        channel = Channel(kit=kit, amd=amd, pypi=pypi, base=base)
+        channel = Channel(kit=kit, amd=amd, pypi=pypi, base=base, indexes=indexes)
         channel.offer()
         yield channel

@@ -1,4 +1,7 @@
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given, strategies as st
 
 from primus_images import yamlfile
@@ -137,6 +140,12 @@ def test_an_error_has_its_place(text: str, place: str, message: str) -> None:
         parse(text, "f")
     assert caught.value.where == place
     assert message in caught.value.message
+
+
+def test_what_ships_is_read_without_libyaml_too() -> None:
+    """An image's PyYAML may lack its compiled part, which takes a plain `a?` in a list."""
+    for path in (Path(yamlfile.__file__).parent).rglob("*.yaml"):
+        assert yaml.load(path.read_text(encoding="utf-8"), yaml.SafeLoader) is not None, path
 
 
 def test_a_quoted_key_is_no_merge() -> None:

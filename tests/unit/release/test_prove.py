@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from primus_images.release.prove.read import kept, verified
 from primus_images.release.prove.run import Outcome, run_all
 from primus_images.release.prove.scrub import Scrubber
 from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
+from stand_in_machine import make_machine, write_all
 
 ROOT = Path(__file__).parents[3]
 SECRETS = {
@@ -127,6 +129,16 @@ def test_each_failure_is_named_and_none_stops_the_others(tmp_path: Path) -> None
     assert done["fine"].passed and done["fine"].document == {"passed": True}
 
 
+def test_many_problems_are_named_once_and_counted(tmp_path: Path) -> None:
+    rows = [{"name": f"cell {n % 30}", "reason": "no", "passed": False} for n in range(60)]
+    done = outcomes_of(
+        [step_of("suite", f"print({json.dumps(json.dumps(rows))}); raise SystemExit(1)")],
+        setting_of(tmp_path),
+    )
+    assert done["suite"].reason.startswith("cell 0: no; cell 1: no; ")
+    assert done["suite"].reason.endswith("; cell 19: no; and 10 more")
+
+
 def test_a_run_is_timed_to_its_first_step_and_its_kernels_are_counted(tmp_path: Path) -> None:
     setting = setting_of(tmp_path)
     line = "step:  1  loss:  2.5  grad_norm:  1.0  memory: 1.00GiB(1.00%)  tps: 10  tflops: 1.0"
@@ -141,6 +153,55 @@ def test_a_run_is_timed_to_its_first_step_and_its_kernels_are_counted(tmp_path: 
     assert done.passed
     assert done.kernels == 1
     assert done.first_step is not None and 0 < done.first_step < 10
+
+
+# Files below the folder of the third GPU, or below that of the machine, and what is said of them.
+FAULTS = {
+    "ras/umc_err_count": ("ue: 2\nce: 0", "GPU 2: 2 uncorrected errors"),
+    "ras/gpu_vram_bad_pages": ("0x1 : 0x1000 : R", "GPU 2: 1 memory pages are retired"),
+    "current_link_speed": ("2.5 GT/s PCIe", "GPU 2: speed 2.5"),
+    "mem_info_vram_used": ("161061273600", "GPU 2: 150.0 of 192.0 GiB"),
+    "power_dpm_force_performance_level": ("low", "the performance level of a GPU is low"),
+    "current_compute_partition": ("CPX", "the compute partition of a GPU is CPX"),
+    "hwmon/hwmon4/power1_cap": ("375000000", "GPU 2: 375 of 750 W"),
+    "/proc/sys/kernel/numa_balancing": ("1", "the kernel moves pages between NUMA nodes"),
+    "/proc/cmdline": ("quiet", "it translates each transfer of a GPU"),
+    "/opt/rocm/.info/version": ("7.2.0", "it does not support ROCm 7.2"),
+    "/sys/module/amdgpu/version": ("6.12.12", "amdgpu 6.12.12 is of ROCm"),
+    "/proc/self/limits": ("Max open files 1024 4096 files\n", "only 1024 open files"),
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": ("powersave", "is powersave"),
+}
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "mi325x", "mi350x", "mi355x"])
+def test_all_faults_of_a_machine_are_named_at_once_and_the_rest_goes_on(
+    tmp_path: Path, gpu: str
+) -> None:
+    setting = setting_of(tmp_path, gpu)
+    make_machine(setting.root, gpu)
+    card = setting.root / "sys/class/drm/renderD130/device"
+    sound = steps_of_machine(setting)
+    assert outcomes_of(sound, setting)["machine"].passed
+    write_all(card, {"hwmon/hwmon4/power1_cap_default": "750000000"})
+    for name, (text, _) in FAULTS.items():
+        folder = card
+        if name.startswith("/"):
+            folder = setting.root
+        write_all(folder, {name: text})
+    # One of eight GPUs hangs: its driver took it away.
+    shutil.rmtree(setting.root / "sys/class/kfd/kfd/topology/nodes/9")
+    (setting.root / "dev/dri/renderD131").unlink()
+    done = outcomes_of(sound, setting)
+    reason = done["machine"].reason
+    for _, said in FAULTS.values():
+        assert said in reason, reason
+    assert "8 GPUs are on the PCI bus, and 7 can be used" in reason
+    assert done["after"].passed, "the rest is completed"
+
+
+def steps_of_machine(setting: Setting) -> list[Step]:
+    machine = next(step for step in steps_of(setting) if step.name == "machine")
+    return [machine, step_of("after", "")]
 
 
 # Interruptions

@@ -16,10 +16,9 @@ from primus_images.system import fabric
 from primus_images.system.fabric import variables
 from primus_images.system.host import Host
 from primus_images.system.preflight import CHECKS, preflight
-from tables import text_of
+from stand_in_machine import FILES, make_machine, write_all
 
 GIB = 2**30
-FILES = yaml.safe_load(text_of("sound_machine.yaml"))
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 NICS = Path(fabric.__file__).with_name("nics.yaml")
 
@@ -41,19 +40,7 @@ class Machine:
             {"shm": (64 * GIB, 60 * GIB), "disk": (900 * GIB, 800 * GIB)},
             set(),
         )
-        for number in range(gpus):
-            node = f"sys/class/kfd/kfd/topology/nodes/{number + 2}"
-            self.write(
-                f"{node}/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29857\n"
-            )
-            for link in range(gpus - 1):
-                self.write(f"{node}/io_links/{link}/properties", "type 11\nweight 15\n")
-            card = f"sys/class/drm/renderD{128 + number}/device"
-            self.write_all(card, FILES["card"])
-            self.write_all(f"sys/bus/pci/devices/{number}", FILES["gpu"])
-            self.write(f"dev/dri/renderD{128 + number}", "")
-        self.write_all("", FILES["host"])
-        (root / "dev/shm").mkdir(parents=True)
+        make_machine(root, gpus=gpus)
         for number in range(2):
             device = f"sys/class/infiniband/mlx5_{number}"
             self.write(f"{device}/fw_ver", "28.39")
@@ -68,8 +55,7 @@ class Machine:
         path.write_text(text)
 
     def write_all(self, folder: str, files: dict[str, str]) -> None:
-        for name, text in files.items():
-            self.write(f"{folder}/{name}".lstrip("/"), text)
+        write_all(self.root / folder, files)
 
     def bind(self, number: int, driver: str) -> None:
         """Show a kernel driver of an RDMA device, as sysfs does."""

@@ -34,6 +34,7 @@ _KERNELS = (".hsaco", ".co", ".cubin", ".so")
 _POLL_S = 0.3
 _GRACE_S = 20.0
 _LAST_BYTES = 60_000
+_MOST_PROBLEMS = 20
 _ENDED_BY_USER = (130, -signal.SIGINT)
 
 
@@ -295,9 +296,13 @@ def _reason(code: int | None, step: Step, document: Any, text: str) -> str:
     """Return the sentence that tells why a step did not pass."""
     if code is None:
         return f"it did not end within {step.limit / 60:.0f} min, and was ended"
-    problems = _problems(document)
+    problems = list(dict.fromkeys(_problems(document)))
     if problems:
-        return "; ".join(problems)
+        more = len(problems) - _MOST_PROBLEMS
+        shown = problems[:_MOST_PROBLEMS]
+        if more > 0:
+            shown.append(f"and {more} more")
+        return "; ".join(shown)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         sentence = re.match(r"primus [\w-]+: (.+)", line)

@@ -74,6 +74,19 @@ def test_the_figures_of_the_file_win_and_the_run_says_so_once() -> None:
     assert "wandb_project" in sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpt_oss", "it keeps its layers in bfloat16"),
+        ("llama4", "it does not normalize heads"),
+        ("flux", "torchtitan's flux is not computed here"),
+    ],
+)
+def test_models_of_torchtitan_that_are_not_here_have_a_reason(name: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        models.of_flavor(name, "20b", "x")
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 8])
 def test_the_batch_is_that_of_the_whole_job_on_any_number_of_nodes(nodes: int) -> None:
     assert resolved(nodes=nodes).global_batch == 128

@@ -304,6 +304,10 @@ def of_flavor(name: str, flavor: str, where: str) -> dict[str, Value]:
     Raises InputError if no such flavor is here.
     """
     known = table("models")["flavors"]
+    lacking = table("models")["lacking"].get(name)
+    if lacking:
+        message = f"torchtitan's {name} is not trained here: {lacking['why']}"
+        raise InputError(message, where=where, hint=lacking["hint"])
     if name not in known:
         raise InputError(
             f"torchtitan's {name} is not computed here",

@@ -113,17 +113,20 @@ def _gain(run: Run, first: Run) -> float | None:
 
 
 def chart(
-    title: str, y_title: str, series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
+    title: str,
+    y_title: str,
+    series: Mapping[str, Sequence[Mapping[str, Any]]] | None,
+    key: str,
 ) -> str:
     """Return the HTML element of a chart of ``key`` by step, or a sentence if there is no data.
 
-    Without ``series``, there is no chart.
+    If ``series`` is None, there is no chart.
 
     ``series`` is name of a line → its steps. A value that is None or not finite is missing: the
     chart has a gap there, and a cross on its axis. Later lines are drawn above earlier ones, and
     thinner, so that equal lines do not hide each other.
     """
-    if not series:
+    if series is None:
         return ""
     lines: list[dict[str, Any]] = []
     empty = True
@@ -142,8 +145,8 @@ def chart(
 
 def logged(
     series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
-) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the steps of each run that have ``key``; nothing if none has, as in older runs.
+) -> dict[str, list[Mapping[str, Any]]] | None:
+    """Return the steps of each run that have ``key``; None if no run has any.
 
     An evaluation, for example, is not after every step. A run keeps its place, and so its colour.
     """
@@ -152,7 +155,7 @@ def logged(
         found[label] = [step for step in steps if step.get(key) is not None]
     if any(found.values()):
         return found
-    return {}
+    return None
 
 
 def _finite(value: float | None) -> float | None:

@@ -54,7 +54,7 @@ with TemporaryDirectory() as name:
     lines = re.findall(
         r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M
     )
-    lines += [VERBS[verb].example for verb in ("data", "export", "chat")]
+    lines += [VERBS[verb].example for verb in ("data", "chat", "export")]
     for kind, block in blocks + [("sh", line) for line in lines]:
         if block.startswith("docker "):  # opens the shell in which the others run
             continue

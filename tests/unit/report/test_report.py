@@ -489,7 +489,7 @@ def test_only_evaluated_steps_are_drawn_and_each_run_keeps_its_colour() -> None:
     steps = [{"step": number, "eval_loss": 5.0 - number, "lr": None} for number in (1, 2, 3)]
     steps[1]["eval_loss"] = None
     series = {"without": [{"step": 1, "eval_loss": None}], "with": steps}
-    assert html.logged(series, "lr") == {}
+    assert html.logged(series, "lr") is None
     drawn = html.chart("Evaluation", "loss", html.logged(series, "eval_loss"), "eval_loss")
     data = json.loads(drawn.partition('json">')[2].partition("</script>")[0])
     lines = [(line["label"], line["colour"], line["points"]) for line in data["lines"]]

@@ -221,7 +221,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
     html = page(replace(made, target="<cpu>"))
     assert "✓ the suite" in html
     assert "&lt;cpu&gt;" in html
-    assert html.count('<figure class="chart">') == 3
+    assert html.count('<figure class="chart">') == 4
     assert "http" not in html.partition("<body>")[2].partition("/*")[0].replace("http-equiv", "")
 
 

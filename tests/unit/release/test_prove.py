@@ -21,6 +21,7 @@ from primus_images.release.prove.read import kept, verified
 from primus_images.release.prove.run import Outcome, run_all
 from primus_images.release.prove.scrub import Scrubber
 from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
+from project_kit import until
 from stand_in_machine import make_machine, write_all
 
 ROOT = Path(__file__).parents[3]
@@ -236,6 +237,21 @@ def test_killed_anywhere_it_goes_on_where_it_was(tmp_path: Path, place: str) -> 
     assert all(outcome.passed for outcome in done.values())
     ran = (tmp_path / "ran.txt").read_text().split()
     assert ran == sorted([*"abcdefghij", place]), "only the interrupted step runs twice"
+
+
+def test_the_step_of_a_killed_command_does_not_go_on(tmp_path: Path) -> None:
+    code = "import os, pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1]);"
+    code += "(folder / 'pid').write_text(str(os.getpid()));"
+    code += "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
+    step = step_of("trains", code)
+    step = replace(step, command=(*step.command, str(tmp_path)))
+    child = multiprocessing.get_context("fork").Process(
+        target=outcomes_of, args=([step], setting_of(tmp_path))
+    )
+    child.start()
+    child.join(60)
+    pid = (tmp_path / "pid").read_text()
+    assert until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
 def test_what_failed_runs_again_and_what_changed_too(tmp_path: Path) -> None:

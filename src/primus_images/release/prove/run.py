@@ -232,6 +232,8 @@ def _process(step: Step, setting: Setting, errors: Any, document: Any) -> tuple[
     words = list(step.typed(setting))
     if words[0] == "primus":
         words[:1] = [sys.executable, "-m", "primus_images.cli.main"]
+    # A run that went on after this command was killed would hold the GPUs of the next one.
+    words[:0] = ["setpriv", "--pdeathsig=TERM"]
     # The same code as this command's, whichever is installed.
     source = str(Path(primus_images.__file__).parents[1])
     environment = {**os.environ, "PRIMUS_NO_BANNER": "1", "PYTHONPATH": source}

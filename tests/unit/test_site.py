@@ -40,6 +40,8 @@ KINDS = (
     "index.html",
     "picker.html",
     "running.html",
+    "environment.html",
+    "validation.html",
     "reference/commands.html",
     "models.html",
     "gpus.html",

@@ -110,7 +110,8 @@ def lost_commit(channel: Channel) -> None:
 FAULTS: dict[Callable[[Channel], None], str] = {
     missing: "triton",
     other_local_version: "triton",
-    forbidden: "403",
+    # uv takes a forbidden page for one that does not exist.
+    forbidden: "triton was not found",
     unavailable: "503",
     login: "401",
     wrong_bytes: "triton",

@@ -414,6 +414,38 @@ def test_the_command_reads_a_folder(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens_per_second", "fast"),
+        ("memory_gib", []),
+        ("tflops_non_causal", float("nan")),
+        ("tokens_per_second", None),
+    ],
+)
+def test_what_somebody_edited_gives_no_traceback(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    value: object,
+) -> None:
+    summary = {"tokens_per_second": 9.0, "tflops_non_causal": 4.0, "memory_gib": 1.0}
+    text = json.dumps({"summary": summary})
+    step = replace(step_of("cell", f"print({text!r})"), expected={"predicted_gib": 1.0})
+    record = written(tmp_path, [step], monkeypatch)
+    content = json.loads((record / "result.json").read_text())
+    content["steps"][0]["document"]["summary"][key] = value
+    (record / "result.json").write_text(json.dumps(content))
+    code = 2
+    if value is None:
+        code = 0
+    assert main(["prove", "--read", str(record)]) == code
+    (record / "link").symlink_to("/")
+    assert main(["prove", "--read", str(record)]) == 2
+    assert "is a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         ([], "name a target"),

@@ -127,13 +127,19 @@ def _read(args: argparse.Namespace) -> int:
         signed,
     ]
     for row in content["speeds"]:
-        lines.append(f"{row['cell']}: {row['tokens_per_second']:,.0f} tokens/s per GPU")
+        lines.append(f"{row['cell']}: {_shown(row['tokens_per_second'])} tokens/s per GPU")
     for row in content["memory"]:
-        lines.append(
-            f"{row['cell']}: {row['measured_gib']:,.1f} GiB, {row['predicted_gib']:,.1f} predicted"
-        )
+        measured = _shown(row["measured_gib"])
+        lines.append(f"{row['cell']}: {measured} GiB, {_shown(row['predicted_gib'])} predicted")
     for row in content["first_steps"]:
-        lines.append(f"{row['step']}: {row['seconds']:.1f} s, {row['kernels']} kernels compiled")
+        kernels = f"{_shown(row['kernels'])} kernels compiled"
+        lines.append(f"{row['step']}: {_shown(row['seconds'])} s, {kernels}")
     for row in content["problems"]:
         lines.append(f"{row['step']} {row['state']}: {row['what']}")
     return answer(args, content, lines)
+
+
+def _shown(figure: float | None) -> str:
+    if figure is None:
+        return "–"
+    return f"{figure:,.4g}"

@@ -1,6 +1,7 @@
 """Reading a folder that somebody sent: who signed it, and what the repository keeps of it."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ def verified(folder: Path, trust: Trust | None) -> str:
     Raises CheckFailed for a wrong signature or a file that differs from the signed one, and
     InputError if the folder is signed and ``trust`` does not say by whom.
     """
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link, which `primus prove` never writes")
     bundle = folder / STATEMENT
     if not bundle.is_file():
         if trust:
@@ -71,6 +75,15 @@ def kept(folder: Path) -> dict[str, Any]:
         ) from None
 
 
+def _number(value: Any) -> float | None:
+    """Return a figure of a file that somebody sent. Raises TypeError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{str(value)[:40]} is no number")
+    return value
+
+
 def _kept(content: Mapping[str, Any]) -> dict[str, Any]:
     memory = []
     speeds = []
@@ -82,15 +95,16 @@ def _kept(content: Mapping[str, Any]) -> dict[str, Any]:
         if row["reason"] and row["state"] != "left out":
             problems.append({"step": row["name"], "state": row["state"], "what": row["reason"]})
         if row["first_step"] is not None:
-            counted = {"step": row["name"], "seconds": row["first_step"], "kernels": row["kernels"]}
+            counted = {"step": row["name"], "seconds": _number(row["first_step"])}
+            counted["kernels"] = _number(row["kernels"])
             first.append(counted)
         if not row["expected"] or row["state"] != "passed":
             continue
         summary = row["document"]["summary"]
-        predicted = row["expected"]["predicted_gib"]
-        measured = summary["memory_gib"]
+        predicted = _number(row["expected"]["predicted_gib"])
+        measured = _number(summary["memory_gib"])
         error = None
-        if measured:
+        if measured and predicted:
             error = round(predicted / measured - 1, 3)
         memory.append(
             {"cell": row["name"], "predicted_gib": predicted, "measured_gib": measured}
@@ -99,9 +113,9 @@ def _kept(content: Mapping[str, Any]) -> dict[str, Any]:
         speeds.append(
             {
                 "cell": row["name"],
-                "tokens_per_second": summary["tokens_per_second"],
-                "tflops_non_causal": summary["tflops_non_causal"],
-                "published": row["expected"].get("published"),
+                "tokens_per_second": _number(summary["tokens_per_second"]),
+                "tflops_non_causal": _number(summary["tflops_non_causal"]),
+                "published": _number(row["expected"].get("published")),
             }
         )
     return {

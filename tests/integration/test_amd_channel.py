@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.integration, needs("busybox", "docker-registry", "git"
 TRAIN = {
     "aiter",
     "apex",
+    "hip-python",
     "primus-turbo",
     "pytorch",
     "pytorch-device",

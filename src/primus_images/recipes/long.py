@@ -5,7 +5,7 @@ of more steps gets checkpoints by time, and one that pre-trains gets a schedule 
 run. What the user sets, or a recipe that is the user's own, stays.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from primus_images.recipes.load import folder
 from primus_images.recipes.schema import Backend
@@ -17,8 +17,6 @@ _MINUTES = 30.0
 _KEPT = 3
 _WARMUP = 100
 _LEAST_RATE = 0.1
-_LOOP = {"schedule": "training.lr_schedule", "warmup": "training.warmup_steps"}
-_TITAN = {"schedule": "lr_scheduler.decay_type", "warmup": "lr_scheduler.warmup_steps"}
 
 
 def settings_of_long_run(backend: Backend, settings: Settings, typed: Settings) -> Settings:
@@ -53,15 +51,13 @@ def _saves(backend: Backend, settings: Settings) -> bool:
 
 
 def _schedule(backend: Backend, settings: Settings, steps: int) -> Iterator[tuple[str, Value]]:
-    keys: Mapping[str, str] = _LOOP
-    if backend.name == "torchtitan":
-        keys = _TITAN
-        yield f"{backend.name}.lr_scheduler.min_lr_factor", _LEAST_RATE
+    if backend.least_share:
+        yield f"{backend.name}.{backend.least_share}", _LEAST_RATE
     else:
         rate = _number(settings.get(backend.key("lr")))
-        yield f"{backend.name}.training.min_lr", rate * _LEAST_RATE
-    yield f"{backend.name}.{keys['schedule']}", "cosine"
-    yield f"{backend.name}.{keys['warmup']}", max(1, steps // _WARMUP)
+        yield f"{backend.name}.{backend.least_rate}", rate * _LEAST_RATE
+    yield f"{backend.name}.{backend.schedule}", "cosine"
+    yield f"{backend.name}.{backend.warmup}", max(1, steps // _WARMUP)
 
 
 def _is_default(key: str, settings: Settings, typed: Settings) -> bool:

@@ -44,6 +44,9 @@ class Backend:
     unmodelled: Sequence[str] = ()
     shard: str = ""
     warmup: str = "training.warmup_steps"
+    schedule: str = "training.lr_schedule"
+    least_rate: str = "training.min_lr"
+    least_share: str = ""
     evaluates: bool = False
     resharding: bool = False
     sharded_precision: bool = False

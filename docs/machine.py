@@ -44,7 +44,7 @@ def environment(root: Path) -> str:
         "",
         "Set them before `primus`, or for a container by `docker run -e NAME=VALUE`. [Slurm]"
         "(slurm.md) and [Kubernetes](kubernetes.md) take `--env NAME=VALUE`. Pass secrets by "
-        "name only.",
+        "name only (`-e NAME`, in Slurm `--env NAME`), in Kubernetes by `--hf-token-secret`.",
         "",
     ]
     for part in described["sections"]:

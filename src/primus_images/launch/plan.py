@@ -71,6 +71,11 @@ class Plan:
         """The steps between two checkpoints; 0 if none are written."""
         return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
 
+    @property
+    def checkpoint_minutes(self) -> float:
+        """The minutes between two checkpoints; 0 if none are written by time."""
+        return self.recipe.find("saving.minutes", 0.0)
+
     def warning(self) -> str | None:
         """Return a sentence about checkpoints that the job never writes."""
         if "epochs" in self.recipe.settings or self.checkpoint_interval < self.recipe.steps:
@@ -129,6 +134,7 @@ class Plan:
             "tokens_per_step": recipe.global_batch * recipe.seq_len,
             "steps": None if "epochs" in recipe.settings else recipe.steps,
             "checkpoint_interval": self.checkpoint_interval,
+            "checkpoint_minutes": self.checkpoint_minutes,
             "memory_bytes_per_gpu": self.memory,
         }
 
@@ -147,11 +153,15 @@ class Plan:
             f"step         {batch}; gradient accumulation {recipe.accumulation}",
             f"memory       {self._memory_line()}",
         ]
-        checkpoints = f"every {self.checkpoint_interval} steps"
-        if not self.checkpoint_interval:
-            key = recipe.knows.key("checkpoint")
-            checkpoints = f"none: a restarted job begins at step 1 ({key}=N writes them)"
-        return [*lines, f"checkpoints  {checkpoints}"]
+        return [*lines, f"checkpoints  {self._checkpoints()}"]
+
+    def _checkpoints(self) -> str:
+        if self.checkpoint_interval:
+            return f"every {self.checkpoint_interval} steps"
+        if self.checkpoint_minutes:
+            return f"every {self.checkpoint_minutes:.3g} minutes"
+        key = self.recipe.knows.key("checkpoint")
+        return f"none: a restarted job begins at step 1 ({key}=N writes them)"
 
     def _memory_line(self) -> str:
         if self.memory is None:

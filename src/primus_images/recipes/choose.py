@@ -58,7 +58,8 @@ def choose(
     defaults = settings
     if proxy.value is True or gpu.value == CPU:
         offered = _once([PROXY_PRECISION, *offered])
-        defaults = {}
+        usual = Setting(value=PROXY_PRECISION, origin="that of a proxy, or of a CPU")
+        defaults = {"default.precision": usual}
     decided = f" with backend {backend.value}, mode {mode.value}"
     precision = _pick("precision", choices.precision, defaults, offered, decided)
     _check_precision(precision, str(gpu.value), str(backend.value))

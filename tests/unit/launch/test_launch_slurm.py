@@ -65,8 +65,9 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     assert str(Path.cwd()) not in text
 
 
+@pytest.mark.parametrize("gpu", [["--gpu", "mi300x", "--image", "a"], ["--image", "a:v1-mi300x"]])
 def test_weights_are_fine_tuned_in_place_of_a_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = (
         Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
@@ -74,7 +75,7 @@ def test_weights_are_fine_tuned_in_place_of_a_recipe(
     (tmp_path / "config.json").write_text(config)
     files, words = (
         [str(tmp_path), f"{tmp_path}/config.json"],
-        ["tokenizer=mock", "--gpu", "mi300x", "--image", "a"],
+        ["tokenizer=mock", *gpu],
     )
     assert (
         main(["launch", "slurm", "finetune", *files, *words, "global_batch=24", "--dry-run"]) == 0
@@ -236,6 +237,20 @@ def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
         text = slurm.script(plan(recipe=name), SITE)
         assert f"train {tmp_path}/mine.yaml --backend" in text
         assert f"-v {tmp_path}:{tmp_path}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["steps=500"], "none: a restarted job begins at step 1"),
+        (["steps=501"], "every 30 minutes"),
+        (["steps=501", "checkpoint=0"], "none: a restarted job begins at step 1"),
+        (["steps=501", "checkpoint=100"], "every 100 steps"),
+        (["checkpoint=90s"], "every 1.5 minutes"),
+    ],
+)
+def test_the_plan_says_when_checkpoints_are_saved(words: list[str], line: str) -> None:
+    assert f"# checkpoints  {line}" in slurm.script(plan(*words), SITE)
 
 
 def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

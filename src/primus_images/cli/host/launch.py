@@ -84,7 +84,9 @@ def launch(options: LaunchOptions) -> int:
 
 def _fine_tuning(options: LaunchOptions) -> tuple[LaunchOptions, Request]:
     """Return the request for ``finetune WEIGHTS DATA``, and the options with both as mounts."""
-    if options.system == "k8s" or options.gpu is None or len(options.overrides) < 2:
+    options = replace(options, gpu=options.gpu or _gpu_of_image(options))
+    no_gpu = options.gpu is None and not detect().names
+    if options.system == "k8s" or no_gpu or len(options.overrides) < 2:
         raise InputError(
             "fine-tuning on several nodes needs the weights that its settings are taken from",
             hint="primus launch slurm finetune WEIGHTS DATA --gpu NAME, both on a file system "

@@ -19,7 +19,7 @@ import pytest
 
 from primus_images import waits
 from primus_images.errors import HostError
-from primus_images.release import registry
+from primus_images.release import registry, transport
 from primus_images.versions import indexes
 from primus_images.versions.traffic import run_tool
 from project_kit import Kit, make_project
@@ -173,7 +173,7 @@ def test_a_silent_source_is_named_without_its_login(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(waits, "_PATIENCE_S", 0.05)
-    for module in (registry, indexes):
+    for module in (transport, indexes):
         monkeypatch.setattr(module, "_TIMEOUT", (0.5, 0.5))
     with socket.create_server(("127.0.0.1", 0)) as server:
         host = f"127.0.0.1:{server.getsockname()[1]}"

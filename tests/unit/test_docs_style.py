@@ -212,3 +212,14 @@ def test_a_site_holds_several_releases_the_newest_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_an_option_is_typed_with_two_hyphens(page: Path) -> None:
     assert re.findall(r"(?<!\w)[–—][a-z][\w-]+", page.read_text(encoding="utf-8")) == []
+
+
+def test_every_function_of_the_architecture_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"`([a-z_]+(?:[.][a-z_]+)+)(?<!yaml)(?<!toml)`", text)
+    assert len(names) > 20
+    for name in names:
+        place = SOURCE / name.replace(".", "/")
+        module = place.parent.with_suffix(".py")
+        is_defined = module.is_file() and f"def {place.name}(" in module.read_text("utf-8")
+        assert place.is_dir() or place.with_suffix(".py").is_file() or is_defined, name

@@ -38,7 +38,7 @@ class _Relocked(NamedTuple):
 def bump(args: argparse.Namespace) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock.
 
-    Held trains move together.
+    Packages that must be of one version, such as those of one ROCm, move together.
     """
     args.target = []
     project = open_project(args)

@@ -12,6 +12,7 @@ from sphinx.application import Sphinx
 
 from docs.site import glossary
 from primus_images.cli.version import CHECKOUT, commit_of, release_of
+from primus_images.yamlfile import read_values
 
 project = "primus-images"
 author = "primus-images"
@@ -35,6 +36,7 @@ templates_path = ["templates"]
 html_show_copyright = html_show_sphinx = html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 html_context = {
+    "search_words": read_values(Path(__file__).with_name("keywords.yaml")).data,
     "commit": commit_of(CHECKOUT),
     "date": commit_of(CHECKOUT, "%cs"),
     "versions": os.environ.get("DOCS_VERSIONS", ""),

@@ -53,7 +53,8 @@ def performance(root: Path) -> str:
             "many FLOPs. Nothing has been "
             "measured on an AMD GPU here. The last columns show the fastest run of this project "
             "on H200s with the "
-            "same model and precision, and with the same length of sequences if there is one.",
+            "same model and precision, and with the same length of sequences and backend if there "
+            "is one. There is no ratio for another length.",
             "",
             *table(head, rows),
             "",

@@ -37,6 +37,7 @@ _OURS = "primus"
 _FOLDER = "src/primus_images/recipes/keys"
 _SOURCES = Path(__file__).with_name("backend_keys.yaml")
 _MEANINGS = Path(schema.__file__).with_name("meanings.yaml")
+_OTHER_NAMES = _MEANINGS.with_name("other_names.yaml")
 
 
 def generated(root: Path) -> dict[str, str]:
@@ -163,7 +164,21 @@ def _recipe_keys() -> str:
             f"{', '.join(rules)}: the meaning is missing",
             where=f"src/primus_images/recipes/{_MEANINGS.name}",
         )
-    return "\n".join(lines)
+    return "\n".join(lines + _names_in_other_trainers())
+
+
+def _names_in_other_trainers() -> list[str]:
+    """The table of the names that ``primus`` refuses, with what each is called here."""
+    rows = []
+    for name, name_here in read_values(_OTHER_NAMES, _OTHER_NAMES.name).data.items():
+        key, comma, more = name_here.partition(",")
+        rows.append((f"`{name}`", f"`{key}`{comma}{more}"))
+    return section(
+        "Names in other trainers",
+        ("in transformers, TRL, axolotl or LLaMA-Factory", "here"),
+        rows,
+        "`primus` refuses these names, and prints the one to use.",
+    )
 
 
 def _accepted(rule: schema.Rule) -> tuple[str, str]:

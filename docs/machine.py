@@ -91,7 +91,7 @@ def support(root: Path) -> str:
         *section("Programs", ("what", "needs", "tested"), _programs(root)),
         *section(
             "Images",
-            ("image", "channel", "operating system", "glibc", "Python"),
+            ("image", "channel", "operating system", "glibc, at least", "Python"),
             _systems(root),
             "An image brings its own libraries. The host needs a kernel for x86-64, and for AMD "
             "GPUs the driver `amdgpu`.",

@@ -298,7 +298,7 @@ def test_nothing_of_the_machine_or_its_user_leaves_it(
 ) -> None:
     host = os.uname().nodename
     texts = [
-        f"cannot read {tmp_path}/work/data.bin, /home/jane.doe/novel.txt and /mnt/corp/x.py:3",
+        f"cannot read {tmp_path}/rows/data.bin, /home/jane.doe/novel.txt and /mnt/corp/x.py:3",
         f"host {host}: connected to 10.20.30.40:22, fe80::1ff:fe23:4567:890a, 0c:42:a1:00:11:22",
         "token=abc123secret https://jane:pw@git.corp.example/x.git jane@corp.example",
         "plain-text-of-a-token pypi.corp.example hf_AbCdEfGhIjKlMnOpQr jane.doe",

@@ -112,6 +112,7 @@ def _job(recipe: Recipe) -> RankJob:
     return RankJob(
         output=Path(),
         mode=recipe.mode,
+        precision=recipe.precision,
         model=recipe.architecture,
         assets={},
         config=config,

@@ -102,6 +102,7 @@ class RankJob:
 
     output: Path
     mode: str
+    precision: str
     model: Architecture
     assets: Mapping[str, str]
     config: Mapping[str, Value]
@@ -134,9 +135,9 @@ def read_job(folder: Path) -> RankJob:
     """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     values: dict[str, Any] = {}
-    for one in fields(RankJob):
-        if one.name in job:
-            values[one.name] = job[one.name]
+    for field_of_job in fields(RankJob):
+        if field_of_job.name in job:
+            values[field_of_job.name] = job[field_of_job.name]
     values["output"] = Path(job["output"])
     values["model"] = architecture(job["model"])
     values["training"] = built(LoopConfig, section(job["config"], "training"))

@@ -27,15 +27,6 @@ def _rounded(tflops: float) -> str:
     return f"{tflops:,.2f}"
 
 
-def _precision(job: RankJob) -> str:
-    """Return the precision of the products of most layers, as the table of GPUs names it."""
-    if job.training.fp8 != "none":
-        return "fp8"
-    if job.training.dtype == "bfloat16":
-        return "bf16"
-    return "fp32"
-
-
 class Report:
     """Writes the lines that :mod:`primus_images.training.run.logs` reads.
 
@@ -61,7 +52,7 @@ class Report:
         self._peak = None
         if device.type == "cuda":
             gpu = torch.cuda.get_device_properties(device)
-            self._peak = peak_flops(gpu.name, gpu.multi_processor_count, _precision(job))
+            self._peak = peak_flops(gpu.name, gpu.multi_processor_count, job.precision)
         self._began = time.perf_counter()
         self.per_unit = None
         if job.model.has_formula:

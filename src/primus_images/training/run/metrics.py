@@ -190,9 +190,18 @@ def _peak(recipe: Recipe, facts: Mapping[str, Any]) -> tuple[Generation, float, 
         raise UnknownPeak("no MFU: the run was on a CPU")
     if gpu is None:
         raise UnknownPeak("no MFU: the run did not report its GPU")
-    if recipe.precision not in get_args(Dtype):
-        raise UnknownPeak(f"no MFU: the table of GPUs holds no {recipe.precision.upper()} peak")
-    generation, peak, source = peak_for_mfu(gpu, cast("Dtype", recipe.precision))
+    return peak_of(gpu, units, recipe.precision)
+
+
+def peak_of(gpu: str, units: int | None, precision: str) -> tuple[Generation, float, str]:
+    """Return the GPU that PyTorch calls ``gpu``, its TFLOP/s in ``precision``, and their source.
+
+    ``units`` are its compute units: a part of a GPU has fewer than the whole. Raises UnknownPeak,
+    with the reason, if there is no MFU.
+    """
+    if precision not in get_args(Dtype):
+        raise UnknownPeak(f"no MFU: the table of GPUs holds no {precision.upper()} peak")
+    generation, peak, source = peak_for_mfu(gpu, cast("Dtype", precision))
     if units != generation.compute_units:
         raise UnknownPeak(
             f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}"

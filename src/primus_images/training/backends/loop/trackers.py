@@ -4,10 +4,12 @@ Every backend gives them the same figures under the same names.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, Protocol
 
-from primus_images.gpus.table import Dtype, UnknownPeak, peak_for_mfu
+from primus_images.gpus.table import UnknownPeak
+from primus_images.training.run.metrics import peak_of
 
 
 class Tracker(Protocol):
@@ -78,12 +80,12 @@ class MLflow:
         self._mlflow.end_run()
 
 
-NAMES = ("tensorboard", "wandb", "mlflow")
 _KINDS: Mapping[str, Any] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
+NAMES = tuple(_KINDS)
 
 
 def trackers_of(names: list[str], output: Path, config: Mapping[str, Any]) -> list[Tracker]:
@@ -95,15 +97,10 @@ def peak_flops(gpu: str, units: int, precision: str) -> float | None:
     """Return the TFLOP/s of which MFU is a share; None without an MFU: on a CPU, a GPU that the
     table lacks, or a part of one.
     """
-    if precision not in get_args(Dtype):
-        return None
-    try:
-        generation, peak, _ = peak_for_mfu(gpu, cast("Dtype", precision))
-    except UnknownPeak:
-        return None
-    if units != generation.compute_units:
-        return None
-    return peak
+    with suppress(UnknownPeak):
+        _, peak, _ = peak_of(gpu, units, precision)
+        return peak
+    return None
 
 
 def shares_of_peak(rates: Mapping[str, float], peak: float | None) -> dict[str, float]:

@@ -4,10 +4,11 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from primus_images.files import text_if_readable
 
@@ -96,9 +97,10 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
         text = text_if_readable(folder / "log.txt")
     else:
         last_bytes = _NEWEST_BYTES
-    exact = _by_step(folder / "exact.jsonl", last_bytes, "loss", "grad_norm")
-    series = with_exact(read_steps(text), exact)
-    evaluations = _by_step(folder / "eval.jsonl", last_bytes, "eval_loss")
+    exact = _entries(folder / "exact.jsonl", last_bytes)
+    series = with_exact(read_steps(text), _by_step(exact, "loss", "grad_norm"))
+    more = _by_step(exact, "lr", "seconds")
+    evaluations = _by_step(_entries(folder / "eval.jsonl", last_bytes), "eval_loss")
     problems = list(series.problems)
     for number, word in _EVALUATION.findall(text):
         for loss in evaluations.get(int(number), ()):
@@ -107,7 +109,6 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
                     f"step {number}: the log says evaluation loss {word}, and the run's own figure "
                     f"is {loss}"
                 )
-    more = _by_step(folder / "exact.jsonl", last_bytes, "lr", "seconds")
     steps = list(series.steps)
     for place, step in enumerate(steps):
         if step.step in evaluations:
@@ -145,13 +146,21 @@ def read_steps(text: str) -> Series:
     return Series(steps=steps, problems=tuple(problems))
 
 
-def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float, ...]]:
-    values: dict[int, tuple[float, ...]] = {}
+def _entries(file: Path, last: int | None) -> list[Any]:
+    entries = []
     for line in text_if_readable(file, last).splitlines():
         # The last line of a run that was killed may be incomplete, and so is the first of the last
         # bytes.
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def _by_step(entries: Sequence[Any], *keys: str) -> dict[int, tuple[float, ...]]:
+    values: dict[int, tuple[float, ...]] = {}
+    for entry in entries:
+        # A part of a line may be JSON, too, and older runs have fewer keys.
         with suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
     return values
 

@@ -301,13 +301,18 @@ def _shard(part: Any) -> None:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of all elements, in order, as integers of the same size."""
+    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
 def checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> torch.Tensor:
     """Return two sums over the bits of all elements, modulo 2⁶⁴.
 
     The second weights each element by its position. Sums of integers do not depend on the order,
     so CPUs and GPUs agree. The weights are odd, so a change of one element always changes the sum.
     """
-    bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    bits = bits_of(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), at_once):
         chunk = bits[start : start + at_once].to(torch.int64)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from primus_images.system.measure import device_name
 from primus_images.terminal import counted, some
+from primus_images.training.run.facts import bits_of
 
 
 class WrongResultError(RuntimeError):
@@ -35,8 +36,10 @@ def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]
     buffers and random states are as before. Raises WrongResultError on a rank whose gradients
     differ in any bit.
     """
-    first = _hashes(parts, compute)
-    second = _hashes(parts, compute)
+    with _as_before(parts), _gradients(parts) as first:
+        compute()
+    with _as_before(parts), _gradients(parts) as second:
+        compute()
     if not first:
         raise RuntimeError(
             f"step {step}: no gradient of this rank was seen, so none could be compared"
@@ -52,7 +55,6 @@ def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]
 _REMEDY = "Replace it, and resume from an earlier checkpoint"
 # Name of a tensor → the sum of its bits, as integers. A single flipped bit always changes it.
 _Sums = dict[str, Tensor]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Repeated:
@@ -102,18 +104,9 @@ class Repeated:
 
         Afterwards, there are the gradients of one call.
         """
-        gpus = []
-        if torch.cuda.is_available():
-            gpus = [torch.cuda.current_device()]
-        buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.buffers()]
-        with torch.random.fork_rng(gpus):
+        with _as_before(self._parts):
             first = self._pass(compute)
         with self._timed():
-            for part in self._parts:
-                part.zero_grad()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
             second = self._pass(compute)
             wrong = _different(first.own, second.own)
             if not wrong and not torch.equal(first.loss, second.loss):
@@ -165,13 +158,8 @@ class Repeated:
         )
 
     def _pass(self, compute: Callable[[], Tensor]) -> "_Pass":
-        own: _Sums = {}
-        hooks = []
-        for name, tensor in _computed(self._parts):
-            hooks.append(tensor.register_hook(partial(_note, own, name)))
-        loss = compute()
-        for hook in hooks:
-            hook.remove()
+        with _gradients(self._parts) as own:
+            loss = compute()
         added = {}
         for name, weight in self._weights.items():
             if weight.grad is not None:
@@ -271,30 +259,35 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    local = _local(tensor.detach()).contiguous()
-    return local.view(-1).view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64)
+    return bits_of(_local(tensor.detach())).sum(dtype=torch.int64)
 
 
-def _hashes(parts: Sequence[nn.Module], compute: Callable[[], object]) -> _Sums:
-    """Return the sums of the gradients' bits, and leave the models as they were."""
-    sums: _Sums = {}
+@contextmanager
+def _as_before(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave buffers and random states as they were before the context, and no gradients."""
     buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
-    hooks = []
-    for name, tensor in _computed(parts):
-        hooks.append(tensor.register_hook(partial(_note, sums, name)))
     gpus = []
     if torch.cuda.is_available():
         gpus = [torch.cuda.current_device()]
     with torch.random.fork_rng(gpus):
-        compute()
-    for hook in hooks:
-        hook.remove()
+        yield
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
     for part in parts:
         part.zero_grad()
-    return sums
+
+
+@contextmanager
+def _gradients(parts: Sequence[nn.Module]) -> Iterator[_Sums]:
+    """Yield the sums of the bits of the gradients that the context computes."""
+    sums: _Sums = {}
+    hooks = []
+    for name, tensor in _computed(parts):
+        hooks.append(tensor.register_hook(partial(_note, sums, name)))
+    yield sums
+    for hook in hooks:
+        hook.remove()
 
 
 def _computed(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -16,12 +16,7 @@ from primus_images.compat import workloads
 from primus_images.compat.commands import Request, requested
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
-from primus_images.recipes.experiments.presets import ROOT
-from primus_images.recipes.experiments.source import (
-    ALLOW_UNMAPPED,
-    import_experiment,
-    text_of,
-)
+from primus_images.recipes.experiments.source import import_experiment, text_of
 from primus_images.recipes.published import another_model
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
@@ -80,7 +75,7 @@ def compat(options: CompatOptions) -> int:
     if command == "pytorch_benchmark_setup.sh" and not words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
-    set_variables(chosen)
+    set_variables(chosen.primus_root, allow_unmapped=chosen.allow_unmapped)
     request = requested(
         command,
         words,
@@ -216,10 +211,7 @@ def import_exp(options: ImportOptions) -> int:
     """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with
     their location.
     """
-    if options.primus_root is not None:
-        os.environ[ROOT] = str(options.primus_root)
-    if options.allow_unmapped:
-        os.environ[ALLOW_UNMAPPED] = "1"
+    set_variables(options.primus_root, allow_unmapped=options.allow_unmapped)
     imported = import_experiment(options.file.absolute())
     for sentence in imported.says:
         print(sentence, file=sys.stderr)

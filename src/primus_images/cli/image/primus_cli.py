@@ -81,15 +81,15 @@ def _own_options(call: Call) -> tuple[Namespace, list[str]]:
     if words[0] != "train":
         return parser_of_shared("old", NAME).parse_known_args([])[0], words
     chosen, words = parser_of_shared("old", NAME).parse_known_args(words)
-    set_variables(chosen)
+    set_variables(chosen.primus_root, allow_unmapped=chosen.allow_unmapped)
     return chosen, words
 
 
-def set_variables(chosen: Namespace) -> None:
+def set_variables(primus_root: Path | None, *, allow_unmapped: bool) -> None:
     """Set the variables by which experiment files are read, from primus's own options."""
-    if chosen.primus_root is not None:
-        os.environ[ROOT] = str(chosen.primus_root)
-    if chosen.allow_unmapped:
+    if primus_root is not None:
+        os.environ[ROOT] = str(primus_root)
+    if allow_unmapped:
         os.environ[ALLOW_UNMAPPED] = "1"
 
 

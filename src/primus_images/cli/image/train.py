@@ -526,16 +526,16 @@ class _Progress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def newest_complete(output: Path) -> Path | None:
+def _newest_complete(output: Path) -> Path | None:
     """Return the newest complete checkpoint of the run in ``output``."""
-    complete = [step for step in steps(output / "checkpoint") if identity.complete(step)]
+    complete = identity.complete_checkpoints(output)
     if complete:
         return complete[-1]
     return None
 
 
 def _last_kept(job: Job) -> Path | None:
-    newest = newest_complete(job.output)
+    newest = _newest_complete(job.output)
     if newest and step_of(newest) < job.last_step:
         return newest
     return None
@@ -584,7 +584,7 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
         yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
-    checkpoint = newest_complete(job.output)
+    checkpoint = _newest_complete(job.output)
     if checkpoint:
         yield f"  → {checkpoint}: --resume-from {job.output} continues with more steps"
     yield from _exported(job, checkpoint)

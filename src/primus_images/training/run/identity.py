@@ -235,6 +235,11 @@ def complete(folder: Path) -> bool:
     return bool(saved(folder))
 
 
+def complete_checkpoints(output: Path) -> list[Path]:
+    """Return the complete checkpoints of the run in ``output``, oldest first."""
+    return [folder for folder in steps(output / "checkpoint") if complete(folder)]
+
+
 class _DamageError(Exception):
     pass
 

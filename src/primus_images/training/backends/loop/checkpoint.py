@@ -18,7 +18,6 @@ from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import Session
 from primus_images.training.run import identity
 from primus_images.training.run.failure import text_of
-from primus_images.training.run.job import steps
 
 # Steps after which the ranks ask whether a checkpoint by time is due.
 _ASKED_EVERY = 10
@@ -59,8 +58,7 @@ def rotate(output: Path, keep: int, spared: Path | None = None) -> None:
     """Remove all but the newest ``keep`` (0: all) complete checkpoints, and the one ``spared``."""
     if not keep:
         return
-    complete = [folder for folder in steps(output / "checkpoint") if identity.complete(folder)]
-    for folder in complete[:-keep]:
+    for folder in identity.complete_checkpoints(output)[:-keep]:
         if folder != spared:
             shutil.rmtree(folder)
 

@@ -71,12 +71,37 @@ def lock(handle: int, what: str, path: Path, *, shared: bool = False) -> None:
 
     After 2 s, say who holds it: ``what`` completes "waiting for …".
     """
+    if not try_lock(handle, shared=shared):
+        with explained(lambda: f"waiting for {what}: {holders(handle, path)}"):
+            fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def try_lock(handle: int, *, shared: bool = False) -> bool:
+    """Take the lock of an open file or folder, unless another process holds it.
+
+    Returns whether it was taken. It never is on a file system without locks.
+    """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with explained(lambda: f"waiting for {what}: {holders(handle, path)}"):
-            fcntl.flock(handle, kind)
+    except OSError:
+        return False
+    return True
+
+
+def is_unlocked(path: Path) -> bool:
+    """Whether nobody holds the lock of the file or folder ``path``.
+
+    False for one that cannot be opened, and for a link.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return try_lock(handle)
+    finally:
+        os.close(handle)
 
 
 def holders(handle: int, path: Path) -> str:
@@ -130,16 +155,13 @@ class InUse:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other commands from using the folder. Raises HostError if one is using it."""
-        if self._held is not None:
-            try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                users = holders(self._held, self._path)
-                raise HostError(
-                    f"another command uses {self._what}: {users}",
-                    where=self._where,
-                    hint="run this again when it has ended",
-                ) from None
+        if self._held is not None and not try_lock(self._held):
+            users = holders(self._held, self._path)
+            raise HostError(
+                f"another command uses {self._what}: {users}",
+                where=self._where,
+                hint="run this again when it has ended",
+            )
         try:
             yield
         finally:

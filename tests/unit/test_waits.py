@@ -124,6 +124,21 @@ def test_a_thread_that_waits_for_another_is_not_told_to_end_this_command(tmp_pat
         assert waits.holders(second.fileno(), path) == "another part of this command holds it"
 
 
+def test_a_lock_is_tried_without_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    (tmp_path / "link").symlink_to(path)
+    with path.open("w") as first, path.open() as second:
+        assert waits.is_unlocked(path)
+        assert waits.try_lock(first.fileno(), shared=True)
+        assert waits.try_lock(second.fileno(), shared=True)
+        assert not waits.try_lock(second.fileno())
+        assert not waits.is_unlocked(path)
+    assert waits.is_unlocked(path)
+    assert waits.is_unlocked(tmp_path)
+    assert not waits.is_unlocked(tmp_path / "link")
+    assert not waits.is_unlocked(tmp_path / "absent")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.parametrize(
     ("folder", "verbs"),

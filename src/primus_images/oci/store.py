@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 from primus_images import files
 from primus_images.errors import HostError, InputError, PrimusError
 from primus_images.schema import build_typed, read_json
-from primus_images.waits import InUse, lock
+from primus_images.waits import InUse, is_unlocked, lock
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -341,24 +341,10 @@ class Store:
 
     def _sweep(self) -> None:
         with self.lock("tmp"):
-            abandoned = [path for path in (self.root / "tmp").iterdir() if self._is_abandoned(path)]
+            abandoned = [path for path in (self.root / "tmp").iterdir() if is_unlocked(path)]
         for path in abandoned:
             with contextlib.suppress(OSError):
                 files.remove_path(path)
-
-    @staticmethod
-    def _is_abandoned(path: Path) -> bool:
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
-        return True
 
 
 def _move(temporary: Path, place: Path) -> None:

@@ -48,6 +48,7 @@ from primus_images.sandbox.state import (
     workspace_of,
 )
 from primus_images.terminal import counted, say
+from primus_images.waits import try_lock
 
 # Shell scripts that run in the workspace.
 _MOUNT = 'cd layers && umask 022 && mkdir -p "$1/upper" "$1/work" "$1/root" && shift && exec "$@"'
@@ -319,11 +320,7 @@ def _free(lock: Path) -> Iterator[bool]:
         yield True
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-    else:
-        yield True
+        yield try_lock(handle)
     finally:
         os.close(handle)
 

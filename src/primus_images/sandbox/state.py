@@ -36,7 +36,7 @@ from primus_images.files import (
 )
 from primus_images.programs import captured
 from primus_images.sandbox.engine import ENGINE, client_environment
-from primus_images.waits import lock
+from primus_images.waits import is_unlocked, lock
 
 # Best first. Where the kernel has no overlay, as in some containers, each container gets a copy.
 FILE_SYSTEMS = ("overlay", "copy")
@@ -223,7 +223,7 @@ def keep(state: State, mode: Mode) -> None:
     for note in runs.glob("*.json"):
         noted.add(json_if_readable(note).get("place"))
     for place in runs.glob(f"{_PREFIX}*"):
-        if place.name not in noted and _unused(place):
+        if place.name not in noted and is_unlocked(place):
             discard(State(workspace=state.workspace, place=place, file_system=state.file_system))
 
 
@@ -270,17 +270,6 @@ def remove_tree(path: Path) -> None:
 def probe_name() -> str:
     """Return a name for a container that only proves a state."""
     return f"probe-{uuid.uuid4().hex[:12]}"
-
-
-def _unused(place: Path) -> bool:
-    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(handle)
-    return True
 
 
 def _note(workspace: Path) -> Path:

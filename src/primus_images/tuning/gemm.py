@@ -6,7 +6,6 @@ PyTorch refuses one of other versions. On ROCm it tries rocBLAS and hipBLASLt. O
 cuBLAS, so nothing gets faster there.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -25,7 +24,7 @@ from primus_images.files import write_file
 from primus_images.gpus.table import generation
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import Recipe
-from primus_images.waits import holders
+from primus_images.waits import holders, try_lock
 
 _RECORDED = ("Gemm", "ScaledGemm")
 # Shapes that one process measures before it saves the results. An interruption loses at most this
@@ -278,11 +277,9 @@ def alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "lock"
     with path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(lock.fileno()):
             raise HostError(
                 f"another process tunes in {folder}: {holders(lock.fileno(), path)}",
                 hint="run it again when that has ended, or choose another --folder",
-            ) from error
+            )
         yield

@@ -66,12 +66,11 @@ def compare(root: RootFs, state: State) -> None:
     """
     layers = _layers_of(root)
     unpacked_layers(root, state)
-    listings = _listings(list(layers), state)
     compared = json_if_readable(_compared_path(state))
     equal = {}
     differing = {}
     for name, layer in layers.items():
-        listing = listings.get(name)
+        listing = _kept_listing(name, state)
         if listing and compared.get(name) == listing:
             continue
         difference = _difference(root, state, name, layer)
@@ -113,7 +112,7 @@ def _changed(layers: Iterable[str], state: State) -> list[str]:
     listings = _listings(present, state)
     changed = []
     for name in layers:
-        kept = text_if_readable(_listing_path(name, state)).strip()
+        kept = _kept_listing(name, state)
         if not kept or kept != listings.get(name):
             changed.append(name)
     return changed
@@ -138,6 +137,11 @@ def _listings(names: Sequence[str], state: State) -> dict[str, str]:
         text = "\n".join(sorted(rows))
         listings[name] = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
     return listings
+
+
+def _kept_listing(name: str, state: State) -> str:
+    """Return the hash of the layer's listing of when it was unpacked; empty if it has none."""
+    return text_if_readable(_listing_path(name, state)).strip()
 
 
 def _listing_path(name: str, state: State) -> Path:

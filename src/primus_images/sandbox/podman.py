@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,7 +43,6 @@ from primus_images.sandbox.state import (
     known,
     locked,
     new,
-    probe_name,
     remove_tree,
     runtimes,
     workspace_of,
@@ -212,7 +212,7 @@ def _modes() -> Iterator[Mode]:
 
 def _failure(state: State) -> str:
     """Run a container whose only file is an init. Return why that failed; empty if it ran."""
-    name = probe_name()
+    name = f"probe-{uuid.uuid4().hex[:12]}"
     with _mounted(state, ["../probe"], name) as mounted:
         if mounted.returncode != 0:
             return error_of(mounted)

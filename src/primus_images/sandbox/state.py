@@ -17,7 +17,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -190,10 +189,11 @@ def locked(workspace: Path) -> Iterator[None]:
 
 def known(workspace: Path) -> State | None:
     """Return the state that was proven with the programs that are found now; None without one."""
-    note = json_if_readable(_note(workspace))
+    path = _note(workspace)
+    note = json_if_readable(path)
     try:
         mode = Mode(**note["mode"])
-        place = _note(workspace).parent / note["place"]
+        place = path.parent / note["place"]
     except (KeyError, TypeError):
         return None
     if mode.file_system not in FILE_SYSTEMS or not str(note["place"]).startswith(_PREFIX):
@@ -265,11 +265,6 @@ def remove_tree(path: Path) -> None:
     if path.exists() and podman and os.geteuid() != 0:
         words = [str(podman), "unshare", "rm", "-rf", str(path)]
         captured(words, ENGINE, env=client_environment())
-
-
-def probe_name() -> str:
-    """Return a name for a container that only proves a state."""
-    return f"probe-{uuid.uuid4().hex[:12]}"
 
 
 def _note(workspace: Path) -> Path:

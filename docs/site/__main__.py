@@ -195,8 +195,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "out/site")
     options = parser.parse_args(words)
     out = options.folder
-    if options.versions:
-        os.environ["DOCS_VERSIONS"] = "1"
     source, html = out / "source", out / "html"
     for folder in ("source", "html", "links", "doctrees"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -206,6 +204,8 @@ def main(words: list[str]) -> int:
     settings = ["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(out / "doctrees")]
     if options.links:
         return build_main([*settings, "-b", "linkcheck", str(source), str(out / "links")])
+    if options.versions:
+        settings += ["-A", "versions=1"]
     if code := build_main([*settings, str(source), str(html)]):
         return code
     for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():

@@ -39,7 +39,6 @@ html_context = {
     "search_words": read_values(Path(__file__).with_name("keywords.yaml")).data,
     "commit": commit_of(CHECKOUT),
     "date": commit_of(CHECKOUT, "%cs"),
-    "versions": os.environ.get("DOCS_VERSIONS", ""),
     "source": os.environ.get("DOCS_SOURCE", ""),
 }
 highlight_language = "text"

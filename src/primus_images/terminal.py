@@ -16,6 +16,7 @@ from typing import NamedTuple, Self, TextIO
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
 _OBEYED = re.compile(r"(?!\x1b\[\d{0,2}m)[\0-\x08\x0b-\x1f\x7f-\x9f]")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SIGNS = {"✓ ": "green", "✗ ": "red", "– ": ""}
 
 
@@ -187,13 +188,16 @@ def _broken(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
 
 
-def harmless(text: str) -> str:
+def harmless(text: str, *, colors: bool = True) -> str:
     """Return ``text`` with a sign for each control character that a terminal would obey.
 
     A server or a file may have sent it, and could move the cursor, hide text or set the clipboard.
-    Ends of lines, tabs and our own colors stay.
+    Ends of lines and tabs stay, and so do our own ``colors``.
     """
-    return _OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
+    shown = _OBEYED.sub(_REPLACEMENT, text)
+    if colors:
+        return shown
+    return shown.replace("\x1b", _REPLACEMENT)
 
 
 def say(text: str) -> None:

@@ -191,3 +191,7 @@ def test_numbers_are_aligned_at_their_right() -> None:
 )
 def test_text_of_others_does_not_command_the_terminal(text: str, shown: str) -> None:
     assert harmless(text) == shown
+
+
+def test_text_of_others_may_not_bring_colors() -> None:
+    assert harmless("\x1b[31mred\x1b[0m\tand\n", colors=False) == "\ufffd[31mred\ufffd[0m\tand\n"

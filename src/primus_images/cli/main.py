@@ -127,7 +127,7 @@ def _report(text: str) -> None:
     If that is not possible, the exit code alone tells what happened.
     """
     text = _LOGIN.sub("…@", text)
-    text = harmless(text.replace("\t", " ")).replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+    text = harmless(text.replace("\t", " "), colors=False)
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

@@ -2,7 +2,6 @@
 result.
 """
 
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.recipe import MOCK
-from primus_images.terminal import Screen
+from primus_images.terminal import Screen, harmless
 from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text import encoder, tokens
 from primus_images.training.text.corpus import Corpus, corpus_of, parts_of
@@ -27,7 +26,6 @@ _SAMPLES = 5
 _SAMPLE_TOKENS = 2000
 # Rows that are named of those that are left out; --json has all.
 _SKIPPED = 20
-_CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 # A part of a document, and whether it is trained.
 Part = tuple[str, bool]
@@ -159,7 +157,7 @@ def _marked(parts: Sequence[Part], screen: Screen) -> str:
     all_trained = all(trained for _, trained in parts)
     words = ["\n"]
     for text, trained in parts:
-        shown = _CONTROL.sub("\ufffd", text)
+        shown = harmless(text, colors=False)
         if trained:
             shown = screen.paint(shown, "green")
             if not screen.colour and not all_trained:

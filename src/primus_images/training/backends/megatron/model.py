@@ -24,7 +24,7 @@ from primus_images.training.backends.finetune.backend import source_of
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.session import sum_gradients
 from primus_images.training.backends.loop.weights import Files
-from primus_images.training.backends.megatron import cpu, render, weights
+from primus_images.training.backends.megatron import cpu, render, sinks, weights
 from primus_images.training.judge.reference.names import from_canonical
 from primus_images.turbo.primus_turbo import attention
 from primus_images.yamlfile import section
@@ -69,10 +69,6 @@ class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scaling_factor)
-
-
-# By how many elements heads grow for a sink: fused kernels take multiples of 8.
-_ALIGNED = 8
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
@@ -150,33 +146,9 @@ class SinkAttention(TorchAttention):
         self.sinks.partition_stride = 1
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values].
-
-        The sink is a key before all others, without a value. Further elements of queries, which
-        multiply only that key's, make its product with each of them the logit of the head.
-        """
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         assert not self.window, "attention with sinks has no window"
-        size = query.size(-1)
-        scale = self.scale
-        if scale is None:
-            scale = size**-0.5
-        further = torch.zeros_like(query[..., :_ALIGNED])
-        further[..., 0] = self.sinks.to(query.dtype) / scale
-        query = torch.cat((query, further), -1)
-        key = torch.nn.functional.pad(key, (0, _ALIGNED))
-        first = torch.zeros_like(key[:1])
-        first[..., size] = 1.0
-        attention = torch.nn.functional.scaled_dot_product_attention
-        context = attention(
-            # A query before all others keeps the mask causal.
-            torch.cat((query[:1], query)).permute(1, 2, 0, 3),
-            torch.cat((first, key)).permute(1, 2, 0, 3),
-            torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 0, 1, 0)).permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query.size(2) > key.size(2),
-        )
-        return context.permute(2, 0, 1, 3)[1:]
+        return sinks.attended(query, key, value, self.sinks, self.scale)
 
 
 class TurboAttention(TorchAttention):

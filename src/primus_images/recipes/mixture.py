@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primus_images.errors import InputError, nearest
 from primus_images.yamlfile import Document, read
@@ -49,9 +50,19 @@ def _part(document: Document, number: int, file: Path) -> Part:
     where = document.where((number,))
     if not isinstance(row, Mapping) or not isinstance(row.get("corpus"), str):
         raise InputError("expected a corpus and its weight", where=where, hint=_EXAMPLE)
+    _check_keys(row, where)
+    weight = _weight(row, where)
+    if ("question" in row) != ("answer" in row):
+        raise InputError("a question needs its answer: give both columns", where=where)
+    name = _name(row["corpus"], file, where)
+    options = {key: row[key] for key in _OPTIONS if key in row}
+    return Part(name=name, weight=weight, options=options)
+
+
+def _check_keys(row: Mapping[str, Any], where: str) -> None:
+    known = ("corpus", "weight", *_OPTIONS)
     for key, value in row.items():
-        if key not in ("corpus", "weight", *_OPTIONS):
-            known = ("corpus", "weight", *_OPTIONS)
+        if key not in known:
             raise InputError(
                 f"there is no key {key!r}{nearest(str(key), known)}",
                 where=where,
@@ -59,20 +70,24 @@ def _part(document: Document, number: int, file: Path) -> Part:
             )
         if key in _OPTIONS and not isinstance(value, str):
             raise InputError(f"{key} must be text, not {value!r}", where=where)
+
+
+def _weight(row: Mapping[str, Any], where: str) -> float:
     weight = row.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST:
         raise InputError(
             f"weight must be a number above 0 and at most {_MOST}, not {weight!r}", where=where
         )
-    if ("question" in row) != ("answer" in row):
-        raise InputError("a question needs its answer: give both columns", where=where)
-    name = row["corpus"]
-    if is_mixture(name):
+    return float(weight)
+
+
+def _name(corpus: str, file: Path, where: str) -> str:
+    """Return the name of a corpus, whose path is relative to the list ``file``."""
+    if is_mixture(corpus):
         raise InputError("a mixture contains no other one", where=where, hint="list its corpora")
-    if not name.startswith("hf:"):
-        path = file.parent / name
-        if not path.exists():
-            raise InputError(f"{path} is not a file or a folder", where=where)
-        name = str(path)
-    options = {key: row[key] for key in _OPTIONS if key in row}
-    return Part(name=name, weight=float(weight), options=options)
+    if corpus.startswith("hf:"):
+        return corpus
+    path = file.parent / corpus
+    if not path.exists():
+        raise InputError(f"{path} is not a file or a folder", where=where)
+    return str(path)

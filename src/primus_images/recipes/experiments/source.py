@@ -6,7 +6,7 @@ the recipe of its model with the file's overrides.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -424,36 +424,48 @@ def _description(imported: Imported) -> str:
 def _of_run(imported: Imported, base: load.Source) -> tuple[dict[str, Setting], dict[str, Setting]]:
     """Return the settings of the full run, and apart from them the global batch."""
     done = imported.done
-    backend = imported.backend
     written = set(base.settings)
     for case in base.cases:
         written.update(case.settings)
-    rules = backend_rules(backend)
     whole: dict[str, Setting] = {}
     batch: dict[str, Setting] = {}
     for key, value in done.settings.items():
-        source = done.sources.get(key)
-        origin = f"{imported.experiment.path}:1:1"
-        if source is not None:
-            origin = source.where
-        rule = rules.get(key.removeprefix(f"{backend}."))
-        # A long run gets a schedule unless it has one.
-        of_schedule = ".training." in key or ".lr_scheduler." in key
-        is_usual = rule is not None and rule.default == value and key not in written
-        is_usual = is_usual and not of_schedule
-        if is_usual and source is not None and source.level != "override":
+        if key not in written and _is_preset_s_default(imported, key):
             continue
+        origin = f"{imported.experiment.path}:1:1"
+        if key in done.sources:
+            origin = done.sources[key].where
         setting = Setting(value=value, origin=origin, deliberate=True)
-        if key == backends()[backend].key("global_batch"):
+        if key == backends()[imported.backend].key("global_batch"):
             batch[key] = setting
         else:
             whole[key] = setting
-    for argument in imported.experiment.arguments.values():
-        name = f"{backend}.model.{argument.key}"
-        is_native = argument.key not in keys(backend)
-        if argument.value is None and is_native and name in written and imported.model:
-            whole[name] = Setting(value=None, origin=argument.where)
+    if imported.model:
+        whole |= _nulls(imported, written)
     return whole, batch
+
+
+def _is_preset_s_default(imported: Imported, key: str) -> bool:
+    """Whether a preset sets ``key`` to the backend's own default."""
+    # A long run gets a schedule unless it has one.
+    if ".training." in key or ".lr_scheduler." in key:
+        return False
+    source = imported.done.sources.get(key)
+    if source is None or source.level == "override":
+        return False
+    rule = backend_rules(imported.backend).get(key.removeprefix(f"{imported.backend}."))
+    return rule is not None and rule.default == imported.done.settings[key]
+
+
+def _nulls(imported: Imported, written: Collection[str]) -> dict[str, Setting]:
+    """Return the nulls for native keys of the model that are ``written`` in shared files."""
+    nulls = {}
+    for argument in imported.experiment.arguments.values():
+        name = f"{imported.backend}.model.{argument.key}"
+        is_native = argument.key not in keys(imported.backend)
+        if argument.value is None and is_native and name in written:
+            nulls[name] = Setting(value=None, origin=argument.where)
+    return nulls
 
 
 def _settings(values: Mapping[str, Value], prefix: str, origin: str) -> dict[str, Setting]:

@@ -155,6 +155,22 @@ def _on_slurm(call: Call, start: Starter, *, is_host: bool) -> int:
     if words[0] != "train":
         return _on_each_node(call, words)
     os.environ.update(call.environment)
+    request = _requested(call, chosen, words)
+    arguments = _of_launch(call, chosen, request)
+    _say([*call.says, *request.says, f"→ primus launch {shlex.join(arguments)}"])
+    if not is_host:
+        raise HostError(
+            "the job is not submitted from inside the image",
+            hint=f"on a login node: primus launch {shlex.join(arguments)}; --proxy trains a small "
+            "model here",
+        )
+    if call.dry_run or chosen.dry_run:
+        arguments.append("--dry-run")
+    return run("launch", parser_of("launch", f"primus compat {NAME}").parse_args(arguments))
+
+
+def _requested(call: Call, chosen: Namespace, words: Sequence[str]) -> Request:
+    """Translate ``train`` to a request for the GPUs that are named, or that are here."""
     work = work_of(
         replace(call, command=tuple(words)), os.environ, allow_unmapped=chosen.allow_unmapped
     )
@@ -168,9 +184,14 @@ def _on_slurm(call: Call, start: Starter, *, is_host: bool) -> int:
     )
     request = replace(request, choices=choices)
     if chosen.proxy:
-        request = request.for_proxy()
-    _, *arguments = request.arguments()
-    arguments = ["slurm", *arguments]
+        return request.for_proxy()
+    return request
+
+
+def _of_launch(call: Call, chosen: Namespace, request: Request) -> list[str]:
+    """Return the arguments of ``primus launch`` for a run."""
+    _, *of_run = request.arguments()
+    arguments = ["slurm", *of_run]
     # The run's own arguments have the number of nodes.
     arguments += [option for option in call.options if not option.startswith("--nodes=")]
     arguments += [f"--env={name}" for name in call.environment]
@@ -180,16 +201,7 @@ def _on_slurm(call: Call, start: Starter, *, is_host: bool) -> int:
         arguments.append(f"--output={chosen.output}")
     if call.launcher == "srun":
         arguments.append("--wait")
-    _say([*call.says, *request.says, f"→ primus launch {shlex.join(arguments)}"])
-    if not is_host:
-        raise HostError(
-            "the job is not submitted from inside the image",
-            hint=f"on a login node: primus launch {shlex.join(arguments)}; --proxy trains a small "
-            "model here",
-        )
-    if call.dry_run or chosen.dry_run:
-        arguments.append("--dry-run")
-    return run("launch", parser_of("launch", f"primus compat {NAME}").parse_args(arguments))
+    return arguments
 
 
 def _on_each_node(call: Call, words: Sequence[str]) -> int:

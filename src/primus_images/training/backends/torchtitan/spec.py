@@ -99,9 +99,22 @@ class Exact(MetricsProcessor):
 
     job: Mapping[str, Any]
     stages: Any = None
-    trackers: list[Tracker] | None = None
-    peak: float | None = None
-    began: float = 0.0
+
+    def __init__(self, config: Any, parallel_dims: Any, tag: Any = None) -> None:
+        super().__init__(config, parallel_dims, tag)
+        job = self.job
+        settings = job["config"]
+        self.began = self.time_last_log
+        self.per_unit = of_recipe_unit(architecture(job["model"]), settings["training.seq_len"])
+        self.tokens_of_step = job["global_batch"] * settings["training.seq_len"]
+        self.peak: float | None = None
+        if torch.cuda.is_available():
+            gpu = torch.cuda.get_device_properties(0)
+            self.peak = peak_flops(gpu.name, gpu.multi_processor_count, job["precision"])
+        self.trackers: list[Tracker] = []
+        if dist.get_rank() == 0:
+            names = [name for name in NAMES if settings.get(f"metrics.enable_{name}")]
+            self.trackers = trackers_of(names, Path(job["output"]), settings)
 
     def log(
         self,
@@ -119,8 +132,6 @@ class Exact(MetricsProcessor):
             dist.all_reduce(losses, dist.ReduceOp.MAX, self.stages)
             global_avg_loss, global_max_loss = losses.tolist()
         now = time.perf_counter()
-        began = self.began or self.time_last_log
-        self.began = began
         speed = self.ntokens_since_last_log / (now - self.time_last_log)
         speed /= self.parallel_dims.non_data_parallel_size
         # The log begins the count of memory anew.
@@ -132,9 +143,9 @@ class Exact(MetricsProcessor):
             "loss": float(global_avg_loss),
             "grad_norm": float(grad_norm),
             "lr": float((extra_metrics or {})["lr"]),
-            "tokens": step * self.job["global_batch"] * self.job["config"]["training.seq_len"],
+            "tokens": step * self.tokens_of_step,
             "tokens_per_second": speed,
-            "seconds": round(now - began, 3),
+            "seconds": round(now - self.began, 3),
             "memory_gib": memory,
         }
         self._write(step, figures)
@@ -148,23 +159,14 @@ class Exact(MetricsProcessor):
             file.write(json.dumps(exact) + "\n")
 
     def _track(self, step: int, figures: Mapping[str, float]) -> None:
-        config = self.job["config"]
-        if self.trackers is None:
-            names = [name for name in NAMES if config.get(f"metrics.enable_{name}")]
-            self.trackers = trackers_of(names, Path(self.job["output"]), config)
-            if torch.cuda.is_available():
-                gpu = torch.cuda.get_device_properties(0)
-                units = gpu.multi_processor_count
-                self.peak = peak_flops(gpu.name, units, self.job["precision"])
-        model = architecture(self.job["model"])
-        rates = of_recipe_unit(model, config["training.seq_len"]).tera(figures["tokens_per_second"])
+        rates = self.per_unit.tera(figures["tokens_per_second"])
         for tracker in self.trackers:
             tracker.log({**figures, **rates, **shares_of_peak(rates, self.peak)}, step)
 
     def close(self) -> None:
         """End the trackers."""
         super().close()
-        for tracker in self.trackers or ():
+        for tracker in self.trackers:
             tracker.close()
 
 

@@ -437,30 +437,39 @@ class _Words:
             tools = json.loads(tools) or None
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
         turns = self._in_the_form_of_the_template(turns, options)
-        switched_off = [any(turn.get(key) == 0 for key in _SWITCHES) for turn in turns]
-        marked = None
-        if self._answers and not first and self._marks_answers(tools):
-            marked = self._tokenizer.apply_chat_template(
-                turns, **options, return_dict=True, return_assistant_tokens_mask=True
-            )
-            if not any(switched_off):
-                return _Document(marked["input_ids"], list(map(bool, marked["assistant_masks"])))
-        text = self._rendered(turns, options)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = encoded["input_ids"]
         if not self._answers:
-            return _Document(tokens)
-        trained = [False] * len(tokens)
+            text = self._rendered(turns, options)
+            return _Document(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        switched_off = [any(turn.get(key) == 0 for key in _SWITCHES) for turn in turns]
+        answers = []
         for number, turn in enumerate(turns):
             if turn["role"] == "assistant" and number >= first and not switched_off[number]:
-                span = self._span(text, turns[:number], turn, options)
-                within = {encoded.char_to_token(place) for place in span} - {None}
-                for token in range(min(within, default=0), max(within, default=-1) + 1):
-                    trained[token] = True
-        if marked is not None:
-            masks = zip(trained, marked["assistant_masks"], strict=True)
-            trained = [ours and bool(theirs) for ours, theirs in masks]
-        return _Document(tokens, trained)
+                answers.append(number)
+        if first or not self._marks_answers(tools):
+            return self._between_prompts(turns, answers, options)
+        marked = self._marked(turns, options)
+        if not any(switched_off):
+            return marked
+        return _trained_in_both(self._between_prompts(turns, answers, options), marked)
+
+    def _marked(self, turns: _Turns, options: _Row) -> _Document:
+        """Return a chat in which the template says what is trained."""
+        marked = self._tokenizer.apply_chat_template(
+            turns, **options, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return _Document(marked["input_ids"], list(map(bool, marked["assistant_masks"])))
+
+    def _between_prompts(self, turns: _Turns, answers: list[int], options: _Row) -> _Document:
+        """Return a chat in which the turns with the numbers ``answers`` are trained."""
+        text = self._rendered(turns, options)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        trained = [False] * len(encoded["input_ids"])
+        for number in answers:
+            span = self._span(text, turns[:number], turns[number], options)
+            within = {encoded.char_to_token(place) for place in span} - {None}
+            for token in range(min(within, default=0), max(within, default=-1) + 1):
+                trained[token] = True
+        return _Document(encoded["input_ids"], trained)
 
     def _in_the_form_of_the_template(self, turns: _Turns, options: _Row) -> _Turns:
         """Return the turns with the arguments of calls as objects, if the template takes them."""
@@ -501,6 +510,12 @@ class _Words:
         # A list of conversations, which may be empty.
         texts = self._tokenizer.apply_chat_template([turns], **options, tokenize=False, **more)
         return str(texts[0])
+
+
+def _trained_in_both(document: _Document, other: _Document) -> _Document:
+    """Return ``document`` with only those tokens trained that are trained in both."""
+    pairs = zip(document.trained or (), other.trained or (), strict=True)
+    return _Document(document.tokens, [ours and theirs for ours, theirs in pairs])
 
 
 def _with_roles(turns: _Turns, system: str | None) -> _Turns:

@@ -317,12 +317,17 @@ class Witness:
         """
         self._weights(step, self._whole_weights())
 
-    def step(self, step: int) -> None:
-        """Write the record of ``step`` and the weights after it. All ranks."""
+    def end_time(self, step: int) -> None:
+        """Stop the clock of ``step``: what follows, such as printing it, counts for the next."""
         now = time.perf_counter()
         self._clock[step] = now - self._since - self._busy
         self._since = now
         self._busy = 0.0
+
+    def step(self, step: int) -> None:
+        """Write the record of ``step`` and the weights after it. All ranks."""
+        if step not in self._clock:
+            self.end_time(step)
         with self.busy(step):
             clock = self._folder / f"clock-{_rank()}.json"
             clock.write_text(json.dumps(self._clock), encoding="utf-8")

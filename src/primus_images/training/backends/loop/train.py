@@ -116,10 +116,12 @@ class _Loop:
             self._batches = _batches(self._job, self._session, self._data, step + 1)
             with self._update(step):
                 norm = self._session.step(rate)
+        if self._witness:
+            self._witness.end_time(step)
         # The loss has arrived: `step` waited for the gradients, which are computed after it.
         self._report.step(step, loss.item(), norm, rate)
         if step == self._job.first_step:
-            with self._report.off_the_clock():
+            with self._report.off_the_clock(), self._evidence(step):
                 self._write_facts(kernels | _sizes(batches))
 
     def _mean_loss(self, batches: list[Batch], step: int) -> torch.Tensor:

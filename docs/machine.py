@@ -119,7 +119,7 @@ def _programs(root: Path) -> list[tuple[str, str, str]]:
     slurm_year, slurm_month = slurm.LEAST_VERSION
     major, minor = kubernetes.LEAST_VERSION
     return [
-        ("Python", f"{python} or newer", "3.11"),
+        ("Python", f"{python} or newer", "3.11, 3.12"),
         ("machine that builds", "Debian or Ubuntu, x86-64", "Debian 12, Ubuntu 24.04"),
         ("Docker, to run an image", "20.10 or newer", "20.10, without a GPU"),
         (
@@ -127,7 +127,7 @@ def _programs(root: Path) -> list[tuple[str, str, str]]:
             "28.2 or newer; 25 or newer with `features.cdi`",
             "not with a GPU",
         ),
-        ("podman, to build and run", "4 or newer", "4.3, without a GPU"),
+        ("podman, to build and run", "4 or newer", "4.3 and 4.9, without a GPU"),
         ("Slurm", f"{slurm_year}.{slurm_month:02} or newer", "22.05"),
         ("Slurm with images", "pyxis, Docker 20.10, podman 4 or apptainer 1.0 on the nodes", ""),
         (

@@ -1,6 +1,7 @@
 """The pages that people write: short sentences, few lines, and facts that the code confirms."""
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from docs.site.__main__ import add_version
 from docs.site.glossary import PAGE, words
 from packaging.version import Version
 
+from kube_kit import PACKAGES
 from primus_images.cli.verb import VERBS, parser_of
 from primus_images.launch import kubernetes, slurm
 from primus_images.training.run.failure import Failure
@@ -31,12 +33,13 @@ HOUSE_WORDS = {
     *("attempt", "extra", "golden curve", "judge", "level", "record", "self-test", "statement"),
     *("suite", "tight", "turbo", "witness"),
 }
-# Options in prose of Docker, Slurm, kubectl, hf, madengine, rocm-smi, pytest and nox's sessions.
+# Options in prose of Docker, apptainer, Slurm, kubectl, hf, madengine, rocm-smi, pytest and nox's
+# sessions.
 OF_OTHERS = {
     *("--privileged", "--group-add", "--read-only", "--ulimit", "--rm", "--gpus-per-node"),
     *("--qos", "--exclude", "--container-env", "--from-file", "--local-dir", "--tags"),
     *("--additional-context", "--showbus", "--slow", "--links", "--versions"),
-    "--regenerate-golden",
+    *("--regenerate-golden", "--bind", "--nv", "--rocm"),
 }
 
 
@@ -224,3 +227,57 @@ def test_every_function_of_the_architecture_exists() -> None:
         module = place.parent.with_suffix(".py")
         is_defined = module.is_file() and f"def {place.name}(" in module.read_text("utf-8")
         assert place.is_dir() or place.with_suffix(".py").is_file() or is_defined, name
+
+
+def test_every_path_that_contributors_read_exists() -> None:
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    paths = {
+        word
+        for word in re.findall(r"`([\w.-]+/[\w./-]+)`", text)
+        if not re.search(r"^(\.venv|out|SITE)/|OWNER", word)
+    }
+    assert len(paths) > 30
+    places = (ROOT, SOURCE)
+    assert {path for path in paths if not any((place / path).exists() for place in places)} == set()
+
+
+def test_contributors_read_every_package_that_slow_tests_need() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for package in (*PACKAGES.values(), "slurm-wlm", "munge"):
+        assert f"`{package}`" in page
+
+
+def test_requirements_name_the_versions_of_the_machines_that_built() -> None:
+    file = ROOT / "benchmarks/results/two-machines.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    page = (ROOT / "docs/support.md").read_text(encoding="utf-8")
+    tested = dict(re.findall(r"^\| (Python|podman)[^|]*\|[^|]*\| ([^|]*) \|", page, re.M))
+    built = {row["machine"] for row in data["rows"] if row.get("digest")}
+    assert len(built) > 3
+    for name in built:
+        machine = data["machines"][name]
+        assert machine["python"].rpartition(".")[0] in tested["Python"], name
+        for version in re.findall(r"podman ([\d.]*\d)", machine["system"]):
+            assert version in tested["podman"], name
+
+
+def test_the_minutes_of_a_proof_are_those_of_its_steps() -> None:
+    file = SOURCE / "release/prove/steps.yaml"
+    steps = yaml.safe_load(file.read_text(encoding="utf-8"))["steps"]
+    minutes = {step["name"]: step["minutes"] for step in steps if "name" in step}
+    page = (ROOT / "docs/prove.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d.]+) \|$", page, re.M))
+    groups = {
+        "machine": ["machine"],
+        "lock, build, gates": ["lock", "build", "gates"],
+        "driver": ["driver"],
+        "self-tests": ["self-tests"],
+        "first step": ["first-step", "first-step-again"],
+        "suite": ["suite"],
+        "speed, tuned": ["speed", "tuned"],
+        "burn-in": ["burn-in"],
+    }
+    assert set(shown) - set(groups) == {"first model"}
+    for row, names in groups.items():
+        assert float(shown[row]) == sum(minutes[name] for name in names), row

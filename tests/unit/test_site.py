@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote_plus
+from urllib.parse import quote_plus, unquote
 
 import jinja2
 import pytest
@@ -40,6 +40,7 @@ PAGE_BYTES = 500_000
 KINDS = (
     "index.html",
     "picker.html",
+    "search.html",
     "running.html",
     "environment.html",
     "validation.html",
@@ -100,8 +101,10 @@ def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
         )
         links = re.findall(r"\]\((?!\w+:)([^)\s#]+)", prose)
         assert not [link for link in links if not ((site / name).parent / link).exists()], name
-    for page in pages:
+    for page in (*pages, site / "genindex.html", site / "search.html"):
         text = page.read_text()
+        linked = set(re.findall(r'<a [^>]*href="([^"#?:]+)', text))
+        assert not [link for link in linked if not (page.parent / unquote(link)).exists()], page
         loaded = re.findall(
             r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text
         )
@@ -323,6 +326,7 @@ def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
         browser.show(width, media, scheme, phone=width == 390)
         assert browser.js("unreadable()") == [], (width, media, scheme)
     browser.show(1280)
+    assert browser.js("outline()") == []
     missed, ended = set(browser.js("reachable()")), False
     while not ended:
         for kind in ("keyDown", "keyUp"):

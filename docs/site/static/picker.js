@@ -83,7 +83,7 @@
     const fits = element("p", `${gib} of ${about.gib} GiB per GPU: ${state}${isFit(run) ? "" : `; ${remedy()}`}`, { className: state === "fits" ? "good" : "bad" });
     // What the image cannot do comes before what fits.
     const limit = isFit(run) && about.status ? [rich("p", `${about.status} `, element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU.")] : [];
-    return [...limit, fits, ...(isFit(run) ? commands() : []), element("h3", "What is known"), table];
+    return [...limit, fits, ...(isFit(run) ? commands() : []), element("h2", "What is known"), table];
   }
 
   function commands() {
@@ -130,7 +130,7 @@
   function command(title, text) {
     const button = element("button", "Copy", { type: "button", className: "pick-copy" });
     button.setAttribute("aria-label", `Copy the command: ${title}`);
-    const head = element("h3", title), block = element("pre");
+    const head = element("h2", title), block = element("pre");
     button.addEventListener("click", async () => {
       try {
         await navigator.clipboard.writeText(text);

@@ -84,3 +84,20 @@ def test_every_short_name_of_a_setting_is_listed() -> None:
     ]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert {name for one in backends().values() for name in (*one.keys, *one.degrees)} <= listed
+
+
+@pytest.mark.parametrize(
+    "setting", ["tp=2", "pp=2", "cp=2", "replicas=2", "resharding=never", "mlflow=true"]
+)
+def test_backends_take_a_setting_as_the_page_says(setting: str) -> None:
+    name = setting.partition("=")[0]
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    (meaning,) = re.findall(rf"^\| [^|]*`{name}`[^|]* \| (.+) \|$", page, re.M)
+    only = re.search(r"only with ([\w ]+)$", meaning)
+    lacking = re.search(r"not with (\w+)", meaning)
+    for backend in ("torchtitan", "megatron", "fsdp", "finetune"):
+        said = not lacking or lacking[1].lower() != backend
+        if only:
+            said = backend in only[1].lower().split()
+        code = main(["show", "llama3.1-8b", "--backend", backend, "--gpu", "h200", setting])
+        assert (code == 0) == said, backend

@@ -103,7 +103,7 @@ def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
         assert not [link for link in links if not ((site / name).parent / link).exists()], name
     for page in (*pages, site / "genindex.html", site / "search.html"):
         text = page.read_text()
-        linked = set(re.findall(r'<a [^>]*href="([^"#?:]+)', text))
+        linked = set(re.findall(r'<a [^>]*href="([^"#?:]+)["#?]', text))
         assert not [link for link in linked if not (page.parent / unquote(link)).exists()], page
         loaded = re.findall(
             r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text

@@ -15,7 +15,7 @@ from primus_images.training.backends.loop import checkpoint
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.data import Documents
 from primus_images.training.backends.loop.report import Report
-from primus_images.training.backends.loop.session import IGNORED, Sharded, terms_of
+from primus_images.training.backends.loop.session import IGNORED, Session, terms_of
 from primus_images.training.run.job import step_of
 from primus_images.training.run.metrics import perplexity
 
@@ -26,7 +26,7 @@ class Evaluation:
     A resumed run goes on with the best one and the patience of the run before it.
     """
 
-    def __init__(self, job: RankJob, session: Sharded, data: Documents) -> None:
+    def __init__(self, job: RankJob, session: Session, data: Documents) -> None:
         self._job = job
         self._session = session
         self._data = data

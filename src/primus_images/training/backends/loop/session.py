@@ -87,6 +87,12 @@ class Session(Protocol):
         returned sum is this rank's, undivided and detached; 0 if this rank computes none.
         """
 
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the sum of the losses of a micro-batch on the CPU, without training on it.
+
+        It is 0 if this rank computes none.
+        """
+
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of ``value`` over the data-parallel ranks, on every rank of the job."""
 
@@ -395,9 +401,9 @@ class Sharded(Session):
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
+    @override
     @torch.no_grad()
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a micro-batch, without training on it. All ranks."""
         self._model.eval()
         loss = self._loss(self._model, batch)
         self._model.train()

@@ -29,9 +29,14 @@ def main(folder: str) -> None:
     from primus_images.training.backends.loop import data, process, train
 
     def run(job: RankJob, device: torch.device) -> None:
+        from primus_images.training.backends.loop.evaluation import Evaluation
         from primus_images.training.backends.megatron.session import MegatronSession
 
-        train.run(job, device, MegatronSession(job, device), data.text(job))
+        session = MegatronSession(job, device)
+        evaluation = None
+        if job.evaluation:
+            evaluation = Evaluation(job, session, data.held_out(job))
+        train.run(job, device, session, data.text(job), evaluation)
 
     process.main(folder, run)
 

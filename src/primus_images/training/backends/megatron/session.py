@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from primus_images.recipes.architecture import arguments
 from primus_images.recipes.schema import backends
 from primus_images.training.backends.loop.config import RankJob
-from primus_images.training.backends.loop.session import Batch
+from primus_images.training.backends.loop.session import IGNORED, Batch
 from primus_images.training.backends.megatron import cpu
 from primus_images.training.backends.megatron.gather import (
     Values,
@@ -85,7 +85,26 @@ class MegatronSession:
         for part in self.model_parts:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
+        return self._scheduled(batches, forward_only=False)
 
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """See :meth:`primus_images.training.backends.loop.session.Session.loss`."""
+        batches = [batch]
+        if len(self.model_parts) > 1:
+            # An interleaved pipeline takes a multiple of its stages. The others do not count.
+            ignored = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            batches += [ignored] * (stages - 1)
+        self._gather_weights()
+        for part in self.model_parts:
+            part.eval()
+        loss = self._scheduled(batches, forward_only=True)
+        for part in self.model_parts:
+            part.train()
+        return loss
+
+    def _scheduled(self, batches: Sequence[Batch], *, forward_only: bool) -> torch.Tensor:
+        """Run ``batches`` through Megatron's schedule, and return the sum of their losses."""
         sums = get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=[iter(batches) for _ in self.model_parts],
@@ -93,7 +112,7 @@ class MegatronSession:
             num_microbatches=len(batches),
             seq_length=self._training.seq_len,
             micro_batch_size=self._training.micro_batch_size,
-            forward_only=False,
+            forward_only=forward_only,
         )
         if sums:
             return torch.stack(sums).sum()

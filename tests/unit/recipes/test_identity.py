@@ -188,7 +188,7 @@ def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_list
                     ]:  # some of them a second time, as torchtitan does
                         stale.put(old)
                     identity.complete(tmp_path / f"step-{step - 4}")
-                    identity.seal_newest(tmp_path, {"seed": 1}, keep=0)
+                    identity.seal_newest(tmp_path, {"seed": 1})
                     assert identity.complete(folder)
         finally:
             stale.put(None)

@@ -276,7 +276,7 @@ def digest(parts: Sequence[Any]) -> str:
     """
     hasher = hashlib.sha256()
     for part in parts:
-        _shard(part)
+        reshard(part)
         for name, parameter in part.named_parameters():
             local = parameter
             if hasattr(parameter, "to_local"):
@@ -288,7 +288,7 @@ def digest(parts: Sequence[Any]) -> str:
     return hashlib.sha256("".join(gathered).encode()).hexdigest()
 
 
-def _shard(part: Any) -> None:
+def reshard(part: Any) -> None:
     """Let FSDP2 show the shards: after an evaluation, a model still has its gathered weights.
 
     Whether it has depends on whether a checkpoint was saved since.

@@ -111,14 +111,11 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
     write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def seal_newest(checkpoints: Path, identity: Mapping[str, Any], keep: int) -> None:
+def seal_newest(checkpoints: Path, identity: Mapping[str, Any]) -> None:
     """Seal the complete checkpoints in a folder to which a backend writes them, one after the
     other.
-
-    The backend deletes all but the newest ``keep`` (0: none) at any time, so only these are looked
-    at.
     """
-    for folder in reversed(steps(checkpoints)[-keep:]):
+    for folder in reversed(steps(checkpoints)):
         if (folder / FILE).exists():
             return
         # Without metadata, it is not complete yet. A folder that disappears while it is looked at

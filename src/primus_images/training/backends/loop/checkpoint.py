@@ -88,12 +88,18 @@ def save(
     dist.barrier()
     if dist.get_rank() == 0:
         if standing is not None:
-            write_file(unfinished / _EVALUATION, json.dumps(standing) + "\n")
+            write_standing(unfinished, standing)
         identity.seal(unfinished, fields)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     dist.barrier()
     return folder
+
+
+def write_standing(folder: Path, standing: Mapping[str, Any]) -> None:
+    """Write to the checkpoint in ``folder`` what :func:`standing_of` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / _EVALUATION, json.dumps(standing) + "\n")
 
 
 def standing_of(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +16,115 @@ from primus_images.training.backends.loop import checkpoint
 from primus_images.training.backends.loop.config import RankJob
 from primus_images.training.backends.loop.data import Documents
 from primus_images.training.backends.loop.report import Report
-from primus_images.training.backends.loop.session import IGNORED, Session, terms_of
+from primus_images.training.backends.loop.session import IGNORED, Batch, Session, terms_of
 from primus_images.training.run.job import step_of
 from primus_images.training.run.metrics import perplexity
 
 
-class Evaluation:
-    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``.
+class Standing:
+    """How the evaluations of a run stand: which step is the best, and how many were worse since.
 
-    A resumed run goes on with the best one and the patience of the run before it.
+    ``output`` is the run's folder. A run that is resumed from ``resume_from`` goes on with the
+    best one and the patience of the run before it, if these evaluated on the same text.
     """
 
-    def __init__(self, job: RankJob, session: Session, data: Documents) -> None:
-        self._job = job
-        self._session = session
-        self._data = data
-        self._least = math.inf
-        self._worse = 0
+    def __init__(self, output: Path, resume_from: Path | None) -> None:
         self.best: Path | None = None
-        self._text = sha256_of(job.output / "cache" / "eval.tokens")
-        self._note = ""
-        if job.resume_from is not None:
-            self._go_on(job.resume_from)
+        self.worse = 0
+        self.note = ""
+        self._least = math.inf
+        self._output = output
+        self._text = sha256_of(output / "cache" / "eval.tokens")
+        if resume_from is not None:
+            self._go_on(resume_from)
 
     def _go_on(self, folder: Path) -> None:
-        standing = checkpoint.standing_of(folder)
-        if not standing:
+        fields = checkpoint.standing_of(folder)
+        if not fields:
             return
-        if standing["text"] != self._text:
-            self._note = "the evaluations before were on other text, so they count for nothing"
+        if fields["text"] != self._text:
+            self.note = "the evaluations before were on other text, so they count for nothing"
             return
-        best = folder.with_name(f"step-{standing['best']}")
+        best = folder.with_name(f"step-{fields['best']}")
         if not best.is_dir():
-            self._note = f"{best}, the best before, is not there, so the best is looked for anew"
+            self.note = f"{best}, the best before, is not there, so the best is looked for anew"
             return
-        self._least = float(standing["least"])
-        self._worse = int(standing["worse"])
+        self._least = float(fields["least"])
+        self.worse = int(fields["worse"])
         self.best = best
 
+    def add(self, step: int, loss: float) -> bool:
+        """Record the evaluation after ``step`` on this rank. Returns whether it is the best."""
+        if loss < self._least:
+            self._least = loss
+            self.worse = 0
+            self.best = checkpoint.folder_of(self._output, step)
+            return True
+        self.worse += 1
+        return False
+
     @property
-    def standing(self) -> dict[str, Any] | None:
+    def fields(self) -> dict[str, Any] | None:
         """What a run that resumes after this step goes on with; None before any evaluation."""
         if self.best is None:
             return None
         return {
             "best": step_of(self.best),
             "least": repr(self._least),
-            "worse": self._worse,
+            "worse": self.worse,
             "text": self._text,
         }
+
+
+def line_of(step: int, loss: float, *, best: bool) -> str:
+    """Return the line of the log about the evaluation after ``step``."""
+    line = f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
+    if best:
+        line += ", the best so far"
+    return line
+
+
+def figures_of(loss: float) -> dict[str, float]:
+    """Return what trackers get of an evaluation."""
+    return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+
+
+def record(output: Path, step: int, loss: float) -> None:
+    """Write the exact loss of the evaluation after ``step`` to the run's folder. One rank."""
+    with (output / "eval.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
+
+
+def batches_of(data: Documents, size: int, rank: int, ranks: int) -> Iterator[Batch]:
+    """Yield the batches of ``size`` samples of which each of the data-parallel ``ranks`` takes one.
+
+    Where ``rank`` has no samples left, it takes others that do not count.
+    """
+    for first_of_ranks in range(0, data.samples, size * ranks):
+        first = first_of_ranks + size * rank
+        batch = data.batch(first, size)
+        batch["labels"][max(0, data.samples - first) :] = IGNORED
+        yield batch
+
+
+class Evaluation:
+    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``."""
+
+    def __init__(self, job: RankJob, session: Session, data: Documents) -> None:
+        self._job = job
+        self._session = session
+        self._data = data
+        self._standing = Standing(job.output, job.resume_from)
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation."""
+        return self._standing.best
+
+    @property
+    def standing(self) -> dict[str, Any] | None:
+        """See :attr:`Standing.fields`."""
+        return self._standing.fields
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate after ``step``."""
@@ -74,59 +135,42 @@ class Evaluation:
 
         Returns whether the run is to end early, because its evaluations are no better any more.
         """
-        if self._note:
-            report.say(f"primus: {self._note}")
-            self._note = ""
+        standing = self._standing
+        if standing.note:
+            report.say(f"primus: {standing.note}")
+            standing.note = ""
         loss = self.loss()
-        self._record(step, loss)
-        if loss < self._least:
-            self._least = loss
-            self._worse = 0
-            self._keep(step, report)
-            comment = ", the best so far"
-        else:
-            self._worse += 1
-            comment = ""
-        report.say(
-            f"primus: evaluation after step {step}: loss {loss:.5f}, "
-            f"perplexity {perplexity(loss):.4g}{comment}"
-        )
-        report.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
-        ends = 0 < self._job.evaluation["patience"] <= self._worse
+        if dist.get_rank() == 0:
+            record(self._job.output, step, loss)
+        former = standing.best
+        best = standing.add(step, loss)
+        if best:
+            self._keep(step, report, former)
+        report.say(line_of(step, loss, best=best))
+        report.track(figures_of(loss), step)
+        ends = 0 < self._job.evaluation["patience"] <= standing.worse
         if ends:
             report.say(
-                f"primus: the last {self._worse} evaluations were no better, "
+                f"primus: the last {standing.worse} evaluations were no better, "
                 f"so the run ends after step {step}"
             )
         return ends
 
     def loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""
+        session = self._session
         size = self._job.training.micro_batch_size
-        first_of_rank = size * self._session.data_rank
         sums: list[Tensor] = []
-        for first_of_ranks in range(0, self._data.samples, size * self._job.data_parallel):
-            first = first_of_ranks + first_of_rank
-            batch = self._data.batch(first, size)
-            # Where a rank has no samples left, it takes others that do not count.
-            batch["labels"][max(0, self._data.samples - first) :] = IGNORED
-            loss = self._session.loss(batch).double()
+        for batch in batches_of(self._data, size, session.data_rank, self._job.data_parallel):
+            loss = session.loss(batch).double()
             sums.append(torch.stack([loss, loss.new_tensor(terms_of(batch))]))
-        total, terms = self._session.total(torch.stack(sums).sum(0)).tolist()
+        total, terms = session.total(torch.stack(sums).sum(0)).tolist()
         return float(total / terms)
 
-    def _record(self, step: int, loss: float) -> None:
-        if dist.get_rank() != 0:
-            return
-        with (self._job.output / "eval.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
-
-    def _keep(self, step: int, report: Report) -> None:
+    def _keep(self, step: int, report: Report, former: Path | None) -> None:
         """Save the best checkpoint. Remove the former, if it is this run's and not due anyway."""
-        former = self.best
-        self.best = checkpoint.folder_of(self._job.output, step)
-        checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
-        if former is None or former.parent != self.best.parent or dist.get_rank() != 0:
+        best = checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
+        if former is None or former.parent != best.parent or dist.get_rank() != 0:
             return
         interval = self._job.training.checkpoint_interval
         if interval == 0 or step_of(former) % interval != 0:

@@ -85,7 +85,8 @@ def toml(job: Job) -> str:
     """Return the text of ``torchtitan.toml``."""
     recipe = job.recipe
     by_time = "saving.minutes" in recipe.settings
-    enabled = by_time or recipe.find("torchtitan.checkpoint.interval", 0) > 0
+    evaluates = bool(recipe.section("eval"))
+    enabled = by_time or evaluates or recipe.find("torchtitan.checkpoint.interval", 0) > 0
     tables: Any = read_values(_ARGUMENTS).data
     settings: dict[str, Value] = {
         **tables["usual"],
@@ -100,7 +101,7 @@ def toml(job: Job) -> str:
         "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
         "checkpoint.enable": enabled,
     }
-    if by_time:
+    if by_time or evaluates:
         # Any step can be saved; the trainer says which is.
         settings["checkpoint.interval"] = 1
     if "saving.keep" in recipe.settings:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus_images.training.backends.loop.checkpoint import Schedule
+from primus_images.training.backends.loop.checkpoint import Schedule, rotate
 from primus_images.training.backends.loop.session import settings_of
+from primus_images.training.backends.torchtitan.evaluation import Evaluation
 from primus_images.training.judge.witness import Witness
 from primus_images.training.run import facts, identity, recompute
 from primus_images.training.run.failure import text_of
@@ -66,9 +68,20 @@ class Observed(Trainer):
             "vocab_size": self.model_args.vocab_size,
             "flops_per_unit": float(self.metrics_processor.num_flops_per_token),
         }
-        self.saving = None
-        if self.job["saving"]["seconds"]:
-            self.saving = Schedule(0, self.job["saving"]["seconds"], self.device)
+        self.evaluation: Evaluation | None = None
+        if self.job["evaluation"]:
+            self.evaluation = Evaluation(self.job, self)
+        self.ended = False
+        self.saving: Schedule | None = None
+        seconds = self.job["saving"]["seconds"]
+        if seconds:
+            self.saving = Schedule(0, seconds, self.device)
+        elif self.evaluation:
+            interval = int(self.job["config"].get("checkpoint.interval", 0))
+            self.saving = Schedule(interval, 0, self.device)
+        # The best checkpoint is kept, however old it is.
+        self.keep = config.checkpoint.keep_latest_k
+        self.checkpointer.keep_latest_k = 0
         self._save = self.checkpointer.save
         self._load = self.checkpointer.load
         self.checkpointer.save = self._save_sealed
@@ -96,6 +109,20 @@ class Observed(Trainer):
         if every and self.step % every == 0:
             recompute.compare(self.model_parts, self.step, self._compute_again)
             self.metrics_processor.time_last_log = time.perf_counter()
+        if self.evaluation and self.evaluation.due(self.step):
+            with self._evidence():
+                self.ended = self.evaluation.run(self.step)
+            self.metrics_processor.time_last_log = time.perf_counter()
+
+    def should_continue_training(self) -> bool:
+        """Return whether there is a next step."""
+        return not self.ended and bool(super().should_continue_training())
+
+    def _evidence(self) -> AbstractContextManager[None]:
+        """Let the witness count the time in the context for no step."""
+        if self.witness:
+            return self.witness.busy(self.step)
+        return nullcontext()
 
     def _first_step(self, data_iterator: Any) -> None:
         if self.witness:  # a checkpoint is loaded by now
@@ -141,15 +168,25 @@ class Observed(Trainer):
 
     def _save_sealed(self, curr_step: int, last_step: bool = False) -> None:
         self._seal()
-        if self.saving is None or self.saving.due(curr_step, last=last_step):
+        best = self.evaluation is not None and self.evaluation.is_best(curr_step)
+        # All ranks ask, whether it is the best or not.
+        due = self.saving is None or self.saving.due(curr_step, last=last_step)
+        if best or due:
             self._save(curr_step, last_step)
+            if self.evaluation and dist.get_rank() == 0:
+                self.evaluation.note(curr_step)
         self._seal()
 
     def _seal(self) -> None:
+        if dist.get_rank() != 0:
+            return
         # Checkpoints saved in the background are complete some steps later.
-        if dist.get_rank() == 0:
-            keep = self.job_config.checkpoint.keep_latest_k
-            identity.seal_newest(self.output / "checkpoint", self.job["identity"], keep)
+        identity.seal_newest(self.output / "checkpoint", self.job["identity"])
+        best = None
+        if self.evaluation:
+            self.evaluation.remove_former()
+            best = self.evaluation.standing.best
+        rotate(self.output, self.keep, best)
 
     def _load_checked(self, *args: Any, **kwargs: Any) -> bool:
         """Load the checkpoint, but keep this run's settings of optimizers and schedules.

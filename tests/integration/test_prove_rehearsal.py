@@ -167,6 +167,7 @@ def locked(channel: Channel, machine: Path, folder: Path) -> dict[str, Outcome]:
     return last
 
 
+@pytest.mark.timeout(3600)
 def test_from_the_pins_to_the_signed_folder(
     channel: Channel, machine: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +182,7 @@ def test_from_the_pins_to_the_signed_folder(
     # The suite, whose jobs cannot run in the stand-in image, takes longer than what is left.
     words = ["prove", "mi300x", "--minutes", "17", "--root", str(machine)]
     words += ["--output", str(tmp_path / "out")]
-    done = kit.primus(*words, "--key", str(tmp_path / "key.key"), "--json", timeout=900)
+    done = kit.primus(*words, "--key", str(tmp_path / "key.key"), "--json", timeout=1500)
     content = json.loads(done.out)
     rows = {row["name"]: row for row in content["steps"]}
     for name in ("machine", "lock", "build", "gates"):
@@ -202,7 +203,7 @@ def test_from_the_pins_to_the_signed_folder(
     (record / "result.json").write_text("{}")
     read = kit.primus("prove", "--read", str(record), "--key", str(tmp_path / "key.pub"))
     assert read.code == 1 and "is not the file that was signed" in read.err
-    again = kit.primus(*words, "--json", timeout=900)
+    again = kit.primus(*words, "--json", timeout=1500)
     kept = {row["name"]: row["made"] for row in json.loads(again.out)["steps"]}
     for name in ("machine", "build", "gates"):
         assert kept[name] == rows[name]["made"], "not run again"

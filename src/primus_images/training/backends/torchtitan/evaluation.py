@@ -153,6 +153,7 @@ class Evaluation:
         if trainer.pp_has_first_stage:
             arguments = (inputs,)
             options = {**extra_inputs, **options}
+        trainer.labels_of_step = torch.ones((), device=trainer.device)
         trainer.pp_schedule.eval(*arguments, **options, target=target, losses=losses)
         return losses
 

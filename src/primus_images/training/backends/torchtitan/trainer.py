@@ -57,6 +57,10 @@ class Observed(Trainer):
             if norm is not None and norm.eps is None:
                 norm.eps = self.model_args.norm_eps
         self.output = Path(self.job["output"])
+        # The labels of the step, by which the losses of a pipeline are divided.
+        self.labels_of_step = torch.ones((), device=self.device)
+        if self.parallel_dims.pp_enabled:
+            self.pp_schedule._loss_fn = self._loss_of_stage
         self.witness: Witness | None = None
         mesh = self.parallel_dims.get_optional_mesh("pp")
         stages = mesh and mesh.get_group()
@@ -123,6 +127,31 @@ class Observed(Trainer):
         if self.witness:
             return self.witness.busy(self.step)
         return nullcontext()
+
+    def _loss_of_stage(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.loss_fn(output, labels)
+        return loss / self.labels_of_step
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add up the gradients of a micro-batch, and return its part of the loss.
+
+        torchtitan 0.2.2 divides the loss that a pipeline reports, but not its gradients, so
+        clipping would always cut them.
+        """
+        divisor = global_valid_tokens
+        if self.parallel_dims.pp_enabled:
+            self.labels_of_step = global_valid_tokens
+            divisor = torch.ones_like(global_valid_tokens)
+        part: torch.Tensor = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=divisor
+        )
+        return part
 
     def _first_step(self, data_iterator: Any) -> None:
         if self.witness:  # a checkpoint is loaded by now

@@ -105,6 +105,8 @@ def test_a_pipeline_of_torchtitan_reports_all_stages(python: Python, tmp_path: P
     left = train(python, job)
     assert failing(outcome.basic_verdicts(left)) == []
     assert all(step.loss > 0 for step in left.series.steps)
+    # Those of all labels together would be a thousand times as large.
+    assert all(0.1 < step.grad_norm < 10 for step in left.series.steps)
     assert left.facts["parameters"] == size(recipe.architecture).total
 
 

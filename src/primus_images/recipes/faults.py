@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 from primus_images.recipes.family import STRETCH, Family, Support, families, family
 from primus_images.recipes.load import folder
 from primus_images.recipes.recipe import MOCK, Recipe
-from primus_images.recipes.schema import backends, model_rules
+from primus_images.recipes.schema import model_rules
 from primus_images.recipes.setting import Value, outside, share_of
 from primus_images.yamlfile import Scalar, spell
 

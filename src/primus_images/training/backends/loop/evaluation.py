@@ -78,7 +78,8 @@ class Standing:
 
 def line_of(step: int, loss: float, *, best: bool) -> str:
     """Return the line of the log about the evaluation after ``step``."""
-    line = f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
+    figures = f"loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
+    line = f"primus: evaluation after step {step}: {figures}"
     if best:
         line += ", the best so far"
     return line

@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slurm-seed", default="1", metavar="N", help="seed for the moments of these events"
     )
+    parser.addoption("--pairs", default="5", metavar="N", help="pairs of commands at once")
+    parser.addoption("--pair-seed", default="1", metavar="N", help="seed for these pairs")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 

@@ -7,8 +7,11 @@ fields of later ones, such as a Job's ``completionMode``; the schemas of current
 in tests/unit/launch/test_launch_kubernetes.py.
 """
 
+import base64
+import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from project_kit import free_port
+from project_kit import free_port, until
 
 PACKAGES = {
     "go": "golang-go",
@@ -26,6 +29,12 @@ PACKAGES = {
     "kubectl": "kubernetes-client",
 }
 SERVERS = ("kube-apiserver", "kube-controller-manager")
+# Pod Security admission is newer than this server. Kubernetes provides it for older ones as a
+# program that the server asks: cmd/webhook of https://github.com/kubernetes/pod-security-admission.
+POD_SECURITY = os.environ.get("PRIMUS_TEST_POD_SECURITY", "")
+CONTROLLERS = (
+    "job,garbagecollector,namespace,serviceaccount,serviceaccount-token,resourcequota,nodelifecycle"
+)
 CACHE = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     / "primus-tests"
@@ -137,6 +146,19 @@ def _compile(folder: Path, tree: Path) -> None:
         shutil.move(folder / "bin" / name, CACHE / name)
 
 
+POD_SECURITY_SETTINGS = """
+apiVersion: pod-security.admission.config.k8s.io/v1
+kind: PodSecurityConfiguration
+"""
+
+
+def reachable(port: int) -> bool:
+    """Whether a program of this machine listens on the port."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
 class Kubernetes:
     """The API below ``folder``. ``config`` is a kubeconfig with every right; nothing runs pods."""
 
@@ -196,8 +218,8 @@ class Kubernetes:
                 folder / "tokens.csv",
                 "--authorization-mode",
                 "AlwaysAllow",
-                "--disable-admission-plugins",
-                "ServiceAccount",
+                "--default-not-ready-toleration-seconds=1",
+                "--default-unreachable-toleration-seconds=1",
                 "--service-account-issuer",
                 "https://127.0.0.1",
                 "--service-account-key-file",
@@ -206,6 +228,8 @@ class Kubernetes:
                 key,
             )
             self._until_ready()
+            if POD_SECURITY:
+                self._start_pod_security()
             self._start(
                 "kube-controller-manager",
                 programs / "kube-controller-manager",
@@ -213,7 +237,12 @@ class Kubernetes:
                 self.config,
                 "--leader-elect=false",
                 "--controllers",
-                "job,garbagecollector,namespace",
+                CONTROLLERS,
+                "--service-account-private-key-file",
+                key,
+                # A node is lost some seconds after its last sign of life.
+                "--node-monitor-period=1s",
+                "--node-monitor-grace-period=5s",
                 "--bind-address",
                 "127.0.0.1",
                 "--secure-port",
@@ -226,6 +255,57 @@ class Kubernetes:
         except BaseException:
             self.stop()
             raise
+
+    def _start_pod_security(self) -> None:
+        """Let Kubernetes' own program judge the pods of namespaces that have a label for it."""
+        port = free_port()
+        certificate, key = self.folder / "pod-security.crt", self.folder / "pod-security.key"
+        words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        words += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+        subprocess.run(
+            [*words, "-out", certificate, "-keyout", key], check=True, capture_output=True
+        )
+        settings = self.folder / "pod-security.yaml"
+        settings.write_text(POD_SECURITY_SETTINGS)
+        self._start(
+            "pod-security",
+            POD_SECURITY,
+            f"--kubeconfig={self.config}",
+            f"--config={settings}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+        )
+        authority = base64.b64encode(certificate.read_bytes()).decode()
+        client = {"url": f"https://127.0.0.1:{port}/", "caBundle": authority}
+        rules = []
+        for group, resources in (("", ["pods"]), ("batch", ["jobs"])):
+            rules.append(
+                {
+                    "apiGroups": [group],
+                    "apiVersions": ["v1"],
+                    "operations": ["CREATE", "UPDATE"],
+                    "resources": resources,
+                }
+            )
+        webhook = {
+            "name": "pod-security-webhook.kubernetes.io",
+            "failurePolicy": "Fail",
+            "clientConfig": client,
+            "rules": rules,
+            "admissionReviewVersions": ["v1"],
+            "sideEffects": "None",
+            "timeoutSeconds": 5,
+        }
+        configuration = {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": "pod-security-webhook.kubernetes.io"},
+            "webhooks": [webhook],
+        }
+        self.kubectl("create", "--filename=-", stdin=json.dumps(configuration))
+        assert until(lambda: reachable(port)), self._logs()
 
     def write_config(self, path: Path, port: int, token: str) -> None:
         """A kubeconfig for the server at ``port``. Its certificate is its own, made at start."""

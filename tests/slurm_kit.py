@@ -136,6 +136,16 @@ class Slurm:
         """Start the slurmd of a node."""
         self._start(name, "slurmd", "-D", "-c", "-N", name)
 
+    def kill_daemon(self, name: str) -> None:
+        """End slurmctld, or the slurmd of a node, at once. Jobs go on."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+
+    def start_controller(self) -> None:
+        """Start slurmctld again, with the jobs that it knew."""
+        self._start("slurmctld", "slurmctld", "-D")
+
     def kill_node(self, name: str) -> None:
         """End the node's slurmd and all that it started, at once, as a power failure does."""
         daemon = self._daemons.pop(name)
@@ -172,7 +182,10 @@ class Slurm:
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol tells of a job: JobState, ExitCode, Restarts, NodeList, …"""
-        told = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        words = ("scontrol", "show", "job", number, "--oneliner")
+        # The controller may have just been started again.
+        assert until(lambda: self.run(*words, check=False).returncode == 0)
+        told = self.run(*words).stdout
         return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
     def nodes(self, number: str) -> list[str]:
@@ -188,13 +201,28 @@ class Slurm:
             job = self.job(number)
             if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return job
-            if job["Reason"] == "BeginTime":
-                # Slurm delays a requeued job by two minutes. Its nodes refuse credentials of the
-                # second in which the job was ended, so it cannot start at once.
-                time.sleep(3)
-                self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            self._start_early(number, job)
             assert time.monotonic() < deadline, job
             time.sleep(1)
+
+    def restarted(self, number: str, times: int, seconds: float = 300) -> None:
+        """Wait until the job runs after this many restarts."""
+        deadline = time.monotonic() + seconds
+        while True:
+            job = self.job(number)
+            if (job["JobState"], job["Restarts"]) == ("RUNNING", str(times)):
+                return
+            self._start_early(number, job)
+            assert time.monotonic() < deadline, job
+            time.sleep(1)
+
+    def _start_early(self, number: str, job: dict[str, str]) -> None:
+        """Do not wait two minutes for a requeued job, as Slurm does."""
+        if job["Reason"] == "BeginTime":
+            # Its nodes refuse credentials of the second in which the job was ended, so it cannot
+            # start at once.
+            time.sleep(3)
+            self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
 
     def pids(self, number: str) -> dict[int, int]:
         """Rank → process, of the ranks of a job that run now."""

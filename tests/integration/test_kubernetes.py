@@ -1,18 +1,26 @@
 """``primus launch k8s`` against a real API server: what it makes, refuses and removes. Nothing runs
 the pods.
+
+PRIMUS_TEST_POD_SECURITY is Kubernetes' own program for Pod Security admission on older servers
+(``go build ./cmd/webhook`` in kubernetes/pod-security-admission). Without it, the tests of
+namespaces with rules are skipped.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 import kube_kit
 from primus_images.cli.main import main
 from project_kit import free_port, until
+from tables import FIXTURES
 
 WHY = kube_kit.missing()
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -124,6 +132,140 @@ def test_a_quota_of_cpus_and_memory_admits_the_pods(
     assert launch(*TWO_NODES, "--name", "large", "--namespace", "ruled", "--cpu", "150").code == 0
     assert "large" in server.kubectl("get", "jobs", "--namespace=ruled", "--output=name")
     assert not until(lambda: len(pods()) > 2, 5)
+
+
+RULES: dict[str, Any] = yaml.safe_load((FIXTURES / "kube_manifests.yaml").read_text())
+needs_pod_security = pytest.mark.skipif(
+    not kube_kit.POD_SECURITY, reason="PRIMUS_TEST_POD_SECURITY names no program"
+)
+
+
+@pytest.fixture(scope="module")
+def rules(server: kube_kit.Kubernetes) -> kube_kit.Kubernetes:
+    """The server, with namespaces that have rules."""
+    objects = {"apiVersion": "v1", "kind": "List", "items": RULES["objects"]}
+    server.kubectl("create", "--filename=-", stdin=json.dumps(objects))
+    quotas = ("get", "resourcequota", "all", "--namespace=restricted", "--output=json")
+    known = until(lambda: json.loads(server.kubectl(*quotas))["status"].get("hard"))
+    assert known, "the controller has not counted yet"
+    return server
+
+
+def with_patch(words: list[str], folder: Path) -> list[str]:
+    """The options, with a file in place of a patch's name."""
+    if "--patch" not in words:
+        return words
+    name = words[words.index("--patch") + 1]
+    path = folder / "patch.yaml"
+    path.write_text(RULES["patches"][name])
+    return [str(path) if word == name else word for word in words]
+
+
+def pods_in(server: kube_kit.Kubernetes, namespace: str) -> list[dict[str, Any]]:
+    told = server.kubectl("get", "pods", f"--namespace={namespace}", "--output=json")
+    return list(json.loads(told)["items"])
+
+
+def refusals(server: kube_kit.Kubernetes, namespace: str) -> str:
+    """Why the controller could not make pods."""
+    words = ("get", "events", f"--namespace={namespace}", "--output=json")
+    events = json.loads(server.kubectl(*words))["items"]
+    return "\n".join(one["message"] for one in events if one["reason"] == "FailedCreate")
+
+
+@needs_pod_security
+@pytest.mark.parametrize("name", RULES["admitted"])
+def test_a_namespace_with_rules_admits_the_pods(
+    name: str, launch: Launch, rules: kube_kit.Kubernetes, tmp_path: Path
+) -> None:
+    level, words = RULES["admitted"][name]
+    launched = launch(
+        *TWO_NODES, "--namespace", level, "--name", "made", *with_patch(words, tmp_path)
+    )
+    try:
+        assert launched.code == 0, launched.err
+        assert "the pods wait" not in launched.err
+        assert until(lambda: len(pods_in(rules, level)) == 2, 20), refusals(rules, level)
+        for pod in pods_in(rules, level):
+            assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "made"
+    finally:
+        rules.kubectl("delete", "job,service", f"--namespace={level}", "--all")
+        # Nobody runs them, so nobody says that they have ended.
+        rules.kubectl(
+            "delete", "pods", f"--namespace={level}", "--all", "--force", "--grace-period=0"
+        )
+        assert until(lambda: not pods_in(rules, level))
+
+
+@needs_pod_security
+@pytest.mark.parametrize("name", RULES["refused"])
+def test_pods_that_a_namespace_refuses_are_not_submitted(
+    name: str, launch: Launch, rules: kube_kit.Kubernetes, tmp_path: Path
+) -> None:
+    namespace, words, reason = RULES["refused"][name]
+    refused = launch(*TWO_NODES, "--namespace", namespace, *with_patch(words, tmp_path))
+    assert refused.code == 2, refused
+    assert "the cluster does not take the job's pods: kubectl: " in refused.err
+    assert re.search(reason, refused.err), refused.err
+    assert "\n  → " in refused.err
+    left = rules.kubectl("get", "job,service,pod", f"--namespace={namespace}", "--output=name")
+    assert left == ""
+
+
+NODE = """
+apiVersion: v1
+kind: Node
+metadata: {name: %s}
+status: {conditions: [{type: Ready, status: "True", lastHeartbeatTime: "%s"}]}
+"""
+
+
+def test_a_pod_on_a_lost_node_is_replaced(launch: Launch, server: kube_kit.Kubernetes) -> None:
+    """The nodes are entries of the API, and this test gives them pods and signs of life."""
+    names = ("here", "there", "spare")
+    alive = set(names)
+    for name in names:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        server.kubectl("create", "--filename=-", stdin=NODE % (name, now))
+
+    def pods() -> dict[str, dict[str, Any]]:
+        label = "--selector=app.kubernetes.io/name=lost"
+        told = json.loads(server.kubectl("get", "pods", label, "--output=json"))
+        made = {one["metadata"]["name"]: one for one in told["items"]}
+        return {k: v for k, v in made.items() if "deletionTimestamp" not in v["metadata"]}
+
+    def live() -> None:
+        for name in alive:
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now}
+            patch = json.dumps({"status": {"conditions": [ready]}})
+            raw = ("patch", "node", name, "--subresource=status", "--type=strategic")
+            server.kubectl(*raw, f"--patch={patch}")
+
+    def place(pod: str, node: str) -> None:
+        target = {"apiVersion": "v1", "kind": "Node", "name": node}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}}
+        server.kubectl(
+            "create",
+            "--raw",
+            f"/api/v1/namespaces/default/pods/{pod}/binding",
+            "--filename=-",
+            stdin=json.dumps({**binding, "target": target}),
+        )
+
+    live()
+    assert launch(*TWO_NODES, "--name", "lost", "--claim", "runs").code == 0
+    assert until(lambda: len(pods()) == 2)
+    first, second = sorted(pods())
+    place(first, "here")
+    place(second, "there")
+    alive.remove("here")
+    replaced = until(lambda: live() or (len(pods()) == 2 and first not in pods()), 60)
+    assert replaced, sorted(pods())
+    assert second in pods(), "the pod of the other node goes on"
+    job = json.loads(server.kubectl("get", "job", "lost", "--output=json"))
+    assert not job["status"].get("failed"), "a lost node does not count as a failure"
+    server.kubectl("delete", "job,service", "--selector=app.kubernetes.io/name=lost")
 
 
 def test_a_missing_namespace_is_a_sentence(launch: Launch, server: kube_kit.Kubernetes) -> None:

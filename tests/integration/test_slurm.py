@@ -313,6 +313,175 @@ def disk_full(case: Case) -> None:
         subprocess.run(["umount", "--lazy", case.runs], check=True)
 
 
+def rebooted_at_once(case: Case) -> None:
+    """The node is back in less than a second."""
+    case.start()
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_node(name)
+    case.slurm.start_node(name)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
+def both_nodes_lost(case: Case) -> None:
+    case.start()
+    names = case.slurm.nodes(case.job.number)
+    for name in names:
+        case.slurm.kill_node(name)
+    try:
+        case.ends("COMPLETED", restarts=(1,))
+    finally:
+        for name in names:
+            case.slurm.start_node(name)
+    continued(case)
+
+
+def both_nodes_restarted(case: Case) -> None:
+    case.start()
+    names = case.slurm.nodes(case.job.number)
+    for name in names:
+        case.slurm.kill_node(name)
+    time.sleep(case.chance.uniform(0.5, 5))
+    for name in names:
+        case.slurm.start_node(name)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
+def second_fault(case: Case) -> None:
+    """Wait for a moment of the second attempt, while its ranks start."""
+    case.slurm.restarted(case.job.number, 1)
+    time.sleep(case.chance.uniform(0, 5))
+
+
+def restarted_twice(case: Case) -> None:
+    """A node of each of two attempts is restarted."""
+    case.start()
+    for attempt in range(2):
+        if attempt:
+            second_fault(case)
+        name = case.chance.choice(case.slurm.nodes(case.job.number))
+        case.slurm.kill_node(name)
+        time.sleep(case.chance.uniform(0, 3))
+        case.slurm.start_node(name)
+    case.ends("COMPLETED", restarts=(2,))
+    continued(case)
+
+
+def requeued_twice(case: Case) -> None:
+    """By the operator, without a warning."""
+    case.start()
+    case.slurm.run("scontrol", "requeue", case.job.number)
+    second_fault(case)
+    case.slurm.run("scontrol", "requeue", case.job.number)
+    case.ends("COMPLETED", restarts=(2,))
+    continued(case)
+
+
+def preempted_twice(case: Case) -> None:
+    case.start()
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
+    second_fault(case)
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
+    case.ends("COMPLETED", restarts=(2,))
+    continued(case)
+
+
+def preempted_then_lost(case: Case) -> None:
+    case.start()
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
+    second_fault(case)
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_node(name)
+    try:
+        case.ends("COMPLETED", restarts=(2,))
+    finally:
+        case.slurm.start_node(name)
+    continued(case)
+
+
+def controller_restarted(case: Case) -> None:
+    """Slurm's controller is away for some seconds. The job does not need it."""
+    case.start()
+    case.slurm.kill_daemon("slurmctld")
+    time.sleep(case.chance.uniform(0, 5))
+    case.slurm.start_controller()
+    case.ends("COMPLETED")
+    case.kept()
+    case.same(case.job, 1)
+
+
+def daemon_restarted(case: Case) -> None:
+    """Slurm's daemon of a node is restarted, as by an upgrade. The steps there go on."""
+    case.start(steps=(1, LATEST))
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_daemon(name)
+    time.sleep(case.chance.uniform(0, 3))
+    case.slurm.start_node(name)
+    case.ends("COMPLETED")
+    case.kept()
+    case.same(case.job, 1)
+
+
+def node_drained(case: Case) -> None:
+    """Nothing new starts on the node. The job there ends by itself."""
+    case.start()
+    node = f"NodeName={case.chance.choice(case.slurm.nodes(case.job.number))}"
+    case.slurm.run("scontrol", "update", node, "State=DRAIN", "Reason=repair")
+    try:
+        case.ends("COMPLETED")
+    finally:
+        case.slurm.run("scontrol", "update", node, "State=RESUME")
+    case.kept()
+    case.same(case.job, 1)
+
+
+def cancelled(case: Case) -> None:
+    """By the user: every rank ends."""
+    case.start()
+    case.slurm.run("scancel", case.job.number)
+    case.ends("CANCELLED")
+    if not until(lambda: not case.slurm.pids(case.job.number), 30):
+        case.wrong.append(f"ranks go on: {case.slurm.pids(case.job.number)}")
+    case.kept()
+
+
+def both_ranks_killed(case: Case) -> None:
+    case.start(steps=(1, LATEST))
+    for pid in case.ranks().values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    case.ends("FAILED")
+    case.named(r"(?s)ended by signal 9|Signal 9 \(SIGKILL\)")
+    case.kept()
+
+
+def no_gpu(case: Case) -> None:
+    """The nodes of the partition have no GPU, and the job is for one."""
+    words = ("--proxy", "--gpu", "mi300x", "--backend", case.backend)
+    case.job = Job(case.slurm, case.runs, "llama3.1-8b", *words)
+    refused(case)
+
+
+def no_gpu_to_tune(case: Case) -> None:
+    """The first stage of tuning hipBLASLt records what a GPU computes."""
+    stage = "PRIMUS_HIPBLASLT_TUNING_STAGE=1"
+    case.job = launch(case.slurm, case.runs, case.backend, "--env", stage)
+    refused(case)
+
+
+def refused(case: Case) -> None:
+    """The job fails by a sentence that names the missing GPU, and is not requeued."""
+    case.row["moment"] = "at the start"
+    case.ends("FAILED")
+    said = case.job.said()
+    case.row["reason"] = "".join(line[:160] for line in said.splitlines() if "GPU" in line[:160])[
+        :160
+    ]
+    if "no GPU" not in said or "Traceback" in said:
+        case.wrong.append(said[-600:])
+
+
 EVENTS: dict[str, Callable[[Case], None]] = {
     "node lost": node_lost,
     "node restarted": node_restarted,
@@ -321,6 +490,20 @@ EVENTS: dict[str, Callable[[Case], None]] = {
     "disk full": disk_full,
     "slow rank": rank_slow,
     "hung rank": rank_hung,
+    "quick reboot": rebooted_at_once,
+    "both nodes lost": both_nodes_lost,
+    "both nodes restarted": both_nodes_restarted,
+    "restarted twice": restarted_twice,
+    "requeued twice": requeued_twice,
+    "preempted twice": preempted_twice,
+    "preempted, then a node lost": preempted_then_lost,
+    "controller restarted": controller_restarted,
+    "daemon restarted": daemon_restarted,
+    "node drained": node_drained,
+    "cancelled": cancelled,
+    "both ranks killed": both_ranks_killed,
+    "no GPU": no_gpu,
+    "no GPU to tune": no_gpu_to_tune,
 }
 
 

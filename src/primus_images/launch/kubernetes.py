@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -364,21 +365,14 @@ def _in_image(path: Path) -> bool:
 
 def _kubectl(*words: str, stdin: str = "") -> str:
     """Return what kubectl prints. Raises InputError or HostError if it fails."""
-    command = ["kubectl", "--request-timeout=20s", *words]
-    try:
-        ended = captured(command, f"kubectl {words[0]}", text=stdin)
-    except FileNotFoundError:
-        raise HostError(
-            "kubectl is not installed",
-            hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
-        ) from None
+    ended = _ended(*words, stdin=stdin)
     if ended.returncode == 0:
         # Such as that pods would violate the namespace's Pod Security. The trial shows them once.
         warnings = re.findall("(?m)^Warning: (.*)", ended.stderr)
         for warning in warnings if _TRIAL in words else ():
             say(f"primus launch: the cluster warns: {warning}")
         return ended.stdout
-    reason = " ".join(ended.stderr.split())[:400] or f"no reason, exit code {ended.returncode}"
+    reason = _reason(ended)
     for words_of_bad_input, hint in _COMMON["bad_input"].items():
         if words_of_bad_input in reason:
             raise InputError(f"the cluster does not take the job: kubectl: {reason}", hint=hint)
@@ -387,6 +381,21 @@ def _kubectl(*words: str, stdin: str = "") -> str:
         f"the job cannot be created: kubectl: {reason}",
         hint="check KUBECONFIG; `kubectl cluster-info` shows more",
     )
+
+
+def _ended(*words: str, stdin: str) -> "subprocess.CompletedProcess[str]":
+    command = ["kubectl", "--request-timeout=20s", *words]
+    try:
+        return captured(command, f"kubectl {words[0]}", text=stdin)
+    except FileNotFoundError:
+        raise HostError(
+            "kubectl is not installed",
+            hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
+        ) from None
+
+
+def _reason(ended: "subprocess.CompletedProcess[str]") -> str:
+    return " ".join(ended.stderr.split())[:600] or f"no reason, exit code {ended.returncode}"
 
 
 def _require_version() -> None:
@@ -407,9 +416,43 @@ def _require_version() -> None:
 def create(objects: Sequence[Manifest]) -> None:
     """Create the objects.
 
-    The server first judges all of them, so that none stays behind when one is refused.
+    The server first judges all of them and a pod, so that none stays behind when one is refused.
     """
     _require_version()
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", _TRIAL, stdin=text)
+    for made in objects:
+        if made["kind"] == "Job":
+            _try_pod(made)
     _kubectl("create", "--filename=-", stdin=text)
+
+
+def _try_pod(job: Manifest) -> None:
+    """Let the server judge a pod of the job.
+
+    It takes a job whose pods the rules of the namespace refuse, and such a job waits for ever.
+    Raises InputError if they are refused.
+    """
+    template = job["spec"]["template"]
+    place = {"name": f"{job['metadata']['name']}-trial", "namespace": job["metadata"]["namespace"]}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], **place},
+        "spec": template["spec"],
+    }
+    items = {"apiVersion": "v1", "kind": "List", "items": [pod]}
+    ended = _ended("create", "--filename=-", _TRIAL, stdin=json.dumps(items))
+    reason = _reason(ended)
+    # A user may be allowed to create jobs, but no pods.
+    if ended.returncode == 0 or "(Forbidden)" not in reason or "cannot create resource" in reason:
+        return
+    if "exceeded quota" in reason:
+        say(f"primus launch: the pods wait for room in the namespace's quota: kubectl: {reason}")
+        return
+    hint = "`kubectl describe namespace` shows the rules; --patch FILE changes the pods"
+    for words, remedy in _COMMON["refused_pod"].items():
+        if words in reason:
+            hint = remedy
+            break
+    raise InputError(f"the cluster does not take the job's pods: kubectl: {reason}", hint=hint)

@@ -29,7 +29,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Docker(Engine):
-    """A Docker engine: that of DOCKER_HOST, or of the default socket."""
+    """The Docker engine of Docker's client, by DOCKER_HOST, DOCKER_CONTEXT or its settings."""
 
     name = "docker"
 
@@ -83,9 +83,13 @@ def _has_ended(command: str) -> bool:
     if machine == _machine():
         return not process.isdigit() or _start_of(int(process)) != start
     boot = machine.partition("/")[0]
-    # Another machine may use an engine that is reached by network.
-    is_local = os.environ.get("DOCKER_HOST", "unix:").startswith("unix:")
-    return is_local and boot != text_if_readable(_BOOT_ID).strip()
+    return boot != text_if_readable(_BOOT_ID).strip() and _is_local()
+
+
+def _is_local() -> bool:
+    """Whether the engine has a socket here. Another one may run commands of other machines."""
+    endpoint = docker("context", "inspect", "--format={{.Endpoints.docker.Host}}")
+    return endpoint.returncode == 0 and endpoint.stdout.startswith("unix:")
 
 
 def _start_of(process: int) -> str:
@@ -108,7 +112,7 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
 def need_docker() -> None:
     """Raise HostError unless a Docker engine answers within 3 s.
 
-    It is that of DOCKER_HOST, or of the default socket.
+    It is the one that Docker's client chooses.
     """
     try:
         answer = docker("version", "--format", "{{.Server.Version}}", timeout=_PATIENCE_S)
@@ -118,7 +122,7 @@ def need_docker() -> None:
         ) from None
     if answer.returncode != 0:
         message = _last_line(answer.stderr) or "no reason is given"
-        hint = "start one (systemctl start docker) or point DOCKER_HOST at one"
+        hint = "start one (systemctl start docker), or name one: DOCKER_HOST, docker context use"
         if "permission denied" in message:
             message = "you may not use its socket"
             hint = "as root: usermod -aG docker USER, then log in again"

@@ -335,6 +335,8 @@ if broken := os.environ.get("BROKEN"):
 if words[0] == "create":
     for item in json.load(sys.stdin)["items"]:
         file = folder / f"{item['kind'].lower()}-{item['metadata']['name']}"
+        if item["kind"] == "Pod" and (refusal := os.environ.get("REFUSED_POD")):
+            sys.exit(f"Error from server {refusal}")
         if item["kind"].lower() == os.environ.get("REFUSE"):
             sys.exit("Error from server (Forbidden): jobs is forbidden")
         if file.exists():
@@ -396,6 +398,57 @@ def test_a_warning_of_the_cluster_is_shown_once(
     shown = capsys.readouterr().err
     # It comes with each of the two objects.
     assert shown.count(f"the cluster warns: {text}") == 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "hint"),
+    [
+        (
+            '(Forbidden): violates PodSecurity "restricted:latest": runAsNonRoot',
+            "--namespace names",
+        ),
+        ("(Forbidden): failed quota: all: must specify limits.cpu", "--patch FILE that of CPUs"),
+        ("(Forbidden): no PriorityClass with name high was found", "--priority-class names"),
+        ("(Forbidden): maximum cpu usage per Container is 32, but limit is 64", "--cpu and"),
+        ("(Forbidden): a policy of this cluster says no", "`kubectl describe namespace`"),
+    ],
+)
+def test_a_job_whose_pods_are_refused_is_not_submitted(
+    refusal: str,
+    hint: str,
+    objects: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("REFUSED_POD", refusal)
+    assert main(WORDS) == 2
+    err = capsys.readouterr().err
+    assert f"does not take the job's pods: kubectl: Error from server {refusal}\n  → " in err
+    assert hint in err
+    assert names_in(objects) == set()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        ("(Forbidden): exceeded quota: all, requested: pods=2", "the pods wait for room"),
+        ('(Forbidden): User "me" cannot create resource "pods"', ""),
+        ("(BadRequest): admission webhook does not support dry run", ""),
+    ],
+)
+def test_pods_that_may_be_admitted_later_do_not_stop_a_job(
+    refusal: str,
+    said: str,
+    objects: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("REFUSED_POD", refusal)
+    assert main(WORDS) == 0
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(said) == ("kubectl" in err)
+    assert len(names_in(objects)) == 2
 
 
 def test_a_refused_job_leaves_no_service_behind(

@@ -321,8 +321,20 @@ def test_an_image_of_an_engine_is_the_same_by_its_layers_and_settings(tmp_path):
     assert not docker._has_contents_of(root, {**image, "Config": {"Cmd": ["d"]}})
 
 
-def test_a_container_of_docker_outlives_a_command_that_has_ended(monkeypatch):
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of what Docker's client says about the engine that it chooses."""
+    said = tmp_path / "endpoint"
+    said.write_text("unix:///var/run/docker.sock\n")
+    client = tmp_path / "bin/docker"
+    client.parent.mkdir()
+    client.write_text(f'#!/bin/sh\n[ "$1 $2" = "context inspect" ] && exec cat {said}\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    return said
+
+
+def test_a_container_of_docker_outlives_a_command_that_has_ended(endpoint: Path) -> None:
     mine = docker._this_command()
     assert not docker._has_ended(mine)
     machine, _, process = mine.rpartition("/")[0].rpartition("/")
@@ -330,10 +342,16 @@ def test_a_container_of_docker_outlives_a_command_that_has_ended(monkeypatch):
     assert docker._has_ended(f"{machine}/{process}/1")
     assert docker._has_ended(f"{machine}/4194304/1")
     assert docker._has_ended("another-boot/4026531836/1/1")
-    # Whether a process of another namespace, or of another machine, has ended is not known here.
+    # Whether a process of another namespace has ended is not known here.
     boot = machine.partition("/")[0]
     assert not docker._has_ended(f"{boot}/1/1/1")
-    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2376")
+
+
+@pytest.mark.parametrize("text", ["tcp://elsewhere:2376", "ssh://me@elsewhere", ""])
+def test_containers_of_other_machines_stay_in_an_engine_that_is_shared(
+    text: str, endpoint: Path
+) -> None:
+    endpoint.write_text(text)
     assert not docker._has_ended("another-boot/4026531836/1/1")
 
 

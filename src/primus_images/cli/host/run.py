@@ -21,9 +21,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def load(args: argparse.Namespace) -> int:
-    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST.
+    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine.
 
-    Without DOCKER_HOST, it is the engine of the default socket.
+    It is the one that Docker's client chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
     """
     root = _image_root(args)
     tag = f"rocm/primus:{root.name}"

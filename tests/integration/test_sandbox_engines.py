@@ -165,6 +165,36 @@ def test_memory_limit(engine, tiny, tmp_path):
     assert not Path("oom").exists()
 
 
+def test_root_cannot_raise_its_memory_limit(engine, tiny, tmp_path):
+    """In namespaces of its own, by a mount of its own, or by the files that it has."""
+    versions = ("-t cgroup -o memory x", "-t cgroup2 x")
+    mounts = "; ".join(f"busybox mount {options} /tmp && echo mounted" for options in versions)
+    files = "/sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max"
+    script = (
+        f"{mounts}; busybox unshare -r -m sh -c '{mounts}'; "
+        f"for file in {files}; do [ -e $file ] && echo 9999999999 > $file && echo raised; done; true"
+    )
+    code, out, _ = sh(engine, tiny, script, tmp_path, memory_bytes=64 << 20)
+    assert (code, out) == (0, "")
+
+
+def test_a_context_of_dockers_client_names_the_engine(engine, tiny, tmp_path, monkeypatch):
+    if engine.name != "docker":
+        pytest.skip("podman has no contexts")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    make = ["docker", "context", "create", "mine", "--docker", f"host={os.environ['DOCKER_HOST']}"]
+    subprocess.run(make, check=True, capture_output=True)
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv("DOCKER_CONTEXT", "mine")
+    assert sh(engine, tiny, "exit 7", tmp_path)[0] == 7
+    monkeypatch.delenv("DOCKER_CONTEXT")
+    subprocess.run(["docker", "context", "use", "mine"], check=True, capture_output=True)
+    assert sh(engine, tiny, "exit 7", tmp_path)[0] == 7
+    monkeypatch.setenv("DOCKER_CONTEXT", "missing")
+    with pytest.raises(HostError, match="no Docker engine answers"):
+        sh(engine, tiny, "true", tmp_path)
+
+
 def test_nobody_makes_a_device(engine, tiny, tmp_path):
     # The device of this machine's root file system, say.
     script = (

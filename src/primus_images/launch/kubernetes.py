@@ -54,6 +54,7 @@ class Cluster:
     name: str = ""
     namespace: str = "default"
     queue: str = ""
+    jobset: bool = False
     claim: str = ""
     token_secret: str = ""
     pull_secret: str = ""
@@ -138,6 +139,8 @@ def name_of(plan: Plan, cluster: Cluster) -> str:
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     """Return the objects to create: a headless Service, and the Indexed Job whose pods it names.
 
+    Or the JobSet of this Job.
+
     Raises InputError for data, weights or files of the recipe that pods would not see.
     """
     _refuse_unseen(plan.recipe)
@@ -153,7 +156,19 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     objects = [filled(_COMMON["service"], values), filled(_COMMON["job"], values)]
     if cluster.patch:
         objects = patched(objects, cluster.patch)
+    if cluster.jobset:
+        return [_job_set(objects, values)]
     return objects
+
+
+def _job_set(objects: Sequence[Manifest], values: Mapping[str, Any]) -> Manifest:
+    """Return the JobSet of the Job. It makes the Service itself."""
+    (job,) = [made for made in objects if made["kind"] == "Job"]
+    spec = dict(job["spec"])
+    # A JobSet suspends and removes its jobs itself.
+    for name in ("suspend", "ttlSecondsAfterFinished"):
+        spec.pop(name, None)
+    return cast("Manifest", filled(_COMMON["jobset"], {**values, "job_spec": spec}))
 
 
 def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
@@ -164,6 +179,8 @@ def _values(plan: Plan, cluster: Cluster) -> dict[str, Any]:
         values[option] = None if value == "" else value
     values["name"] = name
     values["address"] = f"{name}-0.{name}"
+    if cluster.jobset:
+        values["address"] = f"{name}-node-0-0.{name}"
     values["nodes"] = plan.nodes
     values["script"] = _script(plan, cluster, name)
     values["failures"] = 0
@@ -422,7 +439,7 @@ def create(objects: Sequence[Manifest]) -> None:
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", _TRIAL, stdin=text)
     for made in objects:
-        if made["kind"] == "Job":
+        if made["kind"] != "Service":
             _try_pod(made)
     _kubectl("create", "--filename=-", stdin=text)
 
@@ -433,7 +450,10 @@ def _try_pod(job: Manifest) -> None:
     It takes a job whose pods the rules of the namespace refuse, and such a job waits for ever.
     Raises InputError if they are refused.
     """
-    template = job["spec"]["template"]
+    spec = job["spec"]
+    if job["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    template = spec["template"]
     place = {"name": f"{job['metadata']['name']}-trial", "namespace": job["metadata"]["namespace"]}
     pod = {
         "apiVersion": "v1",

@@ -311,6 +311,43 @@ def test_options_reach_the_job() -> None:
         assert part in text
 
 
+def test_a_jobset_has_the_job_in_it() -> None:
+    _, job = made(queue="team", claim="runs")
+    (jobset,) = made(queue="team", claim="runs", jobset=True)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["metadata"]["labels"] == job["metadata"]["labels"]
+    assert jobset["spec"]["suspend"] is True
+    assert jobset["spec"]["ttlSecondsAfterFinished"] == 86400
+    name = jobset["metadata"]["name"]
+    assert jobset["spec"]["network"]["subdomain"] == name
+    (one,) = jobset["spec"]["replicatedJobs"]
+    inner = one["template"]["spec"]
+    assert set(job["spec"]) - set(inner) == {"suspend", "ttlSecondsAfterFinished"}
+    spec = inner["template"]["spec"]
+    # The host of a pod is named JOBSET-JOB-NUMBER-INDEX.
+    address = {"name": "MASTER_ADDR", "value": f"{name}-{one['name']}-0-0.{name}"}
+    assert address in spec["containers"][0]["env"]
+    assert spec["volumes"] == job["spec"]["template"]["spec"]["volumes"]
+
+
+def test_a_patch_of_the_job_reaches_the_jobset(tmp_path: Path) -> None:
+    (tmp_path / "patch.yaml").write_text("spec: {template: {spec: {schedulerName: volcano}}}\n")
+    (jobset,) = made(jobset=True, patch=tmp_path / "patch.yaml")
+    (one,) = jobset["spec"]["replicatedJobs"]
+    assert one["template"]["spec"]["template"]["spec"]["schedulerName"] == "volcano"
+
+
+def test_the_pods_of_a_jobset_are_judged(
+    objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REFUSED_POD", "(Forbidden): violates PodSecurity")
+    assert main([*WORDS, "--jobset"]) == 2
+    assert "does not take the job's pods" in capsys.readouterr().err
+    monkeypatch.delenv("REFUSED_POD")
+    assert main([*WORDS, "--jobset"]) == 0
+    assert names_in(objects) == {"jobset-primus-llama3-1-8b"}
+
+
 def test_a_token_of_the_environment_is_not_rendered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ class LaunchOptions(RecipeOptions, PassedOptions):
 
     namespace: str
     queue: str
+    jobset: bool
     claim: str
     token_secret: str
     pull_secret: str

@@ -460,26 +460,14 @@ def no_gpu(case: Case) -> None:
     """The nodes of the partition have no GPU, and the job is for one."""
     words = ("--proxy", "--gpu", "mi300x", "--backend", case.backend)
     case.job = Job(case.slurm, case.runs, "llama3.1-8b", *words)
-    refused(case)
-
-
-def no_gpu_to_tune(case: Case) -> None:
-    """The first stage of tuning hipBLASLt records what a GPU computes."""
-    stage = "PRIMUS_HIPBLASLT_TUNING_STAGE=1"
-    case.job = launch(case.slurm, case.runs, case.backend, "--env", stage)
-    refused(case)
-
-
-def refused(case: Case) -> None:
-    """The job fails by a sentence that names the missing GPU, and is not requeued."""
     case.row["moment"] = "at the start"
     case.ends("FAILED")
     said = case.job.said()
-    case.row["reason"] = "".join(line[:160] for line in said.splitlines() if "GPU" in line[:160])[
-        :160
-    ]
-    if "no GPU" not in said or "Traceback" in said:
+    found = re.search(".*no GPU.*", said)
+    if found is None or "Traceback" in said:
         case.wrong.append(said[-600:])
+    else:
+        case.row["reason"] = found[0][:160]
 
 
 EVENTS: dict[str, Callable[[Case], None]] = {
@@ -503,7 +491,6 @@ EVENTS: dict[str, Callable[[Case], None]] = {
     "cancelled": cancelled,
     "both ranks killed": both_ranks_killed,
     "no GPU": no_gpu,
-    "no GPU to tune": no_gpu_to_tune,
 }
 
 

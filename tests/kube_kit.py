@@ -252,9 +252,22 @@ class Kubernetes:
                 "--cert-dir",
                 folder / "certificates",
             )
+            self.until_accounts("default")
         except BaseException:
             self.stop()
             raise
+
+    def until_accounts(self, *namespaces: str) -> None:
+        """Wait for the service accounts of the namespaces, without which they take no pods."""
+
+        def there() -> bool:
+            words = ("get", "serviceaccounts", "--all-namespaces", "--output=json")
+            items = json.loads(self.kubectl(*words))["items"]
+            found = [item["metadata"] for item in items if item.get("secrets")]
+            named = {one["namespace"] for one in found if one["name"] == "default"}
+            return named >= set(namespaces)
+
+        assert until(there), self._logs()
 
     def _start_pod_security(self) -> None:
         """Let Kubernetes' own program judge the pods of namespaces that have a label for it."""

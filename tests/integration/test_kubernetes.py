@@ -112,6 +112,7 @@ def test_a_quota_of_cpus_and_memory_admits_the_pods(
     launch: Launch, server: kube_kit.Kubernetes, tmp_path: Path
 ) -> None:
     server.kubectl("create", "--filename=-", stdin=QUOTA)
+    server.until_accounts("ruled")
     patch = tmp_path / "patch.yaml"
     patch.write_text("spec: {template: {spec: {schedulerName: volcano}}}\n")
     words = ("--namespace", "ruled", "--label", "team=a", "--patch", str(patch))
@@ -145,6 +146,8 @@ def rules(server: kube_kit.Kubernetes) -> kube_kit.Kubernetes:
     """The server, with namespaces that have rules."""
     objects = {"apiVersion": "v1", "kind": "List", "items": RULES["objects"]}
     server.kubectl("create", "--filename=-", stdin=json.dumps(objects))
+    spaces = [one["metadata"]["name"] for one in RULES["objects"] if one["kind"] == "Namespace"]
+    server.until_accounts(*spaces)
     quotas = ("get", "resourcequota", "all", "--namespace=restricted", "--output=json")
     known = until(lambda: json.loads(server.kubectl(*quotas))["status"].get("hard"))
     assert known, "the controller has not counted yet"

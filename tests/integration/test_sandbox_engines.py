@@ -170,9 +170,10 @@ def test_root_cannot_raise_its_memory_limit(engine, tiny, tmp_path):
     versions = ("-t cgroup -o memory x", "-t cgroup2 x")
     mounts = "; ".join(f"busybox mount {options} /tmp && echo mounted" for options in versions)
     files = "/sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max"
+    write = "[ -e $file ] && echo 9999999999 > $file && echo raised"
     script = (
         f"{mounts}; busybox unshare -r -m sh -c '{mounts}'; "
-        f"for file in {files}; do [ -e $file ] && echo 9999999999 > $file && echo raised; done; true"
+        f"for file in {files}; do {write}; done; true"
     )
     code, out, _ = sh(engine, tiny, script, tmp_path, memory_bytes=64 << 20)
     assert (code, out) == (0, "")

@@ -115,24 +115,17 @@ def request_of(
     extras: Sequence[str] = (),
 ) -> Request:
     """Return what the target requests of the sources. Raises InputError for an unknown base."""
-    name = choice.base
-    if name and name not in versions.bases:
-        raise InputError(
-            f"{target}: no base is called {name!r}", hint="bases are defined in versions.yaml"
-        )
-    builds = {}
-    for pin in pins.values():
-        if pin.source and pin.build:
-            builds[build_root(pin.source)] = pin.build
+    base = _base_of(versions, target, choice)
+    builds = _builds_of(pins)
     python = ""
     bases: dict[str, BaseRequest] = {}
-    if name:
-        python = versions.bases[name].python_minor
-        bases = _base_requests(name, versions.bases[name], builds, extras)
-    indexes = {}
-    for index, about in versions.indexes.items():
-        if about.channel == choice.channel:
-            indexes[index] = about.url
+    if choice.base and base:
+        python = base.python_minor
+        bases = _base_requests(choice.base, base, builds, extras)
+    indexes = _indexes_of(versions, choice.channel)
+    indexed: frozenset[str] = frozenset()
+    if indexes:
+        indexed = _indexed(pins, choice.channel)
     return Request(
         target=target,
         channel=choice.channel,
@@ -140,13 +133,43 @@ def request_of(
         bases=bases,
         wheels=_wheels(pins),
         sdists=_versions(pins, "sdist"),
-        pure=tuple(normalised(str(pin.wheel)) for pin in pins.values() if pin.pure),
-        debs={pin.deb: pin.version or "" for pin in pins.values() if pin.deb},
+        pure=_pure(pins),
+        debs=_debs(pins),
         builds={root: build.wheels for root, build in builds.items() if build.wheels},
         gits=_commits(pins),
         indexes=indexes,
-        indexed=_indexed(pins, choice.channel) if indexes else frozenset(),
+        indexed=indexed,
     )
+
+
+def _base_of(versions: Versions, target: str, choice: Choice) -> Base | None:
+    """Return the base that the channel names, None without one. Raises InputError."""
+    if not choice.base:
+        return None
+    if choice.base not in versions.bases:
+        raise InputError(
+            f"{target}: no base is called {choice.base!r}",
+            hint="bases are defined in versions.yaml",
+        )
+    return versions.bases[choice.base]
+
+
+def _builds_of(pins: Mapping[str, Pin]) -> dict[str, Build]:
+    """Return the root file system of each build → the build."""
+    builds = {}
+    for pin in pins.values():
+        if pin.source and pin.build:
+            builds[build_root(pin.source)] = pin.build
+    return builds
+
+
+def _indexes_of(versions: Versions, channel: str) -> dict[str, str]:
+    """Return the name → the address of the channel's own indexes."""
+    indexes = {}
+    for name, index in versions.indexes.items():
+        if index.channel == channel:
+            indexes[name] = index.url
+    return indexes
 
 
 def _base_requests(
@@ -188,6 +211,16 @@ def _wheels(pins: Mapping[str, Pin]) -> dict[str, str]:
         for package in pin.requires:
             wheels.setdefault(normalised(package), "")
     return wheels
+
+
+def _pure(pins: Mapping[str, Pin]) -> tuple[str, ...]:
+    """Return the wheels that are taken without an architecture of their own."""
+    return tuple(normalised(pin.wheel) for pin in pins.values() if pin.wheel and pin.pure)
+
+
+def _debs(pins: Mapping[str, Pin]) -> dict[str, str]:
+    """Return Debian package → version. Its name stays as it is: ``libstdc++6`` is one."""
+    return {pin.deb: pin.version or "" for pin in pins.values() if pin.deb}
 
 
 def _indexed(pins: Mapping[str, Pin], channel: str) -> frozenset[str]:

@@ -220,6 +220,7 @@ class Indexes:
             raise self.silence(url, cause(error), package) from None
 
     def _files_at(self, url: str) -> list[Offer]:
+        """Return the files on the page of a package; none if the index has no such package."""
         with answer_of(bare_url(url)), self.get(url) as page:
             if page.status_code in (403, 404):
                 return []
@@ -353,6 +354,7 @@ def _files(page: str) -> list[dict[str, Any]]:
 
 
 def _files_in(folder: Path) -> list[Offer]:
+    """Return the files in a local folder, and those that its ``index.html`` lists."""
     listing = folder / "index.html"
     text = listing.read_text(encoding="utf-8") if listing.exists() else ""
     listed = offers_in(_files(text), listing.as_uri())

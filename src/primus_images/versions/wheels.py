@@ -326,9 +326,12 @@ def _base(request: Request) -> BaseRequest:
 def _tags(request: Request) -> dict[Tag, int]:
     """Return the tags of wheels that work on the base → their rank, 0 for the best."""
     python = tuple(map(int, request.python.split(".")))
+    # Minor version of glibc → the older name of its platform.
     legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+    newest = SUITES[_base(request).suite]["glibc"]
+    oldest = min(legacy)
     platforms = []
-    for glibc in range(SUITES[_base(request).suite]["glibc"], 4, -1):
+    for glibc in range(newest, oldest - 1, -1):
         platforms.append(f"manylinux_2_{glibc}_{MACHINE}")
         if glibc in legacy:
             platforms.append(f"{legacy[glibc]}_{MACHINE}")

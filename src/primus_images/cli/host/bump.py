@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from primus_images.files import write_file
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import lock_target, resolve
 from primus_images.progress import choose_progress
-from primus_images.release.bump import Moves, Outlooks, edit, named, trial
+from primus_images.release.bump import Moves, Outlook, Outlooks, edit, named, trial
 from primus_images.release.git import checkout
 from primus_images.schema import notes_of
 from primus_images.versions.components import Component, Versions
@@ -175,6 +176,15 @@ def _requested(
         yield name, version or None
 
 
+@dataclass(kw_only=True)
+class _Targets:
+    """The targets for which a component moves, those for which it stays, and why it stays."""
+
+    moving: list[str] = field(default_factory=list)
+    staying: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
 def _moved(
     outlooks: Outlooks, name: str, version: str | None, moves: Moves, remarks: list[str]
 ) -> Moves:
@@ -182,12 +192,10 @@ def _moved(
 
     ``remarks`` get the targets that stay while others move.
     """
-    moving: list[str] = []
-    staying: list[str] = []
-    reasons: list[str] = []
     places = [place for place in outlooks.uses if place[0] == name]
     if version is None:
         places = [place for place in places if place not in moves]
+    targets = _Targets()
     for place in places:
         outlook = outlooks.of(place, version, moves)
         if outlook.error:
@@ -195,26 +203,39 @@ def _moved(
                 f"{name}: {outlook.error}", hint="name the components that can be moved"
             )
         if outlook.compatible is not None:
-            moving += outlook.targets
-        elif version != outlook.pinned and (version or outlook.newest):
-            staying += outlook.targets
+            targets.moving += outlook.targets
+        elif _should_move(outlook, version):
             reason = "no newer version fits"
             if version:
                 reason = outlooks.refusal(place, version)
-            reasons.append(f"{reason} (pinned: {outlook.pinned})")
+            targets.staying += outlook.targets
+            targets.reasons.append(f"{reason} (pinned: {outlook.pinned})")
         moves = outlook.moves or moves
-    if version and not moving and staying:
+    if targets.staying:
+        _say_what_stays(name, version, targets, remarks)
+    return moves
+
+
+def _should_move(outlook: Outlook, version: str | None) -> bool:
+    """Whether a pin is at another version than the one asked for, or than the newest one."""
+    if version:
+        return version != outlook.pinned
+    return bool(outlook.newest)
+
+
+def _say_what_stays(name: str, version: str | None, targets: _Targets, remarks: list[str]) -> None:
+    """Remark that some targets stay. Raises InputError if all stay, against the user's wish."""
+    staying = ", ".join(targets.staying)
+    if targets.moving:
+        moving = ", ".join(targets.moving)
+        reasons = "; ".join(dict.fromkeys(targets.reasons))
+        remarks.append(f"{name} moves for {moving} only; for {staying}, {reasons}")
+    elif version:
         raise InputError(
-            f"{reasons[0]}, for {', '.join(staying)}",
+            f"{targets.reasons[0]}, for {staying}",
             hint="primus outdated shows what fits; a pin keeps its local build (+cpu), and "
             "fits what it `follows`",
         )
-    if moving and staying:
-        remarks.append(
-            f"{name} moves for {', '.join(moving)} only; for {', '.join(staying)}, "
-            f"{'; '.join(dict.fromkeys(reasons))}"
-        )
-    return moves
 
 
 def _begin(text: str, name: str, today: date, versions: Versions) -> str:

@@ -317,21 +317,32 @@ def _reason(code: int | None, step: Step, document: Any, text: str) -> str:
 
 
 def _problems(document: Any) -> list[str]:
-    """Return the problems that a command names in its document: findings, verdicts, faults."""
+    """Return the problems that a command names in its document, the cause of its end first."""
     problems = []
-    for row in _rows_of(document):
-        name = row.get("check") or row.get("name") or row.get("gate") or ""
-        said = row.get("message") or row.get("reason") or row.get("summary") or ""
-        bad = row.get("level") in ("failed", "slow")
-        bad = bad or (row.get("passed") is False and not row.get("skipped"))
-        if bad and said and name:
-            problems.append(f"{name}: {said}")
     if isinstance(document, dict):
-        if document.get("cause") or document.get("refused"):
-            problems.insert(0, document.get("refused") or document["cause"])
-        for name, fault in (document.get("faults") or {}).items():
-            problems.append(f"{name}: {fault}")
+        cause = document.get("refused") or document.get("cause")
+        if cause:
+            problems.append(cause)
+    for row in _rows_of(document):
+        problem = _problem_of(row)
+        if problem:
+            problems.append(problem)
+    if isinstance(document, dict):
+        faults = document.get("faults") or {}
+        problems += [f"{name}: {fault}" for name, fault in faults.items()]
     return problems
+
+
+def _problem_of(row: Mapping[str, Any]) -> str:
+    """Return the sentence of a finding, verdict or gate that did not pass; empty if it did."""
+    failed = row.get("passed") is False and not row.get("skipped")
+    if not failed and row.get("level") not in ("failed", "slow"):
+        return ""
+    name = row.get("check") or row.get("name") or row.get("gate")
+    sentence = row.get("message") or row.get("reason") or row.get("summary")
+    if name and sentence:
+        return f"{name}: {sentence}"
+    return ""
 
 
 def _rows_of(document: Any) -> list[dict[str, Any]]:

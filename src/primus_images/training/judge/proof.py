@@ -171,6 +171,7 @@ def _gap(gap: float, limit: float, step: int, name: str = "") -> _Gap:
 
 
 def _figure(key: str, name: str, evidence: Evidence, series: Series) -> Verdict:
+    """Return whether the loss, or the gradient norm, of every step is the reference's."""
     repeated = {step["step"]: step for step in evidence["steps"]}
     usual = max((step["noise"][key] for step in evidence["steps"] if step["regular"]), default=0.0)
     gaps = []
@@ -188,6 +189,10 @@ def _figure(key: str, name: str, evidence: Evidence, series: Series) -> Verdict:
 
 
 def _evaluations(evidence: Evidence, series: Series) -> Iterator[Verdict]:
+    """Yield whether the run evaluated after the steps that it had to, with the reference's loss.
+
+    Nothing is yielded for a run without evaluations.
+    """
     rows: Sequence[_Step] = evidence.get("evaluations", ())
     reported = {}
     for step in series.steps:

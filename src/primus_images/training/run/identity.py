@@ -203,14 +203,17 @@ def _of_another_run(
 
 
 def _fixed(field: str) -> bool:
+    """Whether no option allows another value of the field."""
     return field.partition(".")[0] in _NEVER
 
 
 def _covers(name: str, field: str) -> bool:
+    """Whether ``name`` is the field, its section or ``all``."""
     return name in (ALL, field) or field.startswith(f"{name}.")
 
 
 def _accepts(accepted: Sequence[str], field: str) -> bool:
+    """Whether ``--accept-change`` allows another value of the field."""
     return not _fixed(field) and any(_covers(name, field) for name in accepted)
 
 

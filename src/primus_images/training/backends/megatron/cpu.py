@@ -34,9 +34,8 @@ def apply() -> None:
 
 
 class _Stream(torch.cpu.Stream):  # type: ignore[misc,unused-ignore]
-    def record_event(
-        self,
-    ) -> torch.cpu.Event:  # torch's own returns nothing that one could wait for
+    def record_event(self) -> torch.cpu.Event:
+        # That of torch returns nothing to wait for.
         return torch.cpu.Event()
 
 

@@ -65,7 +65,7 @@ class MegatronSession:
             # not used here.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
         if not on_cpu:
-            _fuse(self._inner())
+            _fuse(self._torch_optimizers())
         transformer = get_model_config(self.model_parts[0])
         transformer.finalize_model_grads_func = finalize_model_grads
         if self._ddp.overlap_grad_reduce:
@@ -161,7 +161,7 @@ class MegatronSession:
                 if getattr(weight, "allreduce", True):
                     place = dense
                 state[f"model.{place}.{number}.{name}"] = weight.detach()
-        for number, inner in enumerate(self._inner()):
+        for number, inner in enumerate(self._torch_optimizers()):
             for key, value in _states(inner, weights=self._separate_weights):
                 state[f"optimizer.{sharded}.{number}.{key}"] = value
         return state
@@ -169,7 +169,7 @@ class MegatronSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the step counts that are not tensors. The tensors were loaded in place."""
         _, _, sharded = self._places()
-        for number, inner in enumerate(self._inner()):
+        for number, inner in enumerate(self._torch_optimizers()):
             for position, group in enumerate(inner.param_groups):
                 if "step" in group:
                     key = f"optimizer.{sharded}.{number}.{position}.step"
@@ -193,7 +193,7 @@ class MegatronSession:
         for names in gathered(different(self.model_parts, masters, tied=self._tied)):
             stale |= names
         rates = {}
-        for number, inner in enumerate(self._inner()):
+        for number, inner in enumerate(self._torch_optimizers()):
             for place, group in enumerate(inner.param_groups):
                 rates[f"{number}.{place}"] = float(group["lr"])
         return Taken(
@@ -227,10 +227,13 @@ class MegatronSession:
 
     @property
     def _optimizers(self) -> list[Any]:
+        """Megatron's optimizers: one for each kind of weights."""
         return getattr(self._optimizer, "chained_optimizers", [self._optimizer])
 
-    def _inner(self) -> list[torch.optim.Optimizer]:
-        return [it.optimizer for it in self._optimizers if it.optimizer is not None]
+    def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return PyTorch's optimizer in each of Megatron's. One for no weights has none."""
+        wrappers = self._optimizers
+        return [wrapper.optimizer for wrapper in wrappers if wrapper.optimizer is not None]
 
 
 def _start(job: RankJob, *, on_cpu: bool) -> None:

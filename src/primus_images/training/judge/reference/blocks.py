@@ -339,7 +339,7 @@ class _MicroBatch:
             run=seen.gradient,
             exact=gradient,
             rounded=near,
-            certain=_unspread(result),
+            certain=_certain_gradients(result),
             balanced=balanced,
             moved=moved,
         )
@@ -412,17 +412,19 @@ def _leaf(states: Tensor, weights: Tensors) -> Tensor:
     return states.detach().to(dtype).requires_grad_()
 
 
-def _unspread(result: Result) -> Tensor:
+def _certain_gradients(result: Result) -> Tensor:
     """Return the certain tokens of ``result`` whose gradients are certain as well.
 
-    Attention spreads the gradient of a token that went to another expert over its sample.
+    Attention spreads the gradient of a token that went to another expert over its sample, so a
+    sample with one large error has no certain gradient.
     """
     certain = result.certain
     if certain.all():
         return certain
-    usual = _LIMITS["flipped"] * _mean_square(result.noises[certain])
-    near = (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
-    return certain & near
+    largest = _LIMITS["flipped"] * _mean_square(result.noises[certain])
+    is_near = result.errors.maximum(result.noises) <= largest
+    is_near_sample = is_near.all(1, keepdim=True)
+    return certain & is_near_sample
 
 
 def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:

@@ -4,7 +4,7 @@ once.
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -462,20 +462,35 @@ def test_a_part_pinned_by_the_version_of_its_holder_is_not_compared() -> None:
     assert versions._pinned(resolved) == {"rocm": "7.2.4", "hipblaslt": "1.2"}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("size", "passes"), [(999, True), (1000, True), (1001, False)])
-def test_an_image_may_have_exactly_its_budget(size: int, passes: bool) -> None:
+def judged_size(size: int, sizes: Mapping[str, int]) -> GateReport:
+    """Judge an image of ``size`` bytes, of which its layers have ``sizes``, against 1,000."""
     resolved = SimpleNamespace(
         budget_gb=1e-6,
         place=lambda *key: ".".join(key),
         choice=SimpleNamespace(channel="amd"),
         target=SimpleNamespace(budgets_gb={"amd": 1e-6}),
     )
+    rows = []
+    for name, layer_size in sizes.items():
+        blob = SimpleNamespace(size=layer_size)
+        rows.append((SimpleNamespace(name=name), SimpleNamespace(blob=blob)))
     plan = SimpleNamespace(resolved=resolved)
-    image = SimpleNamespace(size=size, rows=[], plan=plan)
-    report = budget.judge(SimpleNamespace(image=image))  # type: ignore[arg-type]
+    image = SimpleNamespace(size=size, rows=rows, plan=plan)
+    return budget.judge(SimpleNamespace(image=image))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "passes"), [(999, True), (1000, True), (1001, False)])
+def test_an_image_may_have_exactly_its_budget(size: int, passes: bool) -> None:
+    report = judged_size(size, {})
     assert report.passed is passes
     if not passes:
         assert report.findings[0].path == "budgets_gb.amd"
+
+
+def test_an_image_above_its_budget_names_the_five_largest_layers() -> None:
+    report = judged_size(2100, {"f": 600, "a": 100, "c": 300, "d": 400, "e": 500, "b": 200})
+    named = report.findings[0].message.partition(": ")[2]
+    assert [words.split()[0] for words in named.split(", ")] == ["f", "e", "d", "c", "b"]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def test_the_bytes_stay_and_what_is_inside_is_known(
     assert read_paths(store, layer) == {"etc": "dir 755 7:0", "etc/a b": "file 755 7:0"}
 
 
+def test_zeros_behind_the_end_of_the_tar_count(store: Store, tmp_path: Path) -> None:
+    """The config of an image names the digest of all unpacked bytes."""
+    tar = plain() + bytes(1 << 20)
+    path = tmp_path / "layer"
+    path.write_bytes(gzip.compress(tar))
+    layer = adopt_layer(store, path, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert layer.unpacked == len(tar)
+    assert layer.diff_id == f"sha256:{hashlib.sha256(tar).hexdigest()}"
+    assert store.check(layer.blob.digest) is None
+
+
 def test_what_is_no_layer_is_named(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "layer"
     path.write_bytes(b"no gzip at all")

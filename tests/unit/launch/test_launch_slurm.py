@@ -25,6 +25,24 @@ def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3
     return Plan(recipe=resolve(recipe, words, Choices(nodes=nodes, gpu=gpu)))
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 30 * 60),
+        ("1:30", 90),
+        ("1:30:00", 90 * 60),
+        ("1-0", 86_400),
+        ("1-12", 36 * 3600),
+        ("1-12:30", 36 * 3600 + 30 * 60),
+        ("0", None),
+        ("UNLIMITED", None),
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: int | None) -> None:
+    """As sbatch's manual has it: after days come hours, a number alone is minutes."""
+    assert slurm.limit_of(text) == seconds
+
+
 @pytest.mark.parametrize("container", slurm.CONTAINERS)
 @pytest.mark.parametrize("gpu", ["mi300x", "h200"])
 def test_every_script_is_one_that_bash_accepts(container: slurm.Container, gpu: str) -> None:

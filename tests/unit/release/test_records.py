@@ -142,3 +142,14 @@ def test_pins_have_the_curves_that_they_computed(
     )
     of_pins = golden.of_pins(tmp_path, release, [wheel])
     assert (of_pins is not None) is has
+
+
+def test_only_wheels_of_the_image_decide_whether_curves_are_of_the_pins(tmp_path: Path) -> None:
+    """The versions of a curve also name packages that its image has from Debian."""
+    release = "v26.11-cpu"
+    golden.save(tmp_path, curves(release, torch="2.13.0", pyyaml="6.0"))
+    torch = LockedFile(
+        kind="wheel", name="torch", version="2.13.0", file="torch.whl", size=1, sha256="0" * 64
+    )
+    of_a_build = replace(torch, version="2.12.0", base="aiter build")
+    assert golden.of_pins(tmp_path, release, [torch, of_a_build]) is not None

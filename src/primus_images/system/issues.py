@@ -1,7 +1,7 @@
 """Known issues of the versions in an image, from a table with their sources."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import eq, ge, gt, le, lt
@@ -64,16 +64,27 @@ def issues(
 
     A version may be several, as in ``2.13.0 (cpu), 2.12.0 (mi300x)``.
     """
-    here = {re.sub("[ _]", "-", name.lower()): version or "" for name, version in versions.items()}
-    return [
-        issue
-        for issue in _table(path or FILE)
-        if all(
-            _matches(here.get(name), what)
-            for name, what in {issue.component: issue.versions, **issue.with_}.items()
-        )
-        and (not issue.gpus or any(not words_for(gpu).isdisjoint(issue.gpus) for gpu in gpus))
-    ]
+    here = {}
+    for name, version in versions.items():
+        component = re.sub("[ _]", "-", name.lower())
+        here[component] = version or ""
+    found = []
+    for issue in _table(path or FILE):
+        if _has_versions(issue, here) and _has_gpu(issue, gpus):
+            found.append(issue)
+    return found
+
+
+def _has_versions(issue: Issue, here: Mapping[str, str]) -> bool:
+    """Whether all components that an issue names have versions that it concerns."""
+    needed = {issue.component: issue.versions, **issue.with_}
+    return all(_matches(here.get(name, ""), bounds) for name, bounds in needed.items())
+
+
+def _has_gpu(issue: Issue, gpus: Collection[str]) -> bool:
+    if not issue.gpus:
+        return True
+    return any(not words_for(gpu).isdisjoint(issue.gpus) for gpu in gpus)
 
 
 def debs(status: str) -> dict[str, str]:
@@ -81,21 +92,35 @@ def debs(status: str) -> dict[str, str]:
     return dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", status, re.M))
 
 
-def _matches(text: str | None, versions: str) -> bool:
-    several = [part.split(" ")[0] for part in (text or "").split(", ") if part]
-    return any(
-        versions == "*" or all(_holds(v, *bound) for bound in re.findall(_BOUND, versions))
-        for v in several
-    )
+def _matches(text: str, versions: str) -> bool:
+    """Whether one of the versions in ``text`` is within all bounds; ``*`` has none."""
+    several = [part.split(" ")[0] for part in text.split(", ") if part]
+    if versions == "*":
+        return bool(several)
+    bounds = re.findall(_BOUND, versions)
+    return any(_is_within(version, bounds) for version in several)
+
+
+def _is_within(version: str, bounds: Sequence[tuple[str, str]]) -> bool:
+    return all(_holds(version, sign, bound) for sign, bound in bounds)
 
 
 def _holds(version: str, sign: str, bound: str) -> bool:
     if sign == "==":
         return version == bound
-    # Zeros at the end do not count, nor does the epoch of a Debian package.
-    pair = [
-        re.match(r"(?:[0-9]+:)?v?([0-9]+(?:\.[0-9]+)*?)(?:\.0)*(?![0-9.])", text)
-        for text in (version, bound)
-    ]
-    numbers = [[int(number) for number in match[1].split(".")] for match in pair if match]
-    return len(numbers) == 2 and bool(_COMPARE[sign](*numbers))
+    numbers = _numbers(version)
+    limit = _numbers(bound)
+    if not numbers or not limit:
+        return False
+    return bool(_COMPARE[sign](numbers, limit))
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the numbers of a version, none for another text.
+
+    Zeros at the end do not count, nor does the epoch of a Debian package.
+    """
+    match = re.match(r"(?:[0-9]+:)?v?([0-9]+(?:\.[0-9]+)*?)(?:\.0)*(?![0-9.])", version)
+    if match is None:
+        return []
+    return [int(number) for number in match[1].split(".")]

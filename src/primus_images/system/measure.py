@@ -58,13 +58,15 @@ class _Bench:
 
 
 def _gemm_tflops(bench: _Bench, size: int, fp8: str = "") -> float:
-    a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    a = torch.randn(size, size, device=bench.device, dtype=torch.bfloat16)
+    b = torch.randn_like(a)
     product = partial(torch.mm, a, b, out=torch.empty_like(a))
     if fp8:
         kind = getattr(torch, f"float8_{fp8}")
         one = torch.ones((), device=bench.device)
         product = partial(_scaled, a.to(kind), b.to(kind), one, use_fast_accum=True)
-    return 2.0 * size**3 / bench.seconds(product) / 1e12
+    operations = 2.0 * size**3
+    return operations / bench.seconds(product) / 1e12
 
 
 def _scaled(a: Tensor, b: Tensor, scale: Tensor, **options: bool) -> Tensor:
@@ -266,10 +268,13 @@ class BurnIn:
 
     def _summed(self, ranks: Iterable[int], group: Any, number: int) -> tuple[Tensor, int]:
         index = torch.arange(self._message, device=self.device)
+        # Whole numbers below 128, whose sums are exact in every order.
         shares = {rank: ((index + 7 * rank + number) % 128).float() for rank in ranks}
         total = shares[self.rank].clone()
         dist.all_reduce(total, group=group)
-        return (total != sum(shares.values())).sum(), self._message
+        expected = sum(shares.values())
+        wrong = (total != expected).sum()
+        return wrong, self._message
 
 
 def device_name(device: torch.device) -> str:

@@ -256,7 +256,8 @@ def _memory(host: Host, card: Path, name: str) -> Iterator[Finding]:
 
 
 def _power(host: Host, card: Path, name: str) -> Iterator[Finding]:
-    for sensor in host.glob(str((card / "hwmon/hwmon*").relative_to(host.root))):
+    sensors = card.relative_to(host.root) / "hwmon/hwmon*"
+    for sensor in host.glob(str(sensors)):
         now = host.number(sensor / "power1_cap")
         usual = host.number(sensor / "power1_cap_default")
         if now and usual and now < _LEAST_POWER * usual:

@@ -214,34 +214,45 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
 def _plain_products(
     facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str
 ) -> tuple[list[str], str]:
+    """Return what of the products is not in ``precision``, and a sentence on what was seen."""
     complaints = []
     for side in ("weight", "input", "output"):
         for dtype, count in linears[f"{side}_dtypes"].items():
             if dtype != _DTYPES[precision]:
                 complaints.append(f"{count} linear {side}s in {dtype}")
     complaints += [f"{count} {kind}" for kind, count in linears["converted"].items()]
-    calls = sum(linears["weight_dtypes"].values())
-    evidence = f"{calls} linear calls, weights, inputs and outputs"
-    if not linears["listened"]:
-        products: dict[str, int] = dict(facts.get("matmul_dtypes", {}))
-        others = {
-            name: n for name, n in products.items() if not name.endswith(_PROFILED[precision])
-        }
-        calls = sum(products.values()) - sum(others.values())
-        evidence = f"{calls} matrix products that the profiler saw"
-        if others and precision == "bf16":
-            share = _share(facts.get("matmul_flops", {}), others, products)
-            counts = [f"{count} {name}" for name, count in others.items()]
-            if share > LIMITS["otherwise"]:
-                complaints += counts
-            listed = ", ".join(counts)
-            evidence += f", and in other precisions or unknown {listed}, {share:.2%} of all"
+    if linears["listened"]:
+        calls = sum(linears["weight_dtypes"].values())
+        evidence = f"{calls} linear calls, weights, inputs and outputs"
+    else:
+        calls, others, evidence = _profiled_products(facts, precision)
+        complaints += others
     if not calls:
         complaints.append("no linear layer was called")
     setting = facts.get("float32_matmul_precision")
     if precision == "fp32" and setting != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
     return complaints, evidence
+
+
+def _profiled_products(facts: Mapping[str, Any], precision: str) -> tuple[int, list[str], str]:
+    """Return the number of products in ``precision`` that the profiler saw, too many others, and a
+    sentence.
+    """
+    products: dict[str, int] = dict(facts.get("matmul_dtypes", {}))
+    asked = _PROFILED[precision]
+    others = {name: count for name, count in products.items() if not name.endswith(asked)}
+    calls = sum(products.values()) - sum(others.values())
+    evidence = f"{calls} matrix products that the profiler saw"
+    if not others or precision != "bf16":
+        return calls, [], evidence
+    share = _share(facts.get("matmul_flops", {}), others, products)
+    counts = [f"{count} {name}" for name, count in others.items()]
+    listed = ", ".join(counts)
+    evidence += f", and in other precisions or unknown {listed}, {share:.2%} of all"
+    if share > LIMITS["otherwise"]:
+        return calls, counts, evidence
+    return calls, [], evidence
 
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:

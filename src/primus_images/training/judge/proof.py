@@ -400,6 +400,7 @@ def _limit_of_constant(row: Mapping[str, Any], evidence: Evidence) -> float:
 
 
 def _wrong_means(steps: Sequence[_Step]) -> Iterator[str]:
+    """Yield the kinds of tensors whose gradients are too far from the reference's on average."""
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
     if len(regular) < LIMITS["enough_steps"] or len(rows) < 2:
@@ -408,10 +409,16 @@ def _wrong_means(steps: Sequence[_Step]) -> Iterator[str]:
     if any(row["closest"] < LIMITS["tie"] for row in rows):
         least = LIMITS["tied"]["gradient"]
     for kind in rows[0]["gaps"]:
-        gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
-        limit = least + _mean_noise([row["noise"]["gaps"][kind][0] for row in rows])
-        if gap > limit:
-            yield f"{kind}: the mean gap is {gap:.1e}, and the limit {limit:.1e}"
+        mean = statistics.fmean(_gap_of(kind, row["gaps"]) for row in rows)
+        limit = least + _mean_noise([_gap_of(kind, row["noise"]["gaps"]) for row in rows])
+        if mean > limit:
+            yield f"{kind}: the mean gap is {mean:.1e}, and the limit {limit:.1e}"
+
+
+def _gap_of(kind: str, gaps: Mapping[str, tuple[float, str]]) -> float:
+    """Return the largest gap of a kind of tensors, which stands with the tensor's name."""
+    gap, _ = gaps.get(kind, (0.0, ""))
+    return gap
 
 
 def _mean_noise(noises: Sequence[float]) -> float:

@@ -151,10 +151,13 @@ def compare(
     return rows, products_of_blocks(list(pair.trials), every_result)
 
 
+def _rank_of(file: Path) -> int:
+    return int(file.stem.rpartition("-")[2])
+
+
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     calls: dict[int, dict[str, list[list[Call]]]] = {}
-    files = folder.glob(f"blocks-{step}-*.pt")
-    for file in sorted(files, key=lambda file: int(file.stem.rpartition("-")[2])):
+    for file in sorted(folder.glob(f"blocks-{step}-*.pt"), key=_rank_of):
         recorded = torch.load(file, weights_only=True)
         of_rank = calls.setdefault(int(recorded["data_rank"]), {})
         for name, of_module in recorded["calls"].items():

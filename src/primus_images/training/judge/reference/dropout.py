@@ -87,7 +87,8 @@ class Dropout:
             if len(masks) != self._pieces:
                 yield f"{layer} dropped inputs {len(masks)} times, not {self._pieces}"
             again = recorded["again"].get(layer, [])
-            if any(not torch.equal(*pair) for pair in zip(masks, again, strict=False)):
+            recomputed = zip(masks, again, strict=False)
+            if not all(torch.equal(mask, repeated) for mask, repeated in recomputed):
                 yield f"{layer} was recomputed with another mask"
 
     def _of_layer(self, layer: str, of_ranks: Sequence[Sequence[Tensor]]) -> Iterator[str]:

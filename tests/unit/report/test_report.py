@@ -83,6 +83,12 @@ def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
     assert cpu["gpu_architecture"] == ""
 
 
+def test_the_gpus_of_a_node_are_the_ranks_over_the_nodes(make: Make) -> None:
+    run = replace(read(make("one")), nodes=2, ranks=16)
+    row = sheets.perf_row(run)
+    assert (row["n_gpus"], row["nnodes"], row["gpus_per_node"]) == ("16", "2", "8")
+
+
 def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> None:
     flux = Choices(backend="flux", mode="full", gpu="mi300x", precision="bf16")
     paths = [

@@ -15,7 +15,7 @@ from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.protocol import backend_of
-from primus_images.training.text.corpus import Corpus, files_of, rows
+from primus_images.training.text.corpus import Corpus, files_of, parts_of, rows
 from primus_images.training.text.document import document_of, layout_of
 from primus_images.training.text.rows import form_of
 
@@ -205,3 +205,25 @@ def test_packed_text_is_read(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(pack(lines({"text": "one"})))
         assert texts(tmp_path / name) == ["one"]
+
+
+def test_a_corpus_of_a_mixture_takes_its_columns_and_split_from_the_list_alone(
+    tmp_path: Path,
+) -> None:
+    """What `data.` names is for a corpus alone: the corpora of a list have columns of their own."""
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(
+        "- {corpus: hf:owner/chats, split: dev, question: asked, answer: said}\n"
+        "- {corpus: hf:owner/texts, column: body}\n"
+    )
+    corpus = Corpus(name=str(mixture), column="text", split="train", skip=0.1, completions=False)
+    (chats, _), (texts, _) = parts_of(corpus)
+    assert (chats.split, chats.question, chats.answer, chats.column) == (
+        "dev",
+        "asked",
+        "said",
+        None,
+    )
+    assert (texts.split, texts.question, texts.answer, texts.column) == (None, None, None, "body")
+    for part in (chats, texts):
+        assert (part.skip, part.completions) == (0.1, False)

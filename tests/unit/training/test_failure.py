@@ -168,3 +168,23 @@ def test_a_stopped_rank_is_named_and_killed_and_the_others_are_ended(tmp_path: P
     assert str(failure.cause(tmp_path, 1)) == (
         "rank 1: hung: no progress for 9 s; its process is stopped (SIGSTOP, or a debugger)"
     )
+
+
+@pytest.mark.parametrize(
+    ("state", "does", "number"),
+    [
+        ("t", "stopped (SIGSTOP, or a debugger)", signal.SIGKILL),
+        ("D", "waiting for a disk or a device", signal.SIGABRT),
+    ],
+)
+def test_a_traced_rank_takes_only_sigkill(
+    state: str, does: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger holds other signals back. What waits for a device takes one when it returns."""
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": "2"}) as rank:
+        monkeypatch.setattr(hang, "processes", lambda: {rank.pid: (os.getpid(), state)})
+        assert hang.end_ranks(os.getpid(), tmp_path, 9) == set()
+        assert rank.wait(10) == -number
+    assert str(failure.cause(tmp_path, 1)) == (
+        f"rank 2: hung: no progress for 9 s; its process is {does}"
+    )

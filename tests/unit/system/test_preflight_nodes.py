@@ -51,6 +51,23 @@ def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(
     assert (found.remedy != "") == (level != "ok")
 
 
+def test_a_node_is_as_fast_as_its_slowest_gpu() -> None:
+    """A step waits for the slowest rank."""
+    parts = []
+    for name, figures in {"a": (600, 610), "b": (600, 605), "c": (450, 900)}.items():
+        node = nodes.Node(
+            name=name,
+            gpus=("AMD Instinct MI300X",) * 2,
+            driver="6.12",
+            findings=(),
+            measurements=(gemm(*figures),),
+        )
+        parts.append(node)
+    ((name, found),) = nodes.compare(parts)
+    assert name == "c"
+    assert found.message == "450, 25% less than the median of the nodes, 600"
+
+
 def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
     table = nodes.EXPECTED
     wanted = {(gpu, what) for gpu in load_table().imaged for what in nodes.UNITS}

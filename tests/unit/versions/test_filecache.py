@@ -35,6 +35,20 @@ def test_put_refuses_other_bytes(tmp_path: Path) -> None:
     assert not cache.path(SHA).exists()
 
 
+def test_other_bytes_are_not_continued_by_the_next_fetch(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path / "files")
+    with cache.part(SHA) as part:
+        assert part is not None
+        part.write(b"a page of an error" * 100)
+        assert cache.commit(part, SHA) != SHA
+    assert cache.size(SHA) == 0
+    with cache.part(SHA) as part:
+        assert part is not None
+        part.write(DATA)
+        assert cache.commit(part, SHA) == SHA
+    assert cache.verify(SHA)
+
+
 def test_verify_sees_a_flipped_bit(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "files")
     cache.put(_source(tmp_path), SHA)

@@ -47,6 +47,26 @@ def test_exact_versions_are_taken(version: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("owner", "channel"), [("rocm-sdk-libraries", "amd"), ("librccl1", "debian"), ("torch", "pypi")]
+)
+def test_what_is_inside_a_package_is_of_the_packages_channel(owner: str, channel: str) -> None:
+    made = versions(pin(f"inside: {owner}, version: 2.27.7, channel: {channel}"))
+    (inside,) = made.components["torch"].pins
+    assert (inside.inside, inside.channel) == (owner, channel)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "deb: librccl1, version: 2.27.7, channel: amd",
+        "wheel: torch, version: 2.13.0, channel: debian",
+    ],
+)
+def test_debian_is_the_channel_of_debs_alone(wrong: str) -> None:
+    assert "channel debian is for deb pins" in refused(pin(wrong)).message
+
+
+@pytest.mark.parametrize(
     "moving",
     [
         "main",

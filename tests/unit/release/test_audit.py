@@ -67,6 +67,26 @@ def entry(
     return {**names, "summary": "It breaks", "affected": [affected]}
 
 
+@pytest.mark.parametrize(
+    ("upstream", "aliases"),
+    [
+        ([], ()),
+        (["CVE-2026-1"], ("CVE-2026-1",)),
+        # An advisory for two is neither of them: what accepts one does not accept the other.
+        (["CVE-2026-1", "CVE-2026-2"], ()),
+    ],
+)
+def test_only_an_advisory_for_one_vulnerability_has_its_name(
+    tmp_path: Path, upstream: list[str], aliases: tuple[str, ...]
+) -> None:
+    advisory = entry("small", introduced="0") | {"aliases": [], "upstream": upstream}
+    (tmp_path / "one.json").write_text(json.dumps(advisory))
+    rule = Accepted(id="CVE-2026-1", reason="no job calls it", review="2099-01-01")
+    ((found,), _) = audit(bill("1.0"), tmp_path, (rule,))
+    assert found.aliases == aliases
+    assert (found.accepted is rule) == bool(aliases)
+
+
 CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = yaml.safe_load(
     (FIXTURES / "osv.yaml").read_text()
 )

@@ -14,9 +14,9 @@ import pytest
 
 from gits import git
 from primus_images.cli.host.common import open_project
-from primus_images.engine.upkeep import find_waste, remove
+from primus_images.engine.upkeep import Waste, find_waste, remove
 from primus_images.errors import HostError
-from primus_images.oci.store import Store, storage_error
+from primus_images.oci.store import DiskFull, Store, storage_error
 from primus_images.plan.project import Project
 from primus_images.sandbox.container import layer_folder
 from project_kit import Kit, make_project
@@ -289,3 +289,26 @@ def test_a_workspace_that_somebody_committed_is_refused(kit, name, verb):
     assert refused.code == 2
     assert f"{kit.root}/.primus/{name}: this file is committed" in refused.err
     assert "git rm -r --cached .primus" in refused.err
+
+
+def test_on_a_full_disk_the_largest_blob_makes_room_for_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the index is written, the image counts as damaged: no more than one blob is gone."""
+    paths = []
+    for name, size in {"small": 10_000, "large": 1_000_000, "middle": 100_000}.items():
+        path = tmp_path / name
+        path.write_bytes(b"x" * size)
+        paths.append(path)
+    left: list[set[str]] = []
+
+    def untag(_store: Store, _ref: str) -> None:
+        left.append({path.name for path in paths if path.exists()})
+        if len(left) == 1:
+            raise DiskFull("the disk is full")
+
+    monkeypatch.setattr(Store, "untag", untag)
+    waste = Waste(kind="layers and manifests", paths=tuple(paths), size=1_110_000)
+    remove([waste], Store(tmp_path / "store"), ["v26.11-cpu"])
+    assert left == [{"small", "large", "middle"}, {"small", "middle"}]
+    assert not any(path.exists() for path in paths)

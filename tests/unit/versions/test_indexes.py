@@ -2,11 +2,13 @@
 
 import contextlib
 import http.server
+import io
 import threading
 import tomllib
 from pathlib import Path
 
 import pytest
+import requests
 from hypothesis import given, strategies as st
 
 from primus_images.errors import HostError, InputError
@@ -114,6 +116,30 @@ def test_a_page_is_html_or_json_with_relative_links() -> None:
     assert second == Offer(file="b", url="https://h/simple/a/b")
     row = {"filename": "b", "url": "b", "hashes": {}, "requires-python": None}
     assert offers_in([row], base) == [second]
+
+
+def empty_answer(status: int) -> requests.Response:
+    answer = requests.Response()
+    answer.status_code = status
+    answer.raw = io.BytesIO()
+    return answer
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_index_without_the_package_offers_nothing(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index in an object store answers 403 for what is not there."""
+    monkeypatch.setattr(Indexes, "get", lambda _self, _url: empty_answer(status))
+    assert Indexes(urls=("http://a/simple",)).offers("torch", "http://a/simple") == []
+
+
+def test_an_index_that_fails_is_not_one_without_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Indexes, "get", lambda _self, _url: empty_answer(500))
+    with pytest.raises(HostError, match=r"http://a/simple/torch/ does not answer: .*500"):
+        Indexes(urls=("http://a/simple",)).offers("torch", "http://a/simple")
 
 
 @pytest.mark.parametrize(

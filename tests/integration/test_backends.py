@@ -11,6 +11,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.judge import suite
 from primus_images.training.run import outcome
 from primus_images.training.run.job import Job
+from primus_images.training.run.metrics import of_recipe_unit
 from tables import table_of
 
 pytestmark = pytest.mark.integration
@@ -108,6 +109,19 @@ def test_a_pipeline_of_torchtitan_reports_all_stages(python: Python, tmp_path: P
     # Those of all labels together would be a thousand times as large.
     assert all(0.1 < step.grad_norm < 10 for step in left.series.steps)
     assert left.facts["parameters"] == size(recipe.architecture).total
+
+
+def test_torchtitan_shards_a_tied_embedding_once(python: Python, tmp_path: Path) -> None:
+    """It is a weight of two layers. The run reports it once, and computes with it twice."""
+    words = ["steps=3", "model.tied_embeddings=true"]
+    recipe = resolve("qwen3-8b", words, choices("torchtitan", "pretrain"))
+    assert recipe.world_size == 2
+    job = Job(name="train", recipe=recipe, output=tmp_path / "run")
+    left = train(python, job)
+    assert failing(outcome.basic_verdicts(left)) == []
+    assert left.facts["parameters"] == size(recipe.architecture).total
+    own = of_recipe_unit(recipe.architecture, recipe.seq_len).non_causal
+    assert left.facts["flops_per_unit"] == pytest.approx(own)
 
 
 TAGS = (

@@ -12,7 +12,7 @@ import torch
 
 from primus_images.training.backends import gloo
 from primus_images.training.backends.loop.process import keep_graphs
-from primus_images.training.backends.torchtitan import cpu, render, spec
+from primus_images.training.backends.torchtitan import cpu, render, spec, tied
 from primus_images.training.backends.torchtitan.trainer import observed_trainer
 from primus_images.training.run.failure import noting
 from primus_images.training.text import tokens
@@ -31,6 +31,8 @@ def main(folder: Path) -> None:
         from primus_images.training.backends.torchtitan import turbo
 
         turbo.patch(job["turbo"])
+    if job["model"].get("tied_embeddings"):
+        tied.patch()
     spec.register(job, tokens.stored(folder / "cache"))
 
     from torchtitan.train import main as train

@@ -56,6 +56,9 @@ class Observed(Trainer):
             norm = getattr(part, "norm", None)
             if norm is not None and norm.eps is None:
                 norm.eps = self.model_args.norm_eps
+            if self.job["model"].get("tied_embeddings"):
+                # torchtitan leaves out the embedding, which multiplies as the output layer does.
+                self.metrics_processor.num_flops_per_token += 6 * part.output.weight.numel()
         self.output = Path(self.job["output"])
         # The labels of the step, by which the losses of a pipeline are divided.
         self.labels_of_step = torch.ones((), device=self.device)

@@ -155,7 +155,7 @@ def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> floa
     if job["backend"] == "megatron":
         return _deviation_of_megatron(job, sizes, name)
     if job["backend"] == "torchtitan":
-        return _deviation_of_torchtitan(name, width)
+        return _deviation_of_torchtitan(sizes, name, width)
     if name in (_EMBEDDING, "lm_head.weight"):
         return 0.5 / math.sqrt(width)
     return 0.02
@@ -171,10 +171,11 @@ def _deviation_of_megatron(job: Job, sizes: Architecture, name: str) -> float:
     return usual
 
 
-def _deviation_of_torchtitan(name: str, width: int) -> float:
-    if name == _EMBEDDING:
+def _deviation_of_torchtitan(sizes: Architecture, name: str, width: int) -> float:
+    if name == _EMBEDDING and not sizes.tied_embeddings:
         return 1.0
-    if name == "lm_head.weight":
+    if name in (_EMBEDDING, "lm_head.weight"):
+        # The output layer is drawn last, and replaces what was drawn for a tied embedding.
         return _CUT_AT_3 / math.sqrt(width)
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     deep = _INTO_STREAM.search(name) or name.endswith((".up_proj.weight", ".mlp.gate.weight"))

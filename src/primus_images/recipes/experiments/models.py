@@ -415,6 +415,14 @@ def proxy(model: Mapping[str, Value]) -> dict[str, Value]:
             "moe.ffn_size": 64,
             "moe.dense_layers": min(1, int(str(model.get("moe.dense_layers", 0)))),
         }
+        shared = int(str(model.get("moe.shared_experts", 0)))
+        if model["ffn_size"] == _width_of_token(model, shared):
+            sizes["ffn_size"] = _width_of_token(sizes, shared)
         if int(str(model.get("moe.groups", 1))) > 1:
             sizes |= {"moe.groups": 4, "moe.top_groups": 2}
     return sizes
+
+
+def _width_of_token(model: Mapping[str, Value], shared: int) -> int:
+    """Return the units of all experts of one token. Some models' dense layers have as many."""
+    return int(str(model["moe.ffn_size"])) * (int(str(model["moe.top_k"])) + shared)

@@ -56,6 +56,7 @@ class Torchtitan(Rules):
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Yield what the recipe asks for and torchtitan does not compute."""
         yield from _layout_faults(recipe)
+        yield from _llama4_faults(recipe)
         in_float32 = recipe.find(_DTYPE, "float32") == "float32"
         if recipe.unsharded and recipe.precision in _EIGHT and in_float32:
             why = (
@@ -182,6 +183,21 @@ def _layout_faults(recipe: Recipe) -> Iterator[Fault]:
             where = "on the CPU"
         why = f"PyTorch's attention {where} cannot split sequences over ranks"
         yield keys["cp"], why, "cp=1"
+
+
+def _llama4_faults(recipe: Recipe) -> Iterator[Fault]:
+    model = recipe.architecture
+    moe = model.moe
+    if not moe.experts or family(model.family).backends["torchtitan"].model != "llama4":
+        return
+    dense = moe.every - 1
+    if moe.dense_layers != dense:
+        why = f"the first experts of torchtitan's Llama 4 are in layer {dense}, counted from 0"
+        yield "model.moe.dense_layers", why, f"model.moe.dense_layers={dense}"
+    width = moe.ffn_size * (moe.top_k + moe.shared_experts)
+    if moe.every > 1 and model.ffn_size != width:
+        why = f"dense layers of torchtitan's Llama 4 are as wide as a token's experts, {width}"
+        yield "model.ffn_size", why, f"model.ffn_size={width}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,8 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
         return values | _of_llama(model)
     if name == "deepseek_v3":
         return values | _rope_of_deepseek(model) | {"moe_args": _experts(model, precision)}
+    if name == "llama4":
+        return values | _of_llama4(model) | {"moe_args": _experts(model, precision)}
     if model.moe.experts:
         values["moe_enabled"] = True
         values["moe_inter_dim"] = model.moe.ffn_size
@@ -47,6 +49,18 @@ def _of_llama(model: Architecture) -> dict[str, Any]:
     # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it is
     # the multiple.
     return {"ffn_dim_multiplier": 0.01, "rope_scaling_args": rope}
+
+
+def _of_llama4(model: Architecture) -> dict[str, Any]:
+    # Its dense layers have int(multiplier × int(8/3 × dim)) units, of which an expert has an equal
+    # share with the others of its token. Half a unit more keeps the product above the number.
+    parts = model.moe.top_k + model.moe.shared_experts
+    width = int(2 * 4 * model.hidden_size / 3)
+    multiplier = (parts * model.moe.ffn_size + 0.5) / width
+    values: dict[str, Any] = {"ffn_dim_multiplier": multiplier, "multiple_of": 1}
+    if model.rope_scaling.kind == "llama3":
+        values["rope_scaling_args"] = arguments_of(model, _ARGUMENTS, "llama_rope")
+    return values
 
 
 def _rope_of_deepseek(model: Architecture) -> dict[str, Any]:
@@ -68,7 +82,7 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
     values = arguments_of(model, _ARGUMENTS, "experts")
     if model.moe.groups > 1:
         values |= arguments_of(model, _ARGUMENTS, "groups")
-    values["score_before_experts"] = False
+    values["score_before_experts"] = model.moe.weighted_inputs
     values["load_balance_coeff"] = model.moe.auxiliary_loss or None
     # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of
     # the run.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -197,5 +197,9 @@ def arguments(kind: type[Any], values: Mapping[str, Any]) -> Any:
     changes = dict(values)
     for key, value in values.items():
         if isinstance(value, dict):
-            changes[key] = replace(getattr(usual, key), **value)
+            part = getattr(usual, key)
+            if part is None:
+                # Llama 4 has no scaling by default; its type is Scaling | None.
+                part = get_args(get_type_hints(kind)[key])[0]()
+            changes[key] = replace(part, **value)
     return replace(usual, **changes)

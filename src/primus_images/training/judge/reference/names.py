@@ -17,6 +17,8 @@ from primus_images.recipes.family import family, renamed
 Tensors = dict[str, Tensor]
 # The content of the run's ``job.json``.
 Job = Mapping[str, Any]
+# torchtitan's models that rotate pairs of neighbors, unlike Hugging Face's.
+_PAIRED = ("llama3", "llama4")
 # The name of a router bias ends so. It is no parameter.
 BIAS = ".e_score_correction_bias"
 _EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
@@ -96,7 +98,7 @@ def _from_torchtitan(
     canonical = renamed(model, backend).get(inner)
     if canonical is None:
         raise UnknownWeight(name)
-    pairs = backend == "torchtitan" and family(model.family).backends[backend].model == "llama3"
+    pairs = backend == "torchtitan" and family(model.family).backends[backend].model in _PAIRED
     if pairs and canonical.endswith(("q_proj.weight", "k_proj.weight")):
         # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
         tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -10,6 +10,7 @@ import pytest
 
 from primus_images.cli.main import main
 from primus_images.errors import InputError
+from primus_images.recipes.architecture import architecture
 from primus_images.recipes.experiments import models
 from primus_images.recipes.experiments.presets import Argument, read_experiment
 from primus_images.recipes.experiments.source import import_experiment
@@ -19,6 +20,7 @@ from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.rules.stages import layers_of
 from primus_images.recipes.setting import Choices
+from primus_images.training.backends.torchtitan import render
 from primus_images.yamlfile import section
 from tables import FIXTURES
 
@@ -78,13 +80,51 @@ def test_the_figures_of_the_file_win_and_the_run_says_so_once() -> None:
     ("name", "says"),
     [
         ("gpt_oss", "it keeps its layers in bfloat16"),
-        ("llama4", "it does not normalize heads"),
         ("flux", "torchtitan's flux is not computed here"),
     ],
 )
 def test_models_of_torchtitan_that_are_not_here_have_a_reason(name: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         models.of_flavor(name, "20b", "x")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "sparse", "kind"), [("17bx16e", 48, "llama3"), ("17bx128e", 24, "none")]
+)
+def test_torchtitan_s_llama_4_has_its_own_widths(flavor: str, sparse: int, kind: str) -> None:
+    fields = models.of_flavor("llama4", flavor, "x")
+    model = architecture(fields)
+    assert (model.sparse_layers, model.rope_scaling.kind) == (sparse, kind)
+    assert model.moe.weighted_inputs
+    values = render.model_arguments(model, "bf16")
+    # As torchtitan 0.2.2 computes them (models/llama4/model/model.py).
+    dense = int(values["ffn_dim_multiplier"] * int(2 * 4 * model.hidden_size / 3))
+    expert = int(dense / (values["moe_args"]["top_k"] + values["moe_args"]["num_shared_experts"]))
+    assert (dense, expert, values["multiple_of"]) == (model.ffn_size, model.moe.ffn_size, 1)
+    assert values["moe_args"]["score_before_experts"]
+    step = values["interleave_moe_layer_step"]
+    theirs = [(layer + 1) % step == 0 for layer in range(model.layers)]
+    assert theirs == [model.is_sparse(layer) for layer in range(model.layers)]
+    small = models.proxy(fields)
+    parts = 1 + model.moe.shared_experts
+    assert small["ffn_size"] == int(str(small["moe.ffn_size"])) * parts
+
+
+def test_what_decides_about_memory_reaches_megatron() -> None:
+    arguments = [
+        Argument(key="fp8", value="hybrid", where="x:1:1"),
+        Argument(key="no_fp8_weight_transpose_cache", value=True, where="x:2:1"),
+        Argument(key="cross_entropy_loss_fusion", value=True, where="x:3:1"),
+        Argument(key="cross_entropy_fusion_impl", value="te", where="x:4:1"),
+        Argument(key="main_grads_dtype", value="bf16", where="x:5:1"),
+    ]
+    settings = translate("megatron", arguments).settings
+    assert settings["megatron.model.disable_parameter_transpose_cache"] is True
+    assert settings["megatron.model.cross_entropy_fusion_impl"] == "te"
+    assert settings["megatron.ddp.grad_reduce_in_fp32"] is False
+    # On a CPU, PyTorch computes the loss: the proxy has its own settings.
+    small = resolved(gpu="cpu", proxy=True)
+    assert small.find("megatron.model.cross_entropy_fusion_impl", "native") == "native"
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])

@@ -13,6 +13,7 @@ from primus_images.recipes.setting import Choices
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 ROWS = json.loads((RESULTS / "megatron-memory.json").read_text())["rows"]
+RUNS_WITH_ENGINE = json.loads((RESULTS / "megatron-te-4xh200.json").read_text())["results"]
 
 
 def megatron(name, *words, gpu="mi355x", nodes=1):
@@ -137,3 +138,78 @@ def test_layers_that_megatron_cannot_share_out_are_refused(words, named):
 
     with pytest.raises(InputError, match=named):
         megatron("llama3.1-8b", *words)
+
+
+def test_moments_and_gradients_have_their_own_types():
+    wide = predict(megatron("llama3.1-8b"))
+    narrow = predict(
+        megatron(
+            "llama3.1-8b",
+            "optimizer.use_precision_aware_optimizer=true",
+            "optimizer.exp_avg_dtype=bf16",
+            "optimizer.exp_avg_sq_dtype=bf16",
+            "ddp.grad_reduce_in_fp32=false",
+        )
+    )
+    # Two moments and the lower half of the weight, 2 bytes each, in place of three times 4.
+    assert narrow.optimizer == wide.optimizer / 2
+    assert narrow.gradients == wide.gradients / 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_run_with_transformer_engine_is_predicted_within_1_percent(precision):
+    """Measured with Transformer Engine on four H200s."""
+    measured = [
+        run["summary"]["memory_gib"]
+        for run in RUNS_WITH_ENGINE
+        if run["name"] == f"megatron-{precision}"
+    ]
+    words = ["ranks=4", "training.global_batch_size=16", "training.micro_batch_size=1"]
+    choices = Choices(backend="megatron", precision=precision, gpu="mi300x", nodes=1)
+    peak = predict(resolve("llama3.1-8b", words, choices)).peak
+    assert [peak / 2**30] * len(measured) == pytest.approx(measured, rel=0.01)
+    assert measured
+
+
+def test_weights_in_fp8_are_kept_only_by_layers_that_are_not_recomputed():
+    words = (
+        "model.recompute_granularity=full",
+        "model.recompute_method=block",
+        "model.recompute_num_layers=24",
+    )
+    choices = Choices(backend="megatron", precision="fp8", gpu="mi300x", nodes=1)
+    kept = predict(resolve("llama3.1-8b", words, choices))
+    off = "model.disable_parameter_transpose_cache=true"
+    dropped = predict(resolve("llama3.1-8b", (*words, off), choices))
+    products = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    # Of 32 layers, 8 are not recomputed, and one is at a time.
+    saved = kept.activations - dropped.activations
+    assert saved == pytest.approx(products * 23 / 32, rel=1e-3)
+
+
+def test_a_layout_of_chunks_recomputes_layers_of_each():
+    block = ("model.recompute_granularity=full", "model.recompute_method=block")
+    words = (*block, "model.recompute_num_layers=4", "pp=4", "training.micro_batch_size=1")
+    layout = 'model.pipeline_model_parallel_layout="Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4,L"'
+    virtual = "model.virtual_pipeline_model_parallel_size=2"
+    by_layout = predict(megatron("llama3.1-8b", *words, layout, nodes=2))
+    assert by_layout == predict(megatron("llama3.1-8b", *words, virtual, nodes=2))
+    some = predict(megatron("llama3.1-8b", *words, nodes=2))
+    # Half as many layers are kept if each stage has two chunks of which 4 layers are recomputed.
+    assert by_layout.activations < some.activations / 2
+
+
+def test_what_is_recomputed_exists_once_whatever_is_in_flight():
+    words = (
+        "model.recompute_granularity=full",
+        "model.recompute_method=block",
+        "model.recompute_num_layers=8",
+        "training.micro_batch_size=1",
+        "training.global_batch_size=64",
+    )
+    first, *_, last = stages(megatron("llama3.1-8b", "pp=4", *words))
+    recipe = megatron("llama3.1-8b", "pp=4", *words)
+    assert (first.in_flight, last.in_flight) == (4, 1)
+    more = stage_memory(recipe, first, 1).activations - stage_memory(recipe, last, 1).activations
+    # Three more micro-batches keep the inputs of 8 layers, in BF16.
+    assert more == pytest.approx(3 * 8 * 8192 * 4096 * 2)

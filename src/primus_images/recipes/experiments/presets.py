@@ -210,11 +210,11 @@ def _flattened(
 
 def _merge(merged: dict[str, Argument], more: Mapping[str, Argument]) -> None:
     """Replace keys. A value replaces a mapping of the same name, and the other way round."""
-    nested = any("." in key for key in (*merged, *more))
+    mappings = {key.partition(".")[0] for key in (*merged, *more) if "." in key}
     for key, argument in more.items():
         parts = key.split(".")
         above = {".".join(parts[:number]) for number in range(1, len(parts))}
-        for other in list(merged) if nested else ():
+        for other in list(merged) if parts[0] in mappings else ():
             if other in above or other.startswith(f"{key}."):
                 del merged[other]
         merged.pop(key, None)

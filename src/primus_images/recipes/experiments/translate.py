@@ -191,10 +191,15 @@ def _entry(backend: str, key: str) -> Entry | None:
     entries = keys(backend)
     if key in entries:
         return entries[key]
-    for pattern, entry in entries.items():
-        if pattern.endswith("*") and fnmatchcase(key, pattern):
-            return entry
+    for pattern in _patterns(backend):
+        if fnmatchcase(key, pattern):
+            return entries[pattern]
     return None
+
+
+@cache
+def _patterns(backend: str) -> tuple[str, ...]:
+    return tuple(key for key in keys(backend) if key.endswith("*"))
 
 
 def translate(

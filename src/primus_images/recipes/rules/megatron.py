@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from primus_images.gpus.table import arch_of, generation
 from primus_images.recipes.architecture import Architecture
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.faults import Fault
@@ -12,6 +13,7 @@ from primus_images.recipes.rules.loop import BFLOAT16, FACTORS, FLOAT32, Memory,
 from primus_images.recipes.rules.stages import (
     Share,
     Stage,
+    chunks_of_a_stage,
     products,
     replicas,
     share,
@@ -21,6 +23,8 @@ from primus_images.recipes.rules.stages import (
 
 _FSDP2 = "megatron.torch_fsdp2"
 _EIGHT = ("fp8", "mxfp8")
+# The bytes of a value that the optimizer keeps, by the names that Megatron gives its types.
+_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 class Megatron(Rules):
@@ -110,11 +114,11 @@ def stage_memory(recipe: Recipe, stage: Stage, batch: int) -> Memory:
     loss = 0.0
     if stage.is_last:
         loss = tokens * model.vocab_size * _per_logit(recipe) / tensor
-    saved = _saved(recipe, len(stage.layers)) * stage.in_flight
+    saved = _saved(recipe, stage)
     copies = 0.0
     if recipe.precision in _EIGHT:
         # Transformer Engine keeps weights in FP8, as they are and transposed.
-        copies = 2 * products(recipe, stage)
+        copies = 2 * products(recipe, stage) * _share_in_eight(recipe, stage)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -124,6 +128,19 @@ def stage_memory(recipe: Recipe, stage: Stage, batch: int) -> Memory:
         loss=loss,
         standing=has_buffers or recipe.accumulation > 1,
     )
+
+
+def _share_in_eight(recipe: Recipe, stage: Stage) -> float:
+    """Return for how many of a stage's layers weights are kept in FP8, as a share of them."""
+    if not recipe.find("megatron.model.disable_parameter_transpose_cache", False):
+        return 1.0
+    # Each pass converts them again, and keeps them until it is computed backward.
+    layers = len(stage.layers)
+    recomputed, group = _recomputed(recipe, layers)
+    kept = (layers - recomputed) * stage.in_flight
+    if recomputed:
+        kept += group
+    return kept / max(1, layers)
 
 
 def _reduced(recipe: Recipe, width: int) -> int:
@@ -180,7 +197,10 @@ def _tensor_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _states(recipe: Recipe, width: int) -> float:
     """Return the bytes of the optimizer's states of one parameter that stay on the GPU."""
-    states: float = 2 * FLOAT32
+    states: float = 0
+    for moment in ("exp_avg", "exp_avg_sq"):
+        kept = recipe.find(f"megatron.optimizer.{moment}_dtype", "fp32")
+        states += _BYTES.get(kept, FLOAT32)
     if width == BFLOAT16:
         states += _master(recipe)
     if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
@@ -197,17 +217,48 @@ def _master(recipe: Recipe) -> int:
     return FLOAT32
 
 
-def _saved(recipe: Recipe, layers: int) -> float:
-    """Return the elements per token that the ``layers`` of a stage keep."""
+def _saved(recipe: Recipe, stage: Stage) -> float:
+    """Return the elements per token that a stage keeps, of all its micro-batches in flight."""
     model = recipe.architecture
+    layers = len(stage.layers)
     recomputed, group = _recomputed(recipe, layers)
     layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
+    if _has_engine(recipe):
+        layer -= _unsaved_by_engine(model)
     if recipe.precision in _EIGHT:
         layer -= _inputs_in_eight(model) / 2
-    saved = (layers - recomputed) * layer + recomputed / group * model.hidden_size
+    kept = (layers - recomputed) * layer + recomputed / group * model.hidden_size
+    saved = kept * stage.in_flight
     if recomputed:
+        # One group at a time is computed again, whatever is in flight.
         saved += group * layer * FACTORS["recomputed"]
     return saved
+
+
+def _has_engine(recipe: Recipe) -> bool:
+    """Return whether Transformer Engine computes the layers.
+
+    It always does in FP8, and the images for Instinct GPUs have it. The runs in BF16 on H200s, to
+    which the factors were fitted, did without.
+    """
+    if recipe.gpu == CPU:
+        return False
+    return recipe.precision in _EIGHT or arch_of(generation(recipe.gpu)).vendor == "amd"
+
+
+def _unsaved_by_engine(model: Architecture) -> float:
+    """Return the elements per token that a layer saves only without Transformer Engine."""
+    moe = model.moe
+    # What experts return: their activation is weighted, and not this.
+    outputs = 0.0
+    if moe.experts:
+        outputs = moe.top_k * model.hidden_size * model.sparse_layers / model.layers
+    if model.sinks:
+        # Its attention has none, so PyTorch's computes them.
+        return outputs
+    # Repeated keys and values: its attention reads a head of them once for its heads of queries.
+    repeated = (model.heads - model.kv_heads) * (model.query_size + model.value_size)
+    return outputs + repeated
 
 
 def _inputs_in_eight(model: Architecture) -> float:
@@ -231,6 +282,5 @@ def _recomputed(recipe: Recipe, layers: int) -> tuple[int, int]:
     # "block" recomputes that many layers of each chunk one by one; "uniform" recomputes all layers
     # in groups of that many.
     if recipe.find("megatron.model.recompute_method", "") == "block":
-        virtual = recipe.find("megatron.model.virtual_pipeline_model_parallel_size", 1)
-        return min(layers, number * virtual), 1
+        return min(layers, number * chunks_of_a_stage(recipe)), 1
     return layers, max(1, number)

@@ -50,7 +50,7 @@ def stages(recipe: Recipe) -> list[Stage]:
     """Return the pipeline stages of ``recipe``, of which there is at least one."""
     number = recipe.degree("pp")
     chunks = _chunks(recipe)
-    virtual = len(chunks) // number
+    virtual = chunks_of_a_stage(recipe)
     places = _places(recipe)
     layers: list[list[int]] = [[] for _ in range(number)]
     first = 0
@@ -70,6 +70,11 @@ def stages(recipe: Recipe) -> list[Stage]:
             )
         )
     return made
+
+
+def chunks_of_a_stage(recipe: Recipe) -> int:
+    """Return how many chunks of layers each stage has; 1 without interleaved stages."""
+    return len(_chunks(recipe)) // recipe.degree("pp")
 
 
 def _chunks(recipe: Recipe) -> list[int]:

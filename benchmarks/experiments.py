@@ -4,12 +4,14 @@ CHECKOUT``.
 Each Megatron and torchtitan file below ``examples`` is resolved at full size for the GPU that its
 folder names. What it becomes is compared with what Primus itself merges from the same files: this
 program merges them with PyYAML, by Primus's public rules, and shares no code with the product.
-``--proxies`` also trains one proxy of each backend and family on the CPU, compared with the
-reference. The result is ``benchmarks/results/experiments.json``; the checkout is not part of it.
+``--proxies`` also trains proxies on the CPU: one of each backend and family, compared with the
+reference, and five steps of each model. The result is ``benchmarks/results/experiments.json``; the
+checkout is not part of it.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -30,9 +32,10 @@ from primus_images.errors import PrimusError
 from primus_images.recipes.experiments.source import import_experiment
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
-from primus_images.recipes.rules import USABLE, fits, gpu_bytes, predict
+from primus_images.recipes.rules import gpu_bytes, predict
 from primus_images.recipes.schema import backend_rules
 from primus_images.recipes.setting import Choices
+from primus_images.training.run.machine import check_prediction
 
 _COMMANDS = Path("tests/fixtures/old_commands.yaml")
 _MOST_NODES = 64
@@ -153,27 +156,35 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["PRIMUS_ROOT"] = str(args.checkout)
     rows = []
-    firsts: dict[str, Path] = {}
+    kinds: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     for path in _files(args.checkout):
         row = _row(path, args.checkout)
         rows.append(row)
         if row["status"] == "trainable":
-            firsts.setdefault(f"{row['backend']} {row['family']}", path)
-    result = {
-        "primus": {"repository": "AMD-AGI/Primus", "commit": args.commit},
-        "totals": _totals(rows),
-        "pages": {page: _page(Path(folder), page) for folder, page in args.page},
-        "proxies": {},
-        "files": rows,
-    }
+            kinds.setdefault(f"{row['backend']} {row['family']}", path)
+            models.setdefault(f"{row['backend']} {_model(path)}", path)
+    # What this call does not measure is kept.
+    result: dict[str, Any] = {}
+    if args.out.is_file():
+        result = json.loads(args.out.read_text(encoding="utf-8"))
+    result["primus"] = {"repository": "AMD-AGI/Primus", "commit": args.commit}
+    result["totals"] = _totals(rows)
+    if args.page:
+        result["pages"] = {page: _page(Path(folder), page) for folder, page in args.page}
     if args.proxies:
-        result["proxies"] = {kind: _trained(path) for kind, path in firsts.items()}
-    elif args.out.is_file():
-        before = json.loads(args.out.read_text(encoding="utf-8"))
-        result["proxies"] = before["proxies"]
+        result["proxies"] = {kind: _trained(path, "--judge") for kind, path in kinds.items()}
+        result["models"] = {model: _trained(path, "steps=5") for model, path in models.items()}
+    result["files"] = rows
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result["totals"], indent=1))
     return 0
+
+
+def _model(path: Path) -> str:
+    """Return Primus's name of a file's model, whose preset for FP8 may have a name of its own."""
+    module = _loaded(path)["modules"]["pre_trainer"]
+    return Path(module["model"]).stem.removesuffix("-fp8")
 
 
 def _files(checkout: Path) -> list[Path]:
@@ -205,8 +216,8 @@ def _row(path: Path, checkout: Path) -> dict[str, Any]:
         "recipe": imported.recipe,
         "precision": recipe.precision,
         "nodes": recipe.get("nodes", int),
-        "fits": _fits(recipe),
-        "fits_on_nodes": _nodes_that_hold(path, recipe),
+        "starts": _starts(recipe),
+        **_larger(path, recipe),
         "predicted_gib": round(memory.peak / 2**30, 1),
         "of_it_states_gib": round(memory.states / 2**30, 1),
         "compared": compared,
@@ -215,24 +226,70 @@ def _row(path: Path, checkout: Path) -> dict[str, Any]:
     }
 
 
-def _fits(recipe: Recipe) -> bool:
+def _starts(recipe: Recipe) -> bool:
+    """Return whether a run begins on its GPU, by the product's own check of its memory."""
+    try:
+        check_prediction(recipe)
+    except PrimusError:
+        return False
+    return True
+
+
+def _larger(path: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return what exceeds the GPU on the least nodes, and the least change with which it
+    starts.
+
+    A file has no number of nodes: whoever starts it chooses. The changes are tried in this order:
+    more nodes; more nodes with as many sequences for each; these with all layers recomputed; with a
+    micro batch of 1, too; with pipeline stages or more expert parallelism, too.
+    """
+    if _starts(recipe):
+        return {}
+    keys = recipe.knows.keys
     total = gpu_bytes(recipe.gpu)
     assert total is not None
-    return fits(predict(recipe), USABLE * total)
+    part = "activations"
+    if predict(recipe).states > total:
+        part = "states"
+    recomputed = "activation_checkpoint.mode=full"
+    if recipe.backend == "megatron":
+        recomputed = (
+            "model.recompute_granularity=full model.recompute_method=block "
+            f"model.recompute_num_layers={recipe.architecture.layers}"
+        )
+    small = f"{recomputed} {keys['local_batch']}=1"
+    changes = ["", recomputed, small]
+    changes += [f"{_stages(recipe, number)} {small}" for number in (4, 8, 16)]
+    if recipe.architecture.moe.experts:
+        changes += [f"ep={number} {small}" for number in (16, 64)]
+    first = recipe.get("nodes", int)
+    every = [first * 2**power for power in range(7) if first * 2**power <= _MOST_NODES]
+    tried = [(nodes, "", False) for nodes in every]
+    tried += [(nodes, change, True) for change in changes for nodes in every[::3]]
+    for nodes, change, in_proportion in tried:
+        words = change.split()
+        if in_proportion:
+            words.append(f"{keys['global_batch']}={recipe.global_batch * nodes // first}")
+        if _starts_with(path, recipe.gpu, nodes, words):
+            return {"exceeds": part, "starts_with": " ".join([f"nodes={nodes}", *words])}
+    return {"exceeds": part, "starts_with": None}
 
 
-def _nodes_that_hold(path: Path, recipe: Recipe) -> int | None:
-    """Return the least number of nodes, of powers of 2, on which the file's run fits, or None."""
-    nodes = recipe.get("nodes", int)
-    while nodes <= _MOST_NODES:
-        try:
-            larger = resolve(str(path), (), Choices(gpu=recipe.gpu, nodes=nodes))
-        except PrimusError:
-            return None  # its batch does not divide among so many ranks
-        if _fits(larger):
-            return nodes
-        nodes *= 2
-    return None
+def _stages(recipe: Recipe, number: int) -> str:
+    """Return the words for a ``number`` of pipeline stages, of which the last may be smaller."""
+    layers = recipe.architecture.layers
+    if recipe.backend != "megatron" or layers % number == 0:
+        return f"pp={number}"
+    last = layers - (number - 1) * math.ceil(layers / number)
+    return f"pp={number} model.num_layers_in_last_pipeline_stage={last}"
+
+
+def _starts_with(path: Path, gpu: str, nodes: int, words: list[str]) -> bool:
+    try:
+        return _starts(resolve(str(path), words, Choices(gpu=gpu, nodes=nodes)))
+    except PrimusError:
+        # Its batch or its layers do not divide so.
+        return False
 
 
 def _page(checkout: Path, document: str) -> dict[str, Any]:
@@ -266,17 +323,25 @@ def _page(checkout: Path, document: str) -> dict[str, Any]:
 def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
     refused = [row for row in rows if row["status"] == "refused"]
     trainable = [row for row in rows if row["status"] == "trainable"]
+    large = [row for row in trainable if not row["starts"]]
     return {
         "files": len(rows),
         "trainable": len(trainable),
         "refused": len(refused),
         "misleading_hints": sum(row["misleading"] for row in refused),
-        "does_not_fit_its_least_nodes": sum(not row["fits"] for row in trainable),
-        "fits_on_no_number_of_nodes": sum(row["fits_on_nodes"] is None for row in trainable),
+        "refused_for_memory_on_their_least_nodes": len(large),
+        "of_these_by_states": sum(row["exceeds"] == "states" for row in large),
+        "of_these_with_more_nodes_they_start": sum(_needs_nodes_alone(row) for row in large),
+        "of_these_with_no_change_tried_they_start": sum(not row["starts_with"] for row in large),
         "keys_compared": sum(row["compared"] for row in trainable),
         "keys_different": sum(len(row["differences"]) for row in trainable),
         "reasons": dict(Counter(row["reason"] for row in refused).most_common()),
     }
+
+
+def _needs_nodes_alone(row: Mapping[str, Any]) -> bool:
+    words = (row["starts_with"] or "").split()
+    return bool(words) and all("nodes=" in word or "global_batch" in word for word in words)
 
 
 def _loaded(file: Path) -> dict[str, Any]:
@@ -408,16 +473,24 @@ def _of_titan(merged: Mapping[str, Any]) -> dict[str, Any]:
     return expected
 
 
-def _trained(path: Path) -> dict[str, Any]:
-    """Train the proxy of a file, and return the verdict and the losses."""
+def _trained(path: Path, word: str) -> dict[str, Any]:
+    """Train the proxy of a file with one more ``word``, and return the verdict and the losses."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/run"
         command = [sys.executable, "-m", "primus_images.cli.main", "train", str(path)]
-        command += ["--proxy", "--gpu", "cpu", "--judge", "--output", output]
+        command += ["--proxy", "--gpu", "cpu", "--output", output, word]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith(("✓", "✗", "judged", "failed", "primus"))]
-    return {"file": path.name, "exit_code": done.returncode, "says": said[-2:]}
+    return {
+        "file": path.name,
+        "exit_code": done.returncode,
+        "says": _said(done.stdout + done.stderr),
+    }
+
+
+def _said(output: str) -> list[str]:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith(("✓", "✗", "judged", "failed"))]
+    return said[-2:]
 
 
 if __name__ == "__main__":

@@ -96,6 +96,10 @@ def requested(
         request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
     else:
         request = _of_command(name, words, environment)
+    for variable, why in table("commands")["passed"].items():
+        if environment.get(variable):
+            says = f"{variable}={environment[variable]} is passed on to the ranks: {why}"
+            request = replace(request, says=(*request.says, says))
     if precision:
         return replace(request, choices=replace(request.choices, precision=precision))
     return request

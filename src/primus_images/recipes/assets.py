@@ -9,6 +9,7 @@ from pathlib import Path
 from primus_images.errors import InputError
 from primus_images.files import refuse_pointer
 from primus_images.recipes.faults import Fault
+from primus_images.recipes.indexed import is_index, tokens_of
 from primus_images.recipes.recipe import Recipe
 
 # A path, or a data set or model on the hub; no address of another kind.
@@ -43,6 +44,9 @@ def _asset_faults(recipe: Recipe, key: str) -> Iterator[Fault]:
         return
     if key == "assets.tokenizer":
         kind = "a folder"
+    elif is_index(asset) and not isfile(tokens_of(asset)):
+        yield key, f"{asset} has no {tokens_of(asset).name} beside it", "copy both files"
+        return
     elif isfile(asset):
         return
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_images.errors import InputError, nearest
+from primus_images.recipes.indexed import named
 from primus_images.yamlfile import Document, read
 
 _SUFFIXES = (".yaml", ".yml")
@@ -87,7 +88,7 @@ def _name(corpus: str, file: Path, where: str) -> str:
         raise InputError("a mixture contains no other one", where=where, hint="list its corpora")
     if corpus.startswith("hf:"):
         return corpus
-    path = file.parent / corpus
+    path = named(file.parent / corpus)
     if not path.exists():
         raise InputError(f"{path} is not a file or a folder", where=where)
     return str(path)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from primus_images.errors import InputError
 from primus_images.files import below
 from primus_images.recipes.architecture import Architecture, architecture
+from primus_images.recipes.indexed import TOKENS, is_index, named, tokens_of
 from primus_images.recipes.load import beside
 from primus_images.recipes.mixture import is_mixture, parts_of
 from primus_images.recipes.schema import Backend, backends
@@ -20,6 +21,7 @@ from primus_images.yamlfile import section
 
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
+_CORPORA = ("assets.corpus", "eval.corpus")
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
 
 Kind = TypeVar("Kind", str, int, float, bool)
@@ -97,6 +99,9 @@ class Recipe:
             return None
         here = Path.cwd() / name
         there = beside(self.path, name)
+        if key in _CORPORA:
+            here = named(here)
+            there = named(there)
         if self.settings[key].typed and (here.exists() or not there.exists()):
             return here
         return there
@@ -201,15 +206,19 @@ def _digest_of_mixture(file: Path, own: str) -> str:
 
 def _digest(root: Path, without: Sequence[str]) -> str:
     """Return sha256 over the files below ``root``, without those with these suffixes."""
-    files = [root]
     if root.is_dir():
         files = sorted(path for path in below(root) if path.is_file())
+        names = {file: file.relative_to(root).as_posix() for file in files}
+    else:
+        names = {root: "."}
+        if is_index(root):
+            names[tokens_of(root)] = TOKENS
     hasher = hashlib.sha256()
-    for file in files:
+    for file, name in names.items():
         if file.suffix not in without:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
-            hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+            hasher.update(f"{name} {content}\n".encode())
     return hasher.hexdigest()
 
 

@@ -357,6 +357,35 @@ def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_ke
     assert requested("run_pretrain.sh", [], given).words == ()
 
 
+def test_variables_that_images_do_not_set_are_passed_on_with_a_word() -> None:
+    given = {"ROCBLAS_USE_HIPBLASLT": "1", "DISABLE_ADDMM_CUDA_LT": "0", "GPU_MAX_HW_QUEUES": "8"}
+    told = requested("launcher.py", [], given)
+    assert told.says == (
+        "ROCBLAS_USE_HIPBLASLT=1 is passed on to the ranks: rocBLAS reads it",
+        "DISABLE_ADDMM_CUDA_LT=0 is passed on to the ranks: PyTorch reads it, and 0 is its default",
+    )
+    assert requested("launcher.py", [], {}).says == ()
+
+
+def test_a_proxy_in_fp8_is_trained_in_bf16_where_a_cpu_lacks_it_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
+    for path, precision in (
+        ("examples/megatron/configs/MI300X/llama3.1_8B-FP8-pretrain.yaml", "bf16"),
+        ("examples/torchtitan/configs/MI300X/llama3.1_8B-FP8-pretrain.yaml", "fp8"),
+    ):
+        monkeypatch.setenv("EXP", path)
+        assert main(["compat", "run_pretrain.sh", "--proxy", "--dry-run"]) == 0
+        out, err = capsys.readouterr()
+        assert f"pretrain, {precision}, cpu" in out
+        says = "the proxy is trained in bf16: megatron does not compute fp8 on a CPU"
+        assert (says in err) == (precision == "bf16")
+        assert main(["compat", "run_pretrain.sh", "--proxy", "--dry-run", "--gpu=mi300x"]) == 0
+        assert "pretrain, fp8, mi300x" in capsys.readouterr().out
+
+
 def test_what_only_the_host_can_start_is_refused_with_the_command_that_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

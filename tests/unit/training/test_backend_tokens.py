@@ -44,7 +44,7 @@ def test_tokens_that_can_be_trained(name: str, tokens: Tokens, backend: str) -> 
     ("name", "tokens", "backend", "said"),
     [
         ("train", tokens_of(LENGTH), "fsdp", f"{LENGTH} tokens, fewer than one sample"),
-        ("train", tokens_of(3, trained=False), "finetune", "no document has an answer"),
+        ("train", tokens_of(3, trained=False), "finetune", "no token of the corpus is trained"),
         ("eval", tokens_of(1), "finetune", "no document has an answer"),
         ("train", tokens_of(9), "torchtitan", "the corpus has 1 document, and each of the 2"),
     ],

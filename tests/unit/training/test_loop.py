@@ -10,7 +10,12 @@ import pytest
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.loop import config
-from primus_images.training.backends.loop.config import LoopConfig, ShardingConfig, learning_rate
+from primus_images.training.backends.loop.config import (
+    LoopConfig,
+    ShardingConfig,
+    learning_rate,
+    profile_of,
+)
 from primus_images.training.run import ranks
 from primus_images.training.run.job import Job
 
@@ -29,6 +34,26 @@ def choices(backend: str, mode: str) -> Choices:
 
 def job(folder: Path, backend: str, mode: str, *words: str, recipe: str = "llama3.1-8b") -> Job:
     return Job(name="x", recipe=resolve(recipe, words, choices(backend, mode)), output=folder)
+
+
+@pytest.mark.parametrize(
+    ("last", "after", "files"),
+    [
+        (0, -1, {}),
+        (3, -1, {3: "profile.json"}),
+        (3, 2, {3: "profile.json"}),
+        (3, 1, {2: "profile-2.json", 3: "profile-3.json"}),
+        (2, 0, {1: "profile-1.json", 2: "profile-2.json"}),
+        (2, 3, {}),
+        (0, 0, {}),
+    ],
+)
+def test_the_steps_after_one_and_up_to_another_are_profiled(
+    last: int, after: int, files: dict[int, str]
+) -> None:
+    config = LoopConfig(steps=4, profile_step=last, profile_after=after)
+    found = {step: profile_of(config, step) for step in range(1, 5)}
+    assert {step: name for step, name in found.items() if name} == files
 
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:

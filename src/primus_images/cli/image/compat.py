@@ -16,6 +16,7 @@ from primus_images.compat import workloads
 from primus_images.compat.commands import Request, requested
 from primus_images.errors import HostError, InputError
 from primus_images.gpus.detect import detect
+from primus_images.recipes.choose import CPU, computes
 from primus_images.recipes.experiments.source import import_experiment, text_of
 from primus_images.recipes.published import another_model
 from primus_images.recipes.resolve import resolve
@@ -145,7 +146,7 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
     if chosen.gpu:
         request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
     if chosen.proxy:
-        return request.for_proxy()
+        return _in_precision_of_cpu(request.for_proxy())
     if chosen.dry_run and not chosen.gpu and not detect().names:
         gpu = request.gpu_of_path or "mi300x"
         says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
@@ -153,6 +154,26 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
             request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says)
         )
     return request
+
+
+def _in_precision_of_cpu(request: Request) -> Request:
+    """Return the request of a proxy in BF16, if this machine's CPU is to train and lacks its FP8.
+
+    A document's command can be tried anywhere then, and says what it leaves out.
+    """
+    gpu = request.choices.gpu
+    if gpu not in (None, CPU) or (gpu is None and detect().names):
+        return request
+    on_gpu = replace(request.choices, gpu="mi355x")
+    recipe = resolve(request.recipe, request.words, on_gpu)
+    if computes(CPU, recipe.precision, recipe.backend):
+        return request
+    says = (
+        f"the proxy is trained in bf16: {recipe.backend} does not compute {recipe.precision} on a "
+        "CPU"
+    )
+    choices = replace(request.choices, precision="bf16")
+    return replace(request, choices=choices, says=(*request.says, says))
 
 
 def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:

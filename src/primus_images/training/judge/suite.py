@@ -189,6 +189,7 @@ def _short(recipe: Recipe, steps: int) -> dict[str, int | str]:
     latest = {
         f"{recipe.backend}.{recipe.knows.warmup}": steps,
         f"{recipe.backend}.training.profile_step": 0,
+        f"{recipe.backend}.training.profile_after": -1,
         "eval.every": steps,
     }
     late = {key: value for key, value in latest.items() if recipe.find(key, 0) > steps}

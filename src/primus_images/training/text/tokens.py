@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from primus_images.errors import InputError
 from primus_images.files import text_if_readable, write_file
+from primus_images.recipes.indexed import TOKENS, is_index
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
-from primus_images.training.text import corpus as corpora
+from primus_images.training.text import corpus as corpora, indexed
 from primus_images.training.text.corpus import Corpus, Files
 from primus_images.training.text.document import Layout, document_of, layout_of
 from primus_images.training.text.encoder import Encoder
@@ -54,9 +55,23 @@ class Reader:
             rows = corpora.rows(corpus, self.files)
         self.skipped: list[InputError] = []
         self._read = 0
-        first, self.layout = self._first(rows)
-        self._rows = chain([first], rows)
+        self._tokenized: Iterator[Sequence[int]] | None = None
+        if self.files.paths and is_index(self.files.paths[0]):
+            self._tokenized = self._of_index(self.files.paths)
+            self.layout = Layout(columns=[f"{TOKENS} files"])
+        else:
+            first, self.layout = self._first(rows)
+            self._rows = chain([first], rows)
         self.encoder = Encoder(corpus.tokenizer, corpus.template)
+
+    def _of_index(self, indexes: Sequence[Path]) -> Iterator[Sequence[int]]:
+        """Return the documents of tokenized files, which have no columns to choose from."""
+        if self.corpus.column or self.corpus.question:
+            raise InputError(
+                "tokens have no columns: leave data.column and data.question out",
+                where=self.corpus.name,
+            )
+        return chain.from_iterable(map(indexed.documents, indexes))
 
     def _first(self, rows: Iterator[Row]) -> tuple[Row, Layout]:
         """Return the first row that can be read, and its layout."""
@@ -83,7 +98,11 @@ class Reader:
 
         Without a mask, all are.
         """
-        if self.layout.prompted:
+        if self._tokenized is not None:
+            for tokens in self._tokenized:
+                if tokens:
+                    yield tokens, ()
+        elif self.layout.prompted:
             yield from self._prompted()
         else:
             for tokens in self._plain():

@@ -20,8 +20,10 @@ class LoopConfig:
     ``global_batch_size`` is that of one optimizer step over all ranks; -1 means one micro-batch per
     rank. ``dtype`` is that of matrix products; weights and optimizer states use ``master_dtype``.
     ``fp8`` other than "none" computes the linear layers in FP8. ``checkpoint_interval`` and
-    ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays from ``lr`` to ``min_lr``
-    after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run).
+    ``profile_step`` are steps; 0 means never. With ``profile_after``, all steps after it are
+    profiled, up to ``profile_step``; -1 profiles that one alone. ``lr_schedule`` decays from
+    ``lr`` to ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of
+    the run).
     ``tensorboard``, ``wandb`` and ``mlflow`` also write the figures of every step to folders with
     those names. Weights & Biases is offline unless WANDB_MODE is set, MLflow unless
     MLFLOW_TRACKING_URI is.
@@ -50,6 +52,7 @@ class LoopConfig:
     compile: bool = False
     checkpoint_interval: int = bounded(0, "[0, inf)")
     profile_step: int = bounded(0, "[0, training.steps]")
+    profile_after: int = bounded(-1, "-1 | [0, training.steps]")
     tensorboard: bool = False
     wandb: bool = False
     mlflow: bool = False
@@ -67,6 +70,19 @@ class ShardingConfig:
     replicas: int = bounded(1, "[1, inf)")
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def profile_of(config: LoopConfig, step: int) -> str | None:
+    """Return the name of the file with the profile of ``step``, None if it is not profiled."""
+    last = config.profile_step
+    first = last
+    if config.profile_after >= 0:
+        first = config.profile_after + 1
+    if not first <= step <= last:
+        return None
+    if first == last:
+        return "profile.json"
+    return f"profile-{step}.json"
 
 
 def learning_rate(config: LoopConfig, step: int) -> float:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from primus_images.training.backends.loop import checkpoint
-from primus_images.training.backends.loop.config import RankJob, learning_rate
+from primus_images.training.backends.loop.config import RankJob, learning_rate, profile_of
 from primus_images.training.backends.loop.evaluation import Evaluation
 from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import (
@@ -146,11 +146,12 @@ class _Loop:
         return nullcontext()
 
     def _watched(self, step: int) -> AbstractContextManager[dict[str, Any]]:
-        """Record the kernels of the first step, and everything of the one that is profiled."""
+        """Record the kernels of the first step, and everything of those that are profiled."""
         first = step == self._job.first_step
         trace = None
-        if step == self._job.training.profile_step and dist.get_rank() == 0:
-            trace = self._job.output / "profile.json"
+        name = profile_of(self._job.training, step)
+        if name and dist.get_rank() == 0:
+            trace = self._job.output / name
         if first:
             self._report.start()
         if not first and trace is None:

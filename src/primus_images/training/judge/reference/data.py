@@ -13,7 +13,7 @@ from torch import Tensor
 
 from primus_images.files import json_if_readable
 from primus_images.recipes.recipe import MOCK
-from primus_images.training.judge.reference.rows import LAYOUTS, rows_of
+from primus_images.training.judge.reference.rows import LAYOUTS, rows_of, tokens_of
 from primus_images.training.text.mock import texts
 
 Batch = dict[str, Tensor]
@@ -330,6 +330,8 @@ def _words_of(job: dict[str, Any]) -> "_Words":
 
 
 def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
+    if name.endswith(".idx"):
+        return [_Document(tokens) for tokens in tokens_of(Path(name))]
     data = job.get("data", {})
     words = _words_of(job)
     # A column that the user names is text or a chat of its own.

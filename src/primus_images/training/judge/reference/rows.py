@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +29,33 @@ def rows_of(corpus: Path, split: str | None) -> Iterator[Row]:
     """Yield the rows of ``corpus``, a file or a folder, in the order in which they are trained."""
     for file in files_of(corpus, split):
         yield from _rows(file)
+
+
+def tokens_of(index: Path) -> Iterator[list[int]]:
+    """Yield the tokens of each document of Megatron-LM's ``index`` that is not empty.
+
+    After nine bytes of magic and eight of the version come the code of the type of a token, the
+    number of sequences and the length of the list of documents. Then come the length of each
+    sequence, its first byte in the file of tokens, and the first sequence of each document.
+    """
+    head = struct.Struct("<9sQBQQ")
+    content = index.read_bytes()
+    _, _, code, sequences, entries = head.unpack_from(content)
+    lists = struct.Struct(f"<{sequences}i{sequences}q{entries}q")
+    numbers = lists.unpack_from(content, head.size)
+    lengths = numbers[:sequences]
+    places = numbers[sequences : 2 * sequences]
+    firsts = numbers[2 * sequences :]
+    token = struct.Struct("<" + {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code])
+    whole = index.with_suffix(".bin").read_bytes()
+    for number in range(entries - 1):
+        tokens: list[int] = []
+        for sequence in range(firsts[number], firsts[number + 1]):
+            begin = places[sequence]
+            part = whole[begin : begin + lengths[sequence] * token.size]
+            tokens += [value for (value,) in token.iter_unpack(part)]
+        if tokens:
+            yield tokens
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def today(root: Path) -> list[str]:
         place = "the CPU"
         if target.gpu and not target.choice.preview:
             place = f"the GPU: {target.gpu.title}"
-        rows.append((f"`rocm/primus:{target.ref}`", f"`primus build {target.name}`", place))
+        image = f"`{target.versions.image.name}:{target.ref}`"
+        rows.append((image, f"`primus build {target.name}`", place))
     return table(("image", "made by", "computes on"), rows)
 
 

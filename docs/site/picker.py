@@ -71,7 +71,7 @@ def _gpu(project: Project, name: str) -> dict[str, Any]:
         "title": gpu.title,
         "vendor": vendor(name),
         "gib": round((gpu_bytes(name) or 0) / _GIB),
-        "image": f"rocm/primus:{target.ref}",
+        "image": f"{target.versions.image.name}:{target.ref}",
         "issues": [str(issue) for issue in target.known_issues],
         "status": f"The image is a preview: {preview}." if preview else "",
     }

@@ -27,7 +27,7 @@ def rocm_data(root: Path) -> dict[str, str]:
     ]
     dockers = [
         {
-            "pull_tag": f"rocm/primus:{project.versions.release}-{target.name}",
+            "pull_tag": f"{project.versions.image.name}:{project.versions.release}-{target.name}",
             "target": target.name,
             "components": {
                 name: pin.version or "of this project" for name, pin in target.pins.items()

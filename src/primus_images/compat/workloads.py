@@ -85,7 +85,7 @@ def _workload(
         raise InputError(
             "--image is missing",
             where=NAME,
-            hint="name an image of this project, such as REGISTRY/rocm/primus:v26.11-mi300x",
+            hint="name an image of this project, as `primus publish` prints it",
         )
     variables = {"EXP": chosen.exp, "BACKEND": chosen.backend, "GPUS_PER_NODE": str(chosen.gpu)}
     if chosen.data_path:

@@ -80,7 +80,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.image:
-            raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x-preview")
+            raise InputError(
+                "--image is missing", hint="--image NAME, as `primus publish` prints it"
+            )
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         secrets += (*self.labels, *self.annotations)
         refuse_secrets(

@@ -51,7 +51,7 @@ class Site:
         if self.container != "none" and not self.image:
             raise InputError(
                 f"--container {self.container} needs --image",
-                hint="--image rocm/primus:v26.11-mi300x-preview",
+                hint="--image NAME, as `primus load` and `primus publish` print it",
             )
         refuse_unfit(vars(self), "slurm")
         secrets = (*self.environment, *self.extra, self.image)

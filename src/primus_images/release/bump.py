@@ -361,7 +361,7 @@ def edit(text: str, document: Document, components: Mapping[str, Component], mov
     """Return the text of versions.yaml with the pins moved. Comments and all else stay.
 
     With a ROCm, what is inside its packages and has its number moves, and so do the tools of
-    builds.
+    builds. A build that names a moved pin's package with its version gets the new one.
     """
     lines = text.split("\n")
     moves = dict(moves)
@@ -381,10 +381,29 @@ def edit(text: str, document: Document, components: Mapping[str, Component], mov
         after = lines[line - 1][column - 1 :]
         lines[line - 1] = before + after.replace(pinned, version, 1)
     text = "\n".join(lines)
+    for package, old_version, new_version in _in_builds(components, moves):
+        exact = rf"(?<![\w.-]){re.escape(f'{package}=={old_version}')}(?![\w.+-])"
+        text = re.sub(exact, f"{package}=={new_version}", text)
     for old_rocm, new_rocm in rocms.items():
         tool = rf"\b(rocm[a-z-]*)=={re.escape(old_rocm)}\b"
         text = re.sub(tool, rf"\1=={new_rocm}", text)
     return text
+
+
+def _in_builds(components: Mapping[str, Component], moves: Moves) -> Iterator[tuple[str, str, str]]:
+    """Yield package, old and new version of what builds name exactly.
+
+    A version that another pin of the package keeps is not moved.
+    """
+    kept = set()
+    for name, component in components.items():
+        for number, pin in enumerate(component.pins):
+            if (name, number) not in moves:
+                kept.add((_package(pin), pin.version))
+    for (name, number), version in moves.items():
+        pin = components[name].pins[number]
+        if _package(pin) and (_package(pin), pin.version) not in kept:
+            yield _package(pin), pin.version or "", version
 
 
 def _inside(components: Mapping[str, Component], channel: str, version: str) -> Iterator[Place]:

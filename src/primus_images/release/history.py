@@ -20,7 +20,8 @@ from primus_images.system.preflight import amdgpu_drivers
 from primus_images.versions.components import Versions
 from primus_images.yamlfile import read
 
-IMAGE = "rocm/primus"
+# The repository of AMD's images.
+AMDS = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned
 # one.
 PINS = "versions.yaml"
@@ -111,6 +112,21 @@ def select(history: History, word: str) -> tuple[Release, ...]:
     raise InputError(f"no release is called {word!r}", hint=hint)
 
 
+def namesake(versions: Versions, history: History) -> str:
+    """Return that AMD has a release of the pinned one's name; "" if it has none on record."""
+    published = [r for r in history.releases if r.image == AMDS and r.name == versions.release]
+    if not published:
+        return ""
+    theirs = published[0].reference
+    if published[0].date:
+        theirs += f" of {published[0].date}"
+    if versions.image.name == AMDS:
+        remedy = "give `release` or `image.name` in versions.yaml another name"
+    else:
+        remedy = f"this one is {versions.image.name}"
+    return f"AMD has a release {versions.release}, {theirs}: {remedy}"
+
+
 def _names(image: str) -> tuple[str, str]:
     return image, image.rpartition("/")[2]
 
@@ -156,7 +172,7 @@ def pins(
         locked_versions["rocm_sdk"] = components["rocm_sdk_core"]
     names = ", ".join(target.name for target in shown) or "no target"
     return Release(
-        image=IMAGE,
+        image=versions.image.name,
         tag=tag,
         date=versions.created,
         supported_until=versions.supported_until,

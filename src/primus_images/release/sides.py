@@ -27,7 +27,6 @@ from primus_images.release.artifact import Document, damage
 from primus_images.release.documents import GATES, LOCK, SPDX, VALIDATION
 from primus_images.release.git import git
 from primus_images.release.history import (
-    IMAGE,
     Release,
     key_of,
     load_history,
@@ -81,9 +80,12 @@ def side(word: str, project: Project | None, target: str = "") -> Side:
     known = withdrawals(project.root)
     tag = result.release.tag
     withdrawal = known.get(tag) or known.get(f"{tag}-{target}")
-    if result.release.image != IMAGE and withdrawal and withdrawal.digest != result.release.digest:
+    if withdrawal is None:
         return result
-    return replace(result, withdrawn=withdrawal.sentence if withdrawal else "")
+    ours = result.release.image == project.versions.image.name
+    if not ours and withdrawal.digest != result.release.digest:
+        return result
+    return replace(result, withdrawn=withdrawal.sentence)
 
 
 def _side(word: str, project: Project | None, target: str) -> Side:
@@ -93,7 +95,10 @@ def _side(word: str, project: Project | None, target: str) -> Side:
     ``target`` are meant, if it is not empty. Raises InputError, with what there is, if none knows
     the name.
     """
-    bare = word.removeprefix(f"{IMAGE}:")
+    bare = word
+    # A file of pins that cannot be read hides no release of the history.
+    if project is not None and ":" in word:
+        bare = word.removeprefix(f"{project.versions.image.name}:")
     if project is not None and bare in project.workspace.store.images():
         return _of_store(project, bare)
     if _REGISTRY.fullmatch(word):
@@ -277,7 +282,7 @@ def past_releases(project: Project) -> Iterator[Release]:
             old = _of_revision(project.root, name, "")
         except InputError as error:  # of another version of primus
             unread = f"pins of {error.where}, which cannot be read"
-            yield Release(image=IMAGE, tag=name, components={}, origin=unread)
+            yield Release(image=project.versions.image.name, tag=name, components={}, origin=unread)
         else:
             if old:
                 yield old.release
@@ -325,7 +330,8 @@ class _Image(NamedTuple):
 def _of_store(project: Project, ref: str) -> Side:
     store = project.workspace.store
     root = root_of_image(store, project.workspace.unpacked, ref, ref=ref)
-    image = _Image(IMAGE, ref, str(store.images()[ref]["digest"]), "image of the store")
+    digest = str(store.images()[ref]["digest"])
+    image = _Image(project.versions.image.name, ref, digest, "image of the store")
     names = _layer_names(root.config, [layer.digest for layer in root.layers])
     layers = dict(zip(names, root.layers, strict=True))
     parts = _parts_of_config(root.config, {name: layer.size for name, layer in layers.items()})

@@ -219,12 +219,20 @@ class Index:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Image:
+    """What images are called: the repository ``name``, to which a tag is added."""
+
+    name: str = "rocm/primus"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Versions:
     """The pins of the release."""
 
     release: str
     created: str
     supported_until: str | None = None
+    image: Image = field(default_factory=Image)
     bases: Mapping[str, Base]
     components: Mapping[str, Component]
     indexes: Mapping[str, Index] = field(default_factory=dict)

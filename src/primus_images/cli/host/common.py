@@ -11,6 +11,7 @@ from primus_images import programs
 from primus_images.errors import InputError
 from primus_images.plan.project import Project, Workspace
 from primus_images.plan.resolve import ResolvedTarget, resolve
+from primus_images.release.history import load_history, namesake
 from primus_images.release.withdrawal import withdrawals
 from primus_images.system.support import support_text
 from primus_images.terminal import say
@@ -58,8 +59,13 @@ def _refuse_committed(workspace: Path) -> None:
 
 
 def state_of(resolved: ResolvedTarget) -> list[str]:
-    """Return that a release was withdrawn, and until when it is supported, as sentences."""
+    """Return that AMD has a release of this name, that this one was withdrawn, and until when it is
+    supported, as sentences.
+    """
     sentences = []
+    same = namesake(resolved.versions, load_history())
+    if same:
+        sentences.append(f"! {same}")
     withdrawal = withdrawals(resolved.root).get(resolved.ref)
     if withdrawal:
         sentences.append(f"! {resolved.ref} was {withdrawal.sentence}")
@@ -72,7 +78,7 @@ def state_of(resolved: ResolvedTarget) -> list[str]:
 
 
 def warn_of_state(resolved: ResolvedTarget) -> None:
-    """Say on standard error that a release was withdrawn, or that its support ended."""
+    """Say on standard error which sentences about the release are warnings."""
     for sentence in state_of(resolved):
         if sentence.startswith("!"):
             say(sentence)

@@ -7,11 +7,10 @@ from primus_images.cli.host.lock import resolved_or_all
 from primus_images.cli.verb import answer
 from primus_images.errors import HostError
 from primus_images.release.bump import Outlook, Outlooks
-from primus_images.release.history import load_history, newest_first
+from primus_images.release.history import AMDS, load_history, namesake, newest_first
 from primus_images.terminal import Screen, counted
 from primus_images.waits import answer_of
 
-_AMDS = "rocm/primus"
 _NAMED = ("rocm", "pytorch", "transformer_engine", "rccl", "primus_turbo")
 _HEAD = ("component", "channel", "targets", "pinned", "compatible", "newest")
 
@@ -32,6 +31,9 @@ def outdated(args: argparse.Namespace) -> int:
         lines += screen.wrap(reason, hanging="  ")
     if any(target.arch and target.arch.startswith("gfx") for target in targets):
         lines += screen.wrap(_amds_newest(), hanging="  ")
+    says = namesake(targets[0].versions, load_history())
+    if says:
+        lines += screen.wrap(f"! {says}", hanging="  ")
     document = [{**outlook._asdict(), "moves": outlook.versions} for outlook in pins]
     answer(args, document, lines)
     if any(outlook.error for outlook in pins):
@@ -41,8 +43,13 @@ def outdated(args: argparse.Namespace) -> int:
 
 def _amds_newest() -> str:
     """Return the newest image that AMD published, of those on record."""
-    published = [release for release in load_history().releases if release.image == _AMDS]
+    published = [release for release in load_history().releases if release.image == AMDS]
     newest = newest_first(published)[0]
+    if not newest.components:
+        return (
+            f"AMD's newest image on record is {newest.reference}, whose versions are not on "
+            f"record; `primus releases {newest.tag}` says what was looked for"
+        )
     versions = [f"{name} {newest.components[name]}" for name in _NAMED if name in newest.components]
     return (
         f"AMD's newest image on record is {newest.reference} of {newest.date}: "

@@ -22,7 +22,7 @@ from primus_images.terminal import Screen, say
 def publish(args: argparse.Namespace) -> int:
     """Publish a built image with its evidence, which it needs to be a release."""
     example = (args.target or ["TARGET"])[0]
-    check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/rocm/primus")
+    check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/OWNER/NAME")
     targets, workspace = resolved_targets(args)
     for resolved in targets:
         warn_of_state(resolved)

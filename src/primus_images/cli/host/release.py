@@ -8,7 +8,6 @@ from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
-from primus_images.release.history import IMAGE
 from primus_images.release.mad import mad_files
 from primus_images.release.reference import require_repository
 
@@ -19,10 +18,12 @@ def release(args: argparse.Namespace) -> int:
     target = _built_target(project, args.target)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
-    require_repository(args.repository or f"docker.io/{IMAGE}", "--from")
+    repository = args.repository or project.versions.image.name
+    if args.repository:
+        require_repository(repository, "--from")
     # podman reads no name with both a tag and a digest.
     digest = project.workspace.store.images()[target.ref]["digest"]
-    reference = f"{args.repository or IMAGE}@{digest}"
+    reference = f"{repository}@{digest}"
     paths = []
     for name, text in mad_files(target, reference).items():
         path = args.folder / name

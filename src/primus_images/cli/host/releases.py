@@ -10,7 +10,6 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.release.diff import release_list, release_page
 from primus_images.release.history import (
-    IMAGE,
     PINS,
     Release,
     load_history,
@@ -74,7 +73,7 @@ def _named(word: str, project: Project | None) -> tuple[Release, ...]:
     except InputError:
         if project is None:
             raise
-    bare = word.removeprefix(f"{IMAGE}:")
+    bare = word.removeprefix(f"{project.versions.image.name}:")
     if bare in pin_names(project.versions, project.target_names()):
         release = _pinned(project, bare)
     else:

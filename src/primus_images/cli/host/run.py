@@ -21,12 +21,16 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def load(args: argparse.Namespace) -> int:
-    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine.
+    """Load an image as REPOSITORY:RELEASE-TARGET into the Docker engine.
 
-    It is the one that Docker's client chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
+    REPOSITORY is `image.name` of versions.yaml.
+
+    The engine is the one that Docker's client chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
     """
-    root = _image_root(args)
-    tag = f"rocm/primus:{root.name}"
+    resolved, workspace = resolved_target(args)
+    warn_of_state(resolved)
+    root = root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)
+    tag = f"{resolved.versions.image.name}:{root.name}"
     with choose_progress(args.json) as progress:
         image_id, sent = load_image(root, tag, progress)
     done = "the engine already has it, nothing sent"

@@ -11,7 +11,7 @@ from primus_images.release.tags import move_tag, require_moving
 
 def tag(args: argparse.Namespace) -> int:
     """Move a tag to a published release, forwards after a publish or back to an earlier one."""
-    example = "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus --key cosign.pub"
+    example = "primus tag latest-cpu v26.11-cpu --to docker.io/OWNER/NAME --key cosign.pub"
     check_repository(args.to, example)
     require_moving(args.tag, args.release)
     trust = trust_of(args)

@@ -19,7 +19,7 @@ def withdraw(args: argparse.Namespace) -> int:
     The image and its tag stay. `verify`, `tag`, `diff` and `run` say first that it is withdrawn.
     """
     example = (
-        "primus withdraw v26.11-cpu --to docker.io/rocm/primus --key cosign.key "
+        "primus withdraw v26.11-cpu --to docker.io/OWNER/NAME --key cosign.key "
         "--reason 'wrong gradients' --successor v26.11.1-cpu"
     )
     check_repository(args.to, example)

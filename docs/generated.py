@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs import machine
+from docs import machine, old_lines
 from docs.json_schema import json_schema, summary_of
 from primus_images.errors import InputError, PrimusError
 from primus_images.gates.rules import gates
@@ -55,6 +55,7 @@ def generated(root: Path) -> dict[str, str]:
         )
     }
     files["docs/releases.md"] = _releases(load_history())
+    files["docs/old-lines.md"] = old_lines.text()
     files["docs/keys.md"] = _recipe_keys()
     files["docs/environment.md"] = machine.environment(root)
     files["docs/support.md"] = machine.support(root)

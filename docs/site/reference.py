@@ -14,7 +14,7 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.plan.target import Target
 from primus_images.release.diff import diff, notes, table
-from primus_images.release.history import IMAGE, PINS, load_history, newest_first
+from primus_images.release.history import AMDS, PINS, load_history, newest_first
 from primus_images.release.sides import side
 from primus_images.system.issues import issues
 from primus_images.versions.components import Pin, Versions
@@ -144,7 +144,9 @@ def images(root: Path) -> str:
     )
     pins = side(PINS, project)
     last = next(
-        r for r in newest_first(load_history().releases) if r.reference.startswith(f"{IMAGE}:")
+        release
+        for release in newest_first(load_history().releases)
+        if release.image == AMDS and release.components
     )
     changes = notes(
         diff(

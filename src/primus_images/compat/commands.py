@@ -25,6 +25,7 @@ from primus_images.recipes.experiments.translate import (
     translate,
 )
 from primus_images.recipes.load import names
+from primus_images.recipes.recipe import MOCK
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import backends
 from primus_images.recipes.setting import Choices
@@ -267,7 +268,18 @@ def _of_document(
     done = translate(str(request.choices.backend), arguments, settings, str(in_document))
     if (precision or done.precision) != in_document:
         request = replace(request, says=())
-    return request, done
+    return request, _with_tokenizer(request, done)
+
+
+def _with_tokenizer(request: Request, done: Translation) -> Translation:
+    """Add the tokenizer of the model's publisher, as in AMD's files, for text of the user's own."""
+    corpus = done.settings.get("assets.corpus", MOCK)
+    if corpus == MOCK or "assets.tokenizer" in done.settings:
+        return done
+    repository = resolve(request.recipe, (), replace(request.choices, gpu="mi300x")).get(
+        "model.hf_repo", str
+    )
+    return replace(done, settings={**done.settings, "assets.tokenizer": f"hf:{repository}"})
 
 
 def _with_environment(

@@ -15,7 +15,7 @@ from primus_images.oci.store import digest_of
 from primus_images.release import tags
 from primus_images.release.artifact import Document, damage
 from primus_images.release.documents import IN_TOTO
-from primus_images.release.history import IMAGE, Release
+from primus_images.release.history import AMDS, Release
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Trust
 from primus_images.release.tags import move_tag, require_moving, withdrawable
@@ -175,7 +175,7 @@ def test_a_withdrawal_is_a_sentence(predicates: list[Any], text: str) -> None:
 
 def test_a_release_says_that_an_image_of_it_was_withdrawn() -> None:
     known = {"v26.11-cpu": Withdrawal(reason="wrong", date="2026-12-01")}
-    release = Release(image=IMAGE, tag="v26.11", components={}, origin="pins of x", notes=("a",))
+    release = Release(image=AMDS, tag="v26.11", components={}, origin="pins of x", notes=("a",))
     assert _with_state(release, [], known).notes == (
         "v26.11-cpu was withdrawn on 2026-12-01: wrong.",
         "a",

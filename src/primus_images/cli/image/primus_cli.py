@@ -116,7 +116,10 @@ def _in_container(call: Call) -> int:
     runs = Path("runs").absolute()
     arguments.append(f"--volume={runs}:/workspace/runs")
     arguments += ["--", "primus", "compat", NAME, "direct", "--", *inside]
-    _say([*call.says, f"→ primus run {shlex.join(arguments)}"])
+    says = list(call.says)
+    if os.environ.get("DOCKER_IMAGE"):
+        says.append(f"DOCKER_IMAGE is left out: the image is that of {target}")
+    _say([*says, f"→ primus run {shlex.join(arguments)}"])
     if call.dry_run or chosen.dry_run:
         return 0
     runs.mkdir(exist_ok=True)

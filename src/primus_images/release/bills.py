@@ -105,6 +105,7 @@ def contents(
                 relation="CONTAINS",
             )
         )
+    parts += _of_repository(stated, parts, licensed)
     parts += _vendored(stated, parts, licensed)
     return Contents(
         ref=resolved.ref,
@@ -115,6 +116,25 @@ def contents(
         system=resolved.system,
         needs=_needs(stated, parts),
     )
+
+
+def _of_repository(
+    stated: Sequence[Stated], parts: Sequence[Part], licensed: Licences
+) -> Iterator[Part]:
+    """Yield the Python packages that the files state and no lock names: those of the repository."""
+    locked = {part.name for part in parts if part.purl}
+    for item in stated:
+        if item.kind != "wheel" or item.name in locked:
+            continue
+        locked.add(item.name)
+        yield Part(
+            identifier=_identifier("stated", item.name, item.version),
+            name=item.name,
+            version=item.version,
+            relation="CONTAINS",
+            purl=_pypi(item.name, item.version),
+            licence=licensed.declared.get(f"wheel {item.name}", ""),
+        )
 
 
 def _vendored(
@@ -177,6 +197,7 @@ def _locked(file: LockedFile, resolved: ResolvedTarget, licensed: Licences) -> P
         relation = "GENERATED_FROM"
     elif file.base in resolved.roots or (file.kind == "wheel" and file.base is None):
         relation = "CONTAINS"
+    source = licensed.sources.get(file.name, "") if kind == "deb" else ""
     return Part(
         identifier=_identifier(file.kind, file.base, file.name, file.version),
         name=file.name,
@@ -184,9 +205,9 @@ def _locked(file: LockedFile, resolved: ResolvedTarget, licensed: Licences) -> P
         relation=relation,
         file=file.file,
         sha256=file.sha256,
-        purl=purl(file, resolved.system),
+        purl=purl(file, resolved.system, source),
         licence=licensed.declared.get(f"{kind} {file.name}", ""),
-        source=licensed.sources.get(file.name, "") if kind == "deb" else "",
+        source=source,
     )
 
 
@@ -195,10 +216,11 @@ def _identifier(*words: str | None) -> str:
     return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda match: f"-{ord(match[0]):x}-", text)
 
 
-def purl(file: LockedFile, system: str = "") -> str:
+def purl(file: LockedFile, system: str = "", source: str = "") -> str:
     """Return the package URL of a locked file. It names no host; the checksum identifies the bytes.
 
-    ``system`` is the distribution of its Debian packages, such as ``debian-12``.
+    ``system`` is the distribution of its Debian packages, such as ``debian-12``, and ``source``
+    name and version of the source package, by which scanners find vulnerabilities.
 
     See https://github.com/package-url/purl-spec.
     """
@@ -211,6 +233,9 @@ def purl(file: LockedFile, system: str = "") -> str:
         qualifiers = {"arch": arch}
         if system:
             qualifiers["distro"] = system
+        upstream = _upstream(file, source)
+        if upstream:
+            qualifiers["upstream"] = upstream
         maker = system.partition("-")[0] or "debian"
         url = PackageURL("deb", maker, file.name, file.version, qualifiers)
     elif file.kind == "layer":
@@ -219,6 +244,14 @@ def purl(file: LockedFile, system: str = "") -> str:
         checksum = {"checksum": f"sha256:{file.sha256}"}
         url = PackageURL("generic", None, file.name, file.version, checksum)
     return url.to_string()
+
+
+def _upstream(file: LockedFile, source: str) -> str:
+    """Return what a Debian package says of its source: empty if name and version are the same."""
+    name, _, version = source.partition(" ")
+    if version not in ("", file.version):
+        return f"{name}@{version}"
+    return name if name != file.name else ""
 
 
 def spdx(inside: Contents) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def skopeo(command: str, *words: str) -> str:
         if done.returncode == 0:
             return done.stdout
         reason = _reason(done.stderr)
-        failing = re.search(r"status(?: code)?:? 5\d\d", reason)
+        failing = re.search(r"(?i)status ?(?:code)?:? 5\d\d", reason)
         # skopeo itself does not try these again.
         if pause is None or not (failing or re.search(r"\bEOF\b|connection reset", reason)):
             break

@@ -5,10 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from primus_images.errors import PrimusError
+from primus_images.errors import InputError, PrimusError
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json
 
 EMPTY = b"{}"
+# What reading a damaged document may raise: anything can be in it.
+DAMAGED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    InputError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +64,7 @@ def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> 
 def damage(error: Exception) -> str:
     """Return what is wrong with a document of which reading raised ``error``, without code's words.
 
-    ``error`` may be anything that damaged JSON leads to.
+    ``error`` is one of :data:`DAMAGED`.
     """
     if isinstance(error, PrimusError):
         return error.message

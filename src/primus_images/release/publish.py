@@ -31,6 +31,9 @@ from primus_images.versions.remotes import skopeo
 # that others wait.
 ANNOUNCED = ".by-"
 _PATIENCE = 2.0
+# Seconds that a push may take besides the time of its bytes, and the slowest line in bytes/s.
+_SEND_PATIENCE = 300.0
+_SLOWEST = 250_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,10 +235,12 @@ def _push(
     size = f"{_bytes(ready, missing) / 1e6:.1f} MB"
     progress.start("push", f"push {len(missing)} of {number} blobs, {size}", None)
     there.check_uploads()
-    tls = "false" if there.plain else "true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     destination = f"docker://{there.name}@{ready.image.digest}"
-    options = ("--quiet", "--preserve-digests", f"--dest-tls-verify={tls}")
+    seconds = _SEND_PATIENCE + _bytes(ready, missing) / _SLOWEST
+    options = [f"--command-timeout={seconds:.0f}s", "--quiet", "--preserve-digests"]
+    if there.plain:  # skopeo reads registries.conf only without this option
+        options.append("--dest-tls-verify=false")
     try:
         skopeo("copy", *options, source, destination)
     except HostError:

@@ -1,30 +1,35 @@
 """A repository of a registry: its manifests and blobs, and the documents attached to its images.
 
 skopeo copies images. This client does what skopeo cannot: it attaches documents as OCI 1.1
-artifacts whose subject is the image, lists them, and sets tags. It uses the logins of `docker
-login`. https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers.
+artifacts whose subject is the image, lists them, and sets tags. It uses the logins, certificates
+and mirrors that skopeo uses. https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers.
 For a registry without the referrers API (distribution 2), the list is an index under the tag
 ``sha256-<digest>``, as the specification requires.
 """
 
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urljoin
 
 from requests import Response
 
 from primus_images.errors import CheckFailed, HostError, InputError, did_you_mean
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, digest_of
-from primus_images.release.artifact import EMPTY, Document, artifact, digest_tag, listed
+from primus_images.release.artifact import DAMAGED, EMPTY, Document, artifact, digest_tag, listed
 from primus_images.release.logins import login_for
+from primus_images.release.mirrors import sources_of
 from primus_images.release.transport import Transport
+from primus_images.terminal import say
 from primus_images.versions.traffic import bare_url
+
+T = TypeVar("T")
 
 # Images that others pushed may be of Docker's types.
 _DOCKER = "application/vnd.docker.distribution.manifest"
@@ -54,8 +59,50 @@ class _Attached(NamedTuple):
 class Repository(Transport):
     """One repository. ``name`` is ``host[:port]/path``.
 
+    One that is made by :meth:`to_read` has mirrors. What a digest or a tag names comes from them
+    first, as for skopeo and podman. A list comes from them only if the registry does not answer: a
+    mirror may not know yet of a withdrawal.
+
     Every method raises HostError if the registry refuses the request or does not answer.
     """
+
+    _mirrors: Sequence[Self] = ()
+
+    @classmethod
+    def to_read(cls, name: str) -> Self:
+        """Return the repository with the mirrors that registries.conf names for it."""
+        *mirrors, origin = sources_of(name)
+        there = cls(name, origin)
+        there._mirrors = [cls(mirror.location, mirror) for mirror in mirrors]
+        return there
+
+    def _in_mirrors(self, ask: Callable[[Self], T | None], *, by_digest: bool) -> T | None:
+        """Return what the first mirror answers that has it. One that fails is not asked again."""
+        for mirror in tuple(self._mirrors):
+            serves = mirror.endpoint.digests if by_digest else mirror.endpoint.tags
+            if not serves:
+                continue
+            try:
+                answer = ask(mirror)
+            except HostError as error:
+                say(f"! mirror: {error.message}")
+                self._mirrors = [other for other in self._mirrors if other is not mirror]
+                continue
+            if answer:
+                return answer
+        return None
+
+    def _in_lists(self, ask: Callable[[Self], T]) -> T:
+        """Return what the registry lists, or one of its mirrors in its place."""
+        try:
+            return ask(self)
+        except HostError as error:
+            for mirror in self._mirrors:
+                with suppress(HostError):
+                    answer = ask(mirror)
+                    say(f"! {error.message}; its mirror {mirror.name} lists what it knows")
+                    return answer
+            raise
 
     # -- images and tags
 
@@ -70,8 +117,21 @@ class Repository(Transport):
     def manifest(self, reference: str) -> bytes | None:
         """Return the manifest that a tag or digest names, or None.
 
-        Its bytes are not compared with a digest.
+        Its bytes are not compared with a digest, except those of a mirror.
         """
+        by_digest = reference.startswith("sha256:")
+
+        def ask(mirror: Repository) -> bytes | None:
+            content = mirror.manifest(reference)
+            if content is not None:
+                mirror._json(content, f"manifests/{reference}")
+                if by_digest and digest_of(content) != reference:
+                    raise mirror._odd(f"manifests/{reference} has other bytes")
+            return content
+
+        mirrored = self._in_mirrors(ask, by_digest=by_digest)
+        if mirrored is not None:
+            return mirrored
         answer = self.find("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
         return answer.content if answer else None
 
@@ -87,7 +147,7 @@ class Repository(Transport):
                 return self.image(str(entry["digest"]))
         config = self._contents(str((manifest.get("config") or {}).get("digest")))
         if config is None:
-            raise CheckFailed(f"{self.name}@{digest} is not an image with a config")
+            raise _damaged(f"{self.name}@{digest} is not an image with a config")
         return manifest, self._json(config, f"the config of {digest}")
 
     def _contents(self, digest: str) -> bytes | None:
@@ -113,6 +173,8 @@ class Repository(Transport):
             answer.close()
             answer._content = b""
 
+        if self._in_mirrors(lambda mirror: mirror.blob(digest, path, most), by_digest=True):
+            return True
         return self.find("GET", f"blobs/{digest}", most, hooks={"response": save}) is not None
 
     def missing(self, kind: str, digests: Sequence[str]) -> list[str]:
@@ -127,6 +189,9 @@ class Repository(Transport):
 
     def tags(self, beginning: str = "") -> list[str]:
         """Return the tags of the repository that begin so, sorted."""
+        return self._in_lists(lambda there: there._tags(beginning))
+
+    def _tags(self, beginning: str) -> list[str]:
         result: set[str] = set()
         for page in self._pages("tags/list", params={"n": "1000", "last": beginning}):
             tags = page.get("tags") or []
@@ -188,7 +253,7 @@ class Repository(Transport):
             url = urljoin(step.url, step.headers["Location"])
         except (KeyError, ValueError):
             raise self._odd(f"{bare_url(step.url)} names no address for the upload") from None
-        if not self.is_ours(url) and login_for(self.name).username:
+        if not self.is_ours(url) and login_for(self._location).username:
             raise HostError(
                 f"the registry of {self.name} directs uploads to {bare_url(url)}, which the "
                 "login is not for",
@@ -230,25 +295,30 @@ class Repository(Transport):
         what = f"the {descriptor.get('artifactType', 'document')} with digest {digest}"
         manifest = self.manifest(digest)
         if manifest is None:
-            raise CheckFailed(f"{what} is listed for the image, but missing")
+            raise _damaged(f"{what} is listed for the image, but missing")
         if digest_of(manifest) != digest:
-            raise CheckFailed(f"{what} was changed: its manifest has other bytes")
+            raise _damaged(f"{what} was changed: its manifest has other bytes")
         try:
             (layer,) = json.loads(manifest)["layers"]
             content = str(layer["digest"])
             media_type = str(layer["mediaType"])
             name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CheckFailed(f"{what} is not a manifest with one file") from None
+        except DAMAGED:
+            raise _damaged(f"{what} is not a manifest with one file") from None
+        if name:
+            what += f" ({name})"
         data = self._contents(content)
         if data is None:
-            raise CheckFailed(f"{what} ({name}) has lost its contents")
+            raise _damaged(f"{what} has lost its contents")
         if digest_of(data) != content:
-            raise CheckFailed(f"{what} ({name}) was changed: its contents have other bytes")
+            raise _damaged(f"{what} was changed: its contents have other bytes")
         return Document(media_type=media_type, name=name, data=data)
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
+        return self._in_lists(lambda there: there._referrers(digest))
+
+    def _referrers(self, digest: str) -> list[dict[str, Any]]:
         entries = self._entries(f"referrers/{digest}")
         if entries is None:
             entries = self._entries(f"manifests/{digest_tag(digest)}")
@@ -304,15 +374,24 @@ class Repository(Transport):
             # This registry has no referrers API, so the client maintains the list. Another one may
             # do so now, too. What the registry has lost since leaves the list.
             entries = self._entries(f"manifests/{digest_tag(image)}") or []
-            whole = [entry for entry in entries if self._is_whole(entry)]
-            self._put(digest_tag(image), listed(whole, unlisted), INDEX_TYPE)
+            there = [entry for entry in entries if not self._is_gone(entry)]
+            self._put(digest_tag(image), listed(there, unlisted), INDEX_TYPE)
 
-    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
-        try:
-            self.document(entry)
-        except CheckFailed:
+    def _is_gone(self, entry: Mapping[str, Any]) -> bool:
+        """Whether the registry says that it lacks an entry of the list, or its contents.
+
+        What it returns with other bytes stays: a proxy between may have changed them.
+        """
+        manifest = self.manifest(entry["digest"])
+        if manifest is None:
+            return True
+        if digest_of(manifest) != entry["digest"]:
             return False
-        return True
+        try:
+            contents = [str(layer["digest"]) for layer in json.loads(manifest)["layers"]]
+        except DAMAGED:
+            return False
+        return bool(self.missing("blobs", contents))
 
     def _entries(self, path: str) -> list[dict[str, Any]] | None:
         """Return the entries of an index of manifests; None if it does not exist."""
@@ -345,5 +424,17 @@ class Repository(Transport):
         raise self._odd(f"{path} has no end")
 
 
+def _damaged(what: str) -> CheckFailed:
+    return CheckFailed(
+        what,
+        hint="publish the image again, which sends what is lost; if other bytes come back then, "
+        "ask who runs the registry, or a proxy before it",
+    )
+
+
 def _is_entry(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("digest"), str)
+    digest = row.get("digest") if isinstance(row, dict) else None
+    return (
+        isinstance(digest, str)
+        and re.fullmatch(r"[a-z0-9+._-]+:[A-Za-z0-9=_-]+", digest) is not None
+    )

@@ -22,8 +22,10 @@ from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
 from primus_images.errors import HostError
+from primus_images.release.artifact import DAMAGED
 from primus_images.release.certificates import context_for, speaks_tls
 from primus_images.release.logins import Login, login_for
+from primus_images.release.mirrors import Endpoint, endpoint_of
 from primus_images.release.reference import on_this_machine
 from primus_images.terminal import say
 from primus_images.versions.traffic import bare_url, within
@@ -109,6 +111,12 @@ class _Session(requests.Session):
 
     registry: Origin
 
+    def merge_environment_settings(self, *settings: Any, **others: Any) -> Any:
+        merged = super().merge_environment_settings(*settings, **others)
+        if not self.verify:  # REQUESTS_CA_BUNDLE would count more
+            merged["verify"] = False
+        return merged
+
     def rebuild_auth(self, prepared_request: PreparedRequest, response: Response) -> None:
         target = Origin.of(prepared_request.url or "")
         if target.scheme != "https" and target.scheme != Origin.of(response.url).scheme:
@@ -124,19 +132,26 @@ class _Weaker(requests.RequestException):
 class Transport:
     """Requests about one repository, ``name`` (``host[:port]/path``), of a registry.
 
-    A registry on this machine is asked without TLS, unless it speaks TLS. Every method raises
-    HostError if the registry refuses the request or does not answer.
+    ``endpoint`` is where it is; registries.conf says so without one. A registry on this machine is
+    asked without TLS, unless it speaks TLS. Every method raises HostError if the registry refuses
+    the request or does not answer.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, endpoint: Endpoint | None = None) -> None:
         self.name = name
-        self._host, _, self._path = name.partition("/")
+        self.endpoint = endpoint or endpoint_of(name)
+        self._location = self.endpoint.location
+        self._host, _, self._path = self._location.partition("/")
         self._authorization = ""
         self._service: Origin | None = None
         self._session = _Session()
         self._session.hooks["response"].append(_read)
         self._mount("http://")
-        self._direct("http" if on_this_machine(name) else "https")
+        if self.endpoint.insecure:
+            self._session.verify = False
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        in_clear = self.endpoint.insecure and not speaks_tls(self._host)
+        self._direct("http" if in_clear or on_this_machine(self._location) else "https")
 
     @property
     def plain(self) -> bool:
@@ -149,7 +164,8 @@ class Transport:
         self._server = f"{scheme}://{host}/"
         self._session.registry = Origin.of(self._server)
         if scheme == "https":
-            self._mount("https://", context_for(self._host))
+            context = context_for(self._host, verify=not self.endpoint.insecure)
+            self._mount("https://", context)
 
     def _mount(self, prefix: str, context: ssl.SSLContext | None = None) -> None:
         retry = _Patience(
@@ -251,8 +267,8 @@ class Transport:
         reason = f"status {answer.status_code}"
         if re.search(r'"Err": ?28\b|no space left', answer.text):
             reason += "; its disk is full"
-        elif answer.text:
-            reason += f"; {' '.join(answer.text.split())[:200]}"
+        elif _words(answer.text):
+            reason += f"; {_words(answer.text)}"
         hint = "check its name, and that it accepts OCI images and lets this tag move"
         if answer.status_code in _PASSING:
             hint = "run the command again later; what was sent is kept"
@@ -280,13 +296,13 @@ class Transport:
 
         answer = self._sent(exchange, _PATIENCE, url)
         kind, challenge = _challenge(answer)
-        if kind == "bearer" and login_for(self.name).username:
+        if kind == "bearer" and login_for(self._location).username:
             self._require_token_service(challenge.get("realm", ""))
 
     def _log_in(self, answer: Response) -> bool:
         """Answer the registry's challenge. Returns False if there is no login that it accepts."""
         kind, challenge = _challenge(answer)
-        login = login_for(self.name)
+        login = login_for(self._location)
         if kind == "basic":
             self._authorization = login.basic
             return bool(login.basic)
@@ -389,6 +405,19 @@ class Transport:
         )
 
 
+def _words(text: str) -> str:
+    """Return what a registry says of an error: its messages, or its plain text.
+
+    A page of HTML says nothing of it.
+    """
+    try:
+        errors = json.loads(text)["errors"]
+        words = "; ".join(str(error["message"]) for error in errors)
+    except DAMAGED:
+        words = "" if text.lstrip().startswith("<") else text
+    return " ".join(words.split())[:200]
+
+
 def _challenge(answer: Response) -> tuple[str, dict[str, str]]:
     """Return what a registry asks for, in small letters, and the words of its challenge."""
     kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
@@ -456,7 +485,17 @@ _FAILURES: tuple[tuple[tuple[type[BaseException], ...], str, str], ...] = (
         "run the command again later; what was sent is kept",
     ),
     (
-        (http.client.HTTPException, ConnectionError, urllib3.exceptions.ProtocolError),
+        (ConnectionError,),
+        "does not answer: HOST ends the connection",
+        _AGAIN,
+    ),
+    (
+        (http.client.HTTPException,),
+        "does not speak HTTP at HOST",
+        "check name and port, and that no proxy changes the answers",
+    ),
+    (
+        (urllib3.exceptions.ProtocolError,),
         "does not answer: HOST ends the connection",
         _AGAIN,
     ),

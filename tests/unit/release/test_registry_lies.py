@@ -299,7 +299,7 @@ def test_a_helper_that_hangs_is_a_sentence(
 
 ENDS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "ends the connection"),
-    "no head": (b"hello\r\n\r\n", "ends the connection"),
+    "no head": (b"hello\r\n\r\n", "does not speak HTTP"),
     "half an answer": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
         "breaks off its answer at",

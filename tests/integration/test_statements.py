@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+import zstandard
 
 from amd_channel import registry, restore
 from host_tools import needs
@@ -414,6 +415,54 @@ def failing(content: Any) -> None:
     content["verdicts"][0]["passed"] = False
 
 
+def rewired(what: str, change: Callable[[Any], object]) -> Callable[[World], None]:
+    """Change the manifest of a document, and list it in place of the right one."""
+
+    def tamper(world: World) -> None:
+        rows = []
+        for row in world.there.referrers(world.digest):
+            if not is_about(world.there.document(row), what):
+                rows.append(row)
+                continue
+            content = json.loads(world.there.manifest(row["digest"]) or b"")
+            change(content)
+            data = canonical_json(content)
+            world.there._put(digest_of(data), data, MANIFEST_TYPE)
+            rows.append({**row, "digest": digest_of(data), "size": len(data)})
+        listed = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": rows}
+        world.there._put(digest_tag(world.digest), canonical_json(listed), INDEX_TYPE)
+
+    return tamper
+
+
+def spaced(bundle: Document) -> Document:
+    """The bundle with the same statement, written with spaces."""
+    data = b64encode(json.dumps(payload(bundle), indent=1).encode()).decode()
+    return edited(bundle, lambda content: content["dsseEnvelope"].update(payload=data))
+
+
+def twice(bundle: bytes) -> bytes:
+    """A bundle in which a second envelope, by nobody, follows the right one."""
+    envelope = json.loads(bundle)["dsseEnvelope"]
+    other = json.dumps({**envelope, "signatures": [{"sig": "AAAA"}]})
+    return bundle.rstrip().removesuffix(b"}") + f',"dsseEnvelope":{other}}}'.encode()
+
+
+def in_other_alphabet(text: str) -> str:
+    """The text in the alphabet of base64 for addresses; a digit is put in if it is the same."""
+    other = text.replace("+", "-").replace("/", "_")
+    return other if other != text else f"-{text[1:]}"
+
+
+def compressed_anew(data: bytes) -> bytes:
+    """A layer with the same files, in other bytes."""
+    with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+        content = stream.read()
+    again = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content)
+    assert again != data
+    return again
+
+
 DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
 OTHER_KEY = put("more", value=1)
@@ -534,6 +583,14 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
         resigned("validation", put("jobs", value=lambda jobs: jobs[:1])),
         "validation.*runs and limits are not those of suite",
     ),
+    "bill that hides a package": (
+        resigned("sbom.spdx", put("relationships", 1, "relationshipType", value="BUILD_TOOL_OF")),
+        "sbom.*small 1.0 is in the image, sbom.* has no such wheel",
+    ),
+    "lock with a file more": (
+        resigned("lock", put("files", value=lambda f: [*f, {**f[0], "name": "more"}])),
+        "sbom.*only lock.json has more 1.0",
+    ),
     # Words that the owner of the key signs, and that nothing else says.
     "a failed validation beside the good one": (
         words(put("predicate", "result", value="FAILED")),
@@ -566,6 +623,42 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     "a validation without a check that passed": (
         resigned("validation", lambda content: content.update(passed=False, verdicts=[])),
         "says FAILED: it has no check",
+    ),
+    "the same words in other bytes": (
+        each(PROVENANCE, lambda b: [spaced(b)]),
+        "provenance.json.*no signed statement.*its signature is not by",
+    ),
+    "two signatures": (
+        bundled(put("dsseEnvelope", "signatures", value=lambda rows: rows * 2), PROVENANCE),
+        "provenance.json.*no signed statement",
+    ),
+    "two envelopes": (
+        each(PROVENANCE, lambda b: [replace(b, data=twice(b.data))]),
+        "provenance.json.*no signed statement",
+    ),
+    "payload in another alphabet": (
+        bundled(put("dsseEnvelope", "payload", value=in_other_alphabet), PROVENANCE),
+        "provenance.json.*no signed statement",
+    ),
+    "document in a folder": (
+        each("lock", lambda d: [replace(d, name="../lock.json")]),
+        "lock.json.*missing, but signed",
+    ),
+    "document with two files": (
+        rewired("lock", lambda m: m["layers"].append(m["layers"][0])),
+        "is not a manifest with one file",
+    ),
+    "document without a file": (
+        rewired("lock", lambda m: m["layers"].clear()),
+        "is not a manifest with one file",
+    ),
+    "layer compressed anew": (
+        inside("0", compressed_anew),
+        "layer alpha: .*hash",
+    ),
+    "empty config": (
+        moved(lambda m: m["config"].update(digest=digest_of(b"{}"), size=2)),
+        "void for this image",
     ),
     # As reported of cosign, notation, oras, skopeo and distribution, or close to it.
     "payload with a line end": (
@@ -707,6 +800,27 @@ def test_each_tampering_is_named(world: World, name: str) -> None:
     except PrimusError as error:
         named = (str(error),)
     assert any(re.search(expected, fault) for fault in named), "\n".join(named)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the same words in other bytes",
+        "two signatures",
+        "two envelopes",
+        "payload in another alphabet",
+        "provenance of another type",
+        "provenance in an envelope of text",
+        "a broken signature",
+    ],
+)
+def test_stock_cosign_refuses_what_primus_refuses(world: World, name: str) -> None:
+    words = ["cosign", "verify-attestation", "--insecure-ignore-tlog", "--type", "slsaprovenance1"]
+    words += ["--key", world.key("ours")[:-4] + ".pub", f"{world.name}:{TAG}"]
+    assert subprocess.run(words, check=False, capture_output=True).returncode == 0
+    tamper, _ = TAMPERINGS[name]
+    tamper(world)
+    assert subprocess.run(words, check=False, capture_output=True).returncode != 0
 
 
 def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:

@@ -21,6 +21,7 @@ GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"
 SPDX = "application/spdx+json"
 CYCLONEDX = "application/vnd.cyclonedx+json"
+STATEMENT = "https://in-toto.io/Statement/v1"
 IN_TOTO = "application/vnd.in-toto+json"
 VALIDATION = "application/vnd.primus.validation.v1+json"
 
@@ -99,7 +100,7 @@ def provenance(image: Composed, commit: str | None, others: Sequence[Document]) 
 def statement(name: str, digest: str, kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
     """Return the in-toto statement of the type ``kind`` about the artifact ``digest``."""
     return {
-        "_type": "https://in-toto.io/Statement/v1",
+        "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}],
         "predicateType": kind,
         "predicate": predicate,

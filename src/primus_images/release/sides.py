@@ -23,7 +23,7 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.progress import Progress
 from primus_images.release import golden
-from primus_images.release.artifact import Document, damage
+from primus_images.release.artifact import DAMAGED, Document, damage
 from primus_images.release.documents import GATES, LOCK, SPDX, VALIDATION
 from primus_images.release.git import git
 from primus_images.release.history import (
@@ -384,7 +384,7 @@ class _Blob(NamedTuple):
 
 
 def _of_registry(name: str, tag: str) -> Side:
-    registry = Repository(name)
+    registry = Repository.to_read(name)
     digest = registry.digest(tag)
     if digest is None:
         raise registry.lacks(tag)
@@ -406,7 +406,7 @@ def _of_registry(name: str, tag: str) -> Side:
             parts |= _part_of_document(document)
             if document.media_type == VALIDATION:
                 records.append(Record.of(json.loads(document.data)))
-        except (KeyError, TypeError, ValueError, AttributeError, InputError) as error:
+        except DAMAGED as error:
             reason = damage(error)
             raise InputError(
                 f"{document.name} of {name}@{digest} was not written by primus: {reason}",

@@ -19,7 +19,7 @@ from primus_images.errors import HostError, InputError
 from primus_images.files import write_file
 from primus_images.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus_images.programs import captured
-from primus_images.release.artifact import Document
+from primus_images.release.artifact import DAMAGED, Document, damage
 from primus_images.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, statement
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
@@ -233,7 +233,14 @@ def require_unedited(there: Repository, request: "Request") -> None:
             named.update(unsigned["predicate"]["documents"].items())
     attached = there.documents(digest)
     documents = [one for one in attached if (one.name, digest_of(one.data)) in named]
-    expected = {canonical_json(one): one for one in statements(documents, tag, digest)}
+    try:
+        contents = statements(documents, tag, digest)
+    except DAMAGED as error:
+        raise InputError(
+            f"a document of {request.ref} is damaged: {damage(error)}",
+            hint="publish the image again with --sign-later",
+        ) from None
+    expected = {canonical_json(one): one for one in contents}
     asked = {canonical_json(one): one for one in request.statements}
     for content in asked.keys() ^ expected.keys():
         kind = (asked.get(content) or expected[content])["predicateType"]
@@ -264,7 +271,7 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
         content = json.loads(bundle)
         material = content["verificationMaterial"]
         return content["dsseEnvelope"]["payload"], str(material.get("publicKey", "keyless"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGED:
         return "", ""
 
 

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import MANIFEST_TYPE, digest_of
+from primus_images.release.artifact import DAMAGED
 from primus_images.release.documents import IN_TOTO, statement
 from primus_images.release.publish import ANNOUNCED, require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
 from primus_images.release.statement import RELEASE_TAG, WITHDRAWAL, Signer, Trust, bundles
-from primus_images.release.verification import Verified, verify_image
+from primus_images.release.verification import Verified, verify_statements
 from primus_images.release.withdrawal import Withdrawal
 
 # A tag without a target, such as v26.12, which stands for a release.
@@ -35,8 +36,7 @@ def move_tag(there: Repository, tag: str, release: str, trust: Trust) -> tuple[s
             f"{there.name} has no {release}; its releases: {', '.join(others) or 'none'}",
             hint="primus publish publishes one",
         )
-    separator = "@" if ":" in release else ":"
-    verified = verify_image(f"{there.name}{separator}{release}", trust, with_layers=False)
+    verified = verify_statements(there, release, trust)
     _require_verified(verified, tag, release, there)
     _require_same_target(there, tag, before, verified)
     if before != verified.digest:  # a registry that forbids moving tags also refuses this one
@@ -170,6 +170,6 @@ def _target_in(there: Repository, digest: str) -> str:
             content = json.loads(document.data)
             definition = content["predicate"]["buildDefinition"]
             return str(definition["externalParameters"]["target"])
-        except (ValueError, KeyError, TypeError):
+        except DAMAGED:
             continue
     return ""

@@ -13,19 +13,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
-from primus_images.errors import CheckFailed, HostError, InputError
+from primus_images.errors import CheckFailed, HostError
 from primus_images.gates.contents import Stated, stated_in, states_versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.gpus.detect import detect
 from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.recipe import misstated
-from primus_images.release.artifact import Document, damage
+from primus_images.release.artifact import DAMAGED, Document, damage
 from primus_images.release.bills import IMAGE
-from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
+from primus_images.release.documents import (
+    CYCLONEDX,
+    GATES,
+    IN_TOTO,
+    LOCK,
+    SPDX,
+    STATEMENT,
+    VALIDATION,
+)
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
@@ -48,17 +56,6 @@ from primus_images.terminal import counted, some
 from primus_images.training.judge.record import Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
 from primus_images.yamlfile import section
-
-# What is in a damaged document can be anything.
-_DAMAGED = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-    InputError,
-)
 
 
 @dataclass(kw_only=True)
@@ -94,58 +91,108 @@ def verify_image(
     *,
     policy: Policy | None = None,
     say: Callable[[str], None] = lambda _: None,
-    with_layers: bool = True,
 ) -> Verified:
     """Verify the image that ``name`` names, and with a ``policy``, whether it has what that needs.
 
-    Without its layers, only the statements, documents and config are.
+    It is read where registries.conf says.
 
     Raises InputError for a name of nothing, HostError if the registry or cosign cannot be used.
     """
     repository, tag, digest = reference(name, "--image")
-    there = Repository(repository)
-    manifest = there.manifest(digest or tag)
+    wanted = _Wanted(Repository.to_read(repository), tag, digest)
+    result, image = _verified(wanted, trust, say)
+    if policy and not result.faults:
+        try:
+            result.lacking += _unmet(image, policy, preview=result.tag.endswith("-preview"))
+        except DAMAGED as error:
+            reason = damage(error)
+            result.faults.append(f"what the policy asks for cannot be read: {reason}")
+    return result
+
+
+def verify_statements(there: Repository, word: str, trust: Trust) -> Verified:
+    """Verify the image of a tag or digest as :func:`verify_image`, but read none of its layers."""
+    wanted = _Wanted(there, tag=word, digest="")
+    if ":" in word:
+        wanted = _Wanted(there, tag="", digest=word)
+    result, _ = _verified(wanted, trust, None)
+    return result
+
+
+class _Wanted(NamedTuple):
+    """The image that is verified: its repository, and its tag or digest."""
+
+    there: Repository
+    tag: str
+    digest: str
+
+
+def _verified(
+    wanted: _Wanted, trust: Trust, say: Callable[[str], None] | None
+) -> tuple[Verified, "_Image"]:
+    """Return what is found, and the image with its documents. Without ``say``, no layer is read."""
+    there = wanted.there
+    manifest = there.manifest(wanted.digest or wanted.tag)
     if manifest is None:
-        raise there.lacks(digest or tag)
-    result = Verified(digest=digest or digest_of(manifest))
+        raise there.lacks(wanted.digest or wanted.tag)
+    result = Verified(digest=wanted.digest or digest_of(manifest))
+    image = _Image(result.digest)
     if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")
-        return result
+        return result, image
     documents = list(_documents(there, result))
     signatures = _Signatures.of(documents, trust, result.digest)
+    _judge_signatures(documents, signatures, wanted.tag, result)
+    try:
+        content = json.loads(manifest)
+        _read_config(there, content["config"], image, result)
+        if signatures.by_key and say:
+            _read_layers(there, content["layers"], image, result, say)
+    except DAMAGED:
+        result.faults.append("manifest: it is not that of an image")
+        return result, image
+    image.documents = [document for document in documents if document.media_type in _CHECKS]
+    result.faults += _document_faults(image)
+    result.faults += _failed_validations(result, image)
+    result.void = list(_void(result.validations))
+    _read_provenance(image, result)
+    return result, image
+
+
+def _judge_signatures(
+    documents: Sequence[Document], signatures: "_Signatures", tag: str, result: Verified
+) -> None:
+    """Note what is wrong with the signatures, the name that they give, and a withdrawal."""
     result.signed = len(signatures.statements)
     result.faults += _signature_faults(documents, signatures, result)
     if signatures.statements:
         result.tag = _signed_tag(tag, signatures, result.faults)
         result.withdrawn = withdrawal_text(signatures.predicates(WITHDRAWAL))
-    try:
-        content = json.loads(manifest)
-        image = _Image(result.digest)
-        _read_config(there, content["config"], image, result)
-        if signatures.by_key and with_layers:
-            _read_layers(there, content["layers"], image, result, say)
-    except _DAMAGED:
-        result.faults.append("manifest: it is not that of an image")
-        return result
-    image.documents = [document for document in documents if document.media_type in _CHECKS]
+
+
+def _document_faults(image: "_Image") -> Iterator[str]:
+    """Yield what is wrong with the documents, each by itself and beside the others."""
     for document in image.documents:
+        check = _CHECKS[document.media_type]
         try:
-            check = _CHECKS[document.media_type]
-            result.faults += check(json.loads(document.data), document, image)
-        except _DAMAGED as error:
-            result.faults.append(f"{document.name}: it is damaged: {damage(error)}")
-    result.faults += _failed_validations(result, image)
-    result.void = list(_void(result.validations))
-    for provenance in image.of(IN_TOTO):
-        parameters = provenance["predicate"]["buildDefinition"]["externalParameters"]
-        result.target = str(parameters["target"])
-        result.release = str(parameters["release"])
-        result.supported_until = parameters.get("supported_until")
-    if policy and not result.faults:
-        preview = result.tag.endswith("-preview")
-        result.lacking += objections(evidence_in(image.documents), policy, preview=preview)
-        result.lacking += forbidden_in(image.documents, policy)
-    return result
+            yield from check(json.loads(document.data), document, image)
+        except DAMAGED as error:
+            yield f"{document.name}: it is damaged: {damage(error)}"
+
+
+def _read_provenance(image: "_Image", result: Verified) -> None:
+    """Note target, release and support window of the image, whose name must be theirs."""
+    for parameters in image.of(IN_TOTO, "predicate", "buildDefinition", "externalParameters"):
+        with suppress(*DAMAGED):  # the check of the document has named what is wrong
+            until = parameters.get("supported_until")
+            result.target = str(parameters["target"])
+            result.release = str(parameters["release"])
+            result.supported_until = str(until) if until else None
+            ref = f"{result.release}-{result.target}"
+            if result.tag and result.tag.removesuffix("-preview") != ref:
+                result.faults.append(
+                    f"provenance.json: it is of {ref}, and the image was signed as {result.tag}"
+                )
 
 
 def _signed_tag(tag: str | None, signatures: "_Signatures", faults: list[str]) -> str:
@@ -172,13 +219,21 @@ class _Image:
     stated: dict[str, list[Stated]] = field(default_factory=dict)
     documents: Sequence[Document] = ()
 
-    def of(self, media_type: str) -> list[Any]:
-        """Return the contents of the documents of a type that can be read."""
+    def of(self, media_type: str, *keys: str) -> list[Any]:
+        """Return what is under ``keys`` in the documents of a type; nothing of a damaged one.
+
+        Its own check names what is damaged.
+        """
         contents = []
         for document in self.documents:
-            if document.media_type == media_type:
-                with suppress(*_DAMAGED):
-                    contents.append(json.loads(document.data))
+            if document.media_type != media_type:
+                continue
+            with suppress(*DAMAGED):
+                content = json.loads(document.data)
+                for key in keys:
+                    content = content[key]
+                if isinstance(content, list | dict):
+                    contents.append(content)
         return contents
 
 
@@ -256,7 +311,7 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
             yield there.document(descriptor)
         except CheckFailed as error:
             result.faults.append(f"document: {error.message}")
-        except _DAMAGED:
+        except DAMAGED:
             result.faults.append(f"document: {descriptor['digest']} is not a document's manifest")
 
 
@@ -324,11 +379,13 @@ def _judged(bundle: Document, trust: Trust) -> tuple[dict[str, Any] | None, str,
     try:
         statement = payload(bundle.data)
         kind = statement["predicateType"]
+        if statement["_type"] != STATEMENT:
+            return None, kind, f"it is of type {str(statement['_type'])[:60]}"
         for subject in statement["subject"]:
             subject["digest"]["sha256"].encode()
         if kind == SIGNATURE:
             set(statement["predicate"]["documents"].items())
-    except _DAMAGED:
+    except DAMAGED:
         return None, "", "an envelope has no in-toto statement in it"
     problem = trust.rejects(bundle.data, kind)
     return (None if problem else statement), kind, problem
@@ -349,7 +406,7 @@ def _signature_faults(
     for document in documents:
         try:
             needed = statements([document], "", result.digest)[1:]
-        except _DAMAGED:
+        except DAMAGED:
             continue
         for statement in needed:
             kind = statement["predicateType"]
@@ -379,7 +436,7 @@ def _undocumented(signatures: _Signatures, said: Mapping[str, Sequence[Any]]) ->
                 continue
             what = f"a statement of type {kind}"
             if kind == TEST_RESULT:
-                with suppress(*_DAMAGED):
+                with suppress(*DAMAGED):
                     name = predicate["primus"]["recipe"]["name"]
                     what = f"a validation of {name} that says {predicate['result']}"
             yield f"signature: {what} is signed, and no document says the same"
@@ -392,10 +449,11 @@ def _failed_validations(result: Verified, image: _Image) -> Iterator[str]:
     """
     failing = set()
     if result.tag.endswith("-preview"):
-        for findings in image.of(GATES):
-            for gate in findings["gates"]:
-                if not gate["passed"]:
-                    failing.add(f"gate {gate['gate']}")
+        for gates in image.of(GATES, "gates"):
+            for gate in gates:
+                with suppress(*DAMAGED):
+                    if not gate["passed"]:
+                        failing.add(f"gate {gate['gate']}")
     for validation in result.validations:
         failed = set(validation["failedTests"])
         if validation["result"] == "PASSED" or (failed and failed <= failing):
@@ -428,6 +486,11 @@ def _unnamed(documents: Sequence[Document], signatures: _Signatures) -> Iterator
 def _provenance(content: Any, document: Document, image: _Image) -> Iterator[str]:
     definition = content["predicate"]["buildDefinition"]
     details = content["predicate"]["runDetails"]
+    parameters = definition["externalParameters"]
+    _require_text(parameters["target"], parameters["release"])
+    until = parameters.get("supported_until")
+    if until is not None:
+        date.fromisoformat(until)
     if content["subject"][0]["digest"]["sha256"] != image.digest.removeprefix("sha256:"):
         yield f"{document.name}: it is about another image"
     yield from _other_actions(definition["internalParameters"]["layers"], document, image)
@@ -439,9 +502,16 @@ def _provenance(content: Any, document: Document, image: _Image) -> Iterator[str
     for dependency in definition["resolvedDependencies"]:
         if "sha256" in dependency["digest"]:
             needed.add(dependency["digest"]["sha256"])
-    for lock in image.of(LOCK):
-        if needed != {file["sha256"] for file in lock["files"]}:
+    for files in image.of(LOCK, "files"):
+        if needed != {file["sha256"] for file in files}:
             yield f"{document.name}: its dependencies are not the files of lock.json"
+
+
+def _require_text(*values: Any) -> None:
+    """Raise TypeError for what is no text."""
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError
 
 
 def _other_actions(keys: Mapping[str, str], document: Document, image: _Image) -> Iterator[str]:
@@ -477,8 +547,8 @@ def _other_files(packages: Sequence[Any], document: Document, image: _Image) -> 
         if "checksums" in package:
             sha256 = package["checksums"][0]["checksumValue"]
             files.add((package["name"], package["versionInfo"], sha256))
-    for lock in image.of(LOCK):
-        locked = {(file["name"], file["version"], file["sha256"]) for file in lock["files"]}
+    for rows in image.of(LOCK, "files"):
+        locked = {(file["name"], file["version"], file["sha256"]) for file in rows}
         for file in sorted(files ^ locked):
             name, version, sha256 = file
             only = "lock.json" if file in locked else document.name
@@ -504,8 +574,8 @@ def _packages_inside(
             wheels[package["name"]] = package["versionInfo"]
         elif package["SPDXID"] == "SPDXRef-local-primus":
             # The provenance has the version of primus itself.
-            for provenance in image.of(IN_TOTO):
-                wheels |= provenance["predicate"]["runDetails"]["builder"]["version"]
+            for versions in image.of(IN_TOTO, "predicate", "runDetails", "builder", "version"):
+                wheels |= versions
     return wheels, debs
 
 
@@ -518,8 +588,8 @@ def _purl(package: Mapping[str, Any]) -> str:
 
 def _components(content: Any, document: Document, image: _Image) -> Iterator[str]:
     purls = set()
-    for bill in image.of(SPDX):
-        purls |= {_purl(package) for package in bill["packages"]}
+    for packages in image.of(SPDX, "packages"):
+        purls |= {_purl(package) for package in packages}
     purls.discard("")
     components = {entry["purl"] for entry in content["components"] if "purl" in entry}
     if purls and purls != components:
@@ -554,9 +624,18 @@ def _record(content: Any, document: Document, image: _Image) -> Iterator[str]:
         yield f"{document.name}: its runs and limits are not those of suite {sha256}"
 
 
-def _lock(_content: Any, _document: Document, _image: _Image) -> Iterator[str]:
+def _unmet(image: _Image, policy: Policy, *, preview: bool) -> list[str]:
+    """Return what the image lacks of what a policy needs, and what it has of what that refuses."""
+    evidence = evidence_in(image.documents)
+    lacking = objections(evidence, policy, preview=preview)
+    return [*lacking, *forbidden_in(image.documents, policy)]
+
+
+def _lock(content: Any, _document: Document, _image: _Image) -> Iterator[str]:
     """The signature, the provenance and the bill of materials name its files."""
-    return iter(())
+    for file in content["files"]:
+        _require_text(file["name"], file["version"], file["sha256"])
+    yield from ()
 
 
 _CHECKS: Mapping[str, Callable[[Any, Document, _Image], Iterator[str]]] = {

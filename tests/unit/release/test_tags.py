@@ -77,13 +77,13 @@ def moved(
     """Move a tag to the release, and return what it names then."""
     there = Registry(target)
 
-    def verify(name: str, _trust: Trust, *, with_layers: bool) -> Verified:
-        assert name == "localhost:1/a:v26.11-cpu"
-        assert not with_layers
+    def verify(where: Repository, word: str, _trust: Trust) -> Verified:
+        assert where is there
+        assert word == "v26.11-cpu"
         verified.digest = digest_of(b"cpu")
         return verified
 
-    monkeypatch.setattr(tags, "verify_image", verify)
+    monkeypatch.setattr(tags, "verify_statements", verify)
     move_tag(cast(Repository, there), tag, "v26.11-cpu", Trust(key="key"))
     return there.images[tag]
 

@@ -141,24 +141,35 @@ class Repository(Transport):
         Raises CheckFailed if it is incomplete.
         """
         manifest = self._json(self.manifest(digest) or b"", f"manifests/{digest}")
-        for entry in manifest.get("manifests") or ():
-            platform = entry.get("platform") or {}
-            if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
-                return self.image(str(entry["digest"]))
-        config = self._contents(str((manifest.get("config") or {}).get("digest")))
+        incomplete = _damaged(f"{self.name}@{digest} is not an image with a config")
+        try:
+            for entry in manifest.get("manifests") or ():
+                platform = entry.get("platform") or {}
+                if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
+                    return self.image(str(entry["digest"]))
+            config = self._contents(manifest["config"])
+        except DAMAGED:
+            raise incomplete from None
         if config is None:
-            raise _damaged(f"{self.name}@{digest} is not an image with a config")
+            raise incomplete
         return manifest, self._json(config, f"the config of {digest}")
 
-    def _contents(self, digest: str) -> bytes | None:
-        """Return the bytes of a small blob, or None if there is none."""
+    def _contents(self, descriptor: Mapping[str, Any]) -> bytes | None:
+        """Return the bytes of a small blob, or None if there is none.
+
+        Its size says how long a registry may take: one that drips would hold a reader for long.
+        """
+        size = descriptor.get("size")
+        most = _LARGEST_DOCUMENT
+        if isinstance(size, int):
+            most = min(max(size, 0), most)
         with TemporaryDirectory(prefix="primus-document-") as folder:
             path = Path(folder) / "data"
-            if not self.blob(digest, path):
+            if not self.blob(str(descriptor.get("digest")), path, most):
                 return None
             return path.read_bytes()
 
-    def blob(self, digest: str, path: Path, most: int = _LARGEST_DOCUMENT) -> bool:
+    def blob(self, digest: str, path: Path, most: int) -> bool:
         """Write the blob, at most ``most`` bytes and one more, to ``path``.
 
         Returns False if there is none. Its bytes are not compared with the digest.
@@ -307,7 +318,7 @@ class Repository(Transport):
             raise _damaged(f"{what} is not a manifest with one file") from None
         if name:
             what += f" ({name})"
-        data = self._contents(content)
+        data = self._contents(layer)
         if data is None:
             raise _damaged(f"{what} has lost its contents")
         if digest_of(data) != content:

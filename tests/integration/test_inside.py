@@ -16,6 +16,7 @@ KERNELS = ("packed", "selftest", "sharded", "turbo_experts", "turbo_kernels")
 
 SCRIPTS = (
     "tutorial",
+    "pretraining",
     "models",
     "exports llama3.1-8b",
     "own_text",

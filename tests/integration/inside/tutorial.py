@@ -6,18 +6,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pages
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from primus_images.cli.verb import VERBS
 from primus_images.recipes.load import folder
 
-DOCS = Path(__file__).parents[3] / "docs"
 MODELS = "/models/"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ "
@@ -47,29 +45,16 @@ with TemporaryDirectory() as name:
     here = Path(name)
     tiny(here / "models/llama-3.1-8b")
     os.chdir(here)
-    blocks = re.findall(
-        r"^```(sh|python)\n(.*?)^```", (DOCS / "chats.md").read_text(encoding="utf-8"), re.M | re.S
-    )
-    blocks.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
+    steps = pages.blocks("chats.md")
+    steps.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
     lines = re.findall(
-        r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M
+        r"^primus (?:data|export) .+", (pages.DOCS / "training.md").read_text(encoding="utf-8"), re.M
     )
     lines += [VERBS[verb].example for verb in ("data", "chat", "export")]
-    for kind, block in blocks + [("sh", line) for line in lines]:
-        if block.startswith("docker "):  # opens the shell in which the others run
-            continue
+    for kind, block in steps + [("sh", line) for line in lines]:
         shutil.rmtree(here / "models/mine", ignore_errors=True)
         text = block.replace(MODELS, f"{here}/models/")
-        words = (
-            ["-m", "primus_images.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
-        )
-        output = subprocess.run(
-            [sys.executable, *words],
-            input="Do you ship abroad?\n",
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        ).stdout
+        output = pages.run(kind, text, "Do you ship abroad?\n")
         if block.startswith("primus chat"):
             assert output.endswith("\n"), "an answer, which may be empty, ends its line"
         if " data " in block:

@@ -47,9 +47,8 @@ with TemporaryDirectory() as name:
     os.chdir(here)
     steps = pages.blocks("chats.md")
     steps.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
-    lines = re.findall(
-        r"^primus (?:data|export) .+", (pages.DOCS / "training.md").read_text(encoding="utf-8"), re.M
-    )
+    training = (pages.DOCS / "training.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^primus (?:data|export) .+", training, re.M)
     lines += [VERBS[verb].example for verb in ("data", "chat", "export")]
     for kind, block in steps + [("sh", line) for line in lines]:
         shutil.rmtree(here / "models/mine", ignore_errors=True)

@@ -69,7 +69,8 @@ def channel_versions(
     for name, url in indexes.items():
         text = re.sub(rf"(  {name}: {{channel: amd, url: )[^}}]+", rf"\g<1>{url}", text)
     head, rest = text.split("\n  bookworm:\n", 1)
-    head = re.sub(r"image: \S+@\S+", f"image: {image}", head).replace("suite: noble", "suite: bookworm")
+    head = re.sub(r"image: \S+@\S+", f"image: {image}", head)
+    head = head.replace("suite: noble", "suite: bookworm")
     head = re.sub(r"python: 3\.12\.3", "python: 3.11.2", head).replace("3.12", "3.11")
     # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no
     # compressed archive.

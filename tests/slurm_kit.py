@@ -133,7 +133,7 @@ class Slurm:
             )
 
     def start_node(self, name: str) -> None:
-        """Start the slurmd of a node."""
+        """Start the slurmd of a node. It ends steps that a former one left."""
         self._start(name, "slurmd", "-D", "-c", "-N", name)
 
     def kill_daemon(self, name: str) -> None:
@@ -141,6 +141,10 @@ class Slurm:
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
+
+    def start_daemon(self, name: str) -> None:
+        """Start the slurmd of a node whose steps go on."""
+        self._start(name, "slurmd", "-D", "-N", name)
 
     def start_controller(self) -> None:
         """Start slurmctld again, with the jobs that it knew."""

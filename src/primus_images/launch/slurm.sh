@@ -48,6 +48,12 @@ requeue() {
     exit 1
 }
 
+# The step takes no GPU. Slurm refuses it if it inherits how many the job has.
+answers() {
+    timeout 60 env -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK \
+        srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$1" --time=1 true >/dev/null 2>&1
+}
+
 run_ranks &
 srun=$!
 finish "$srun"
@@ -56,8 +62,7 @@ finish "$srun"
 [[ $told == TERM ]] && exit "$code"
 # A node that does not answer explains the failure: the job runs again. Otherwise the worst exit code is the job's.
 for node in "${nodes[@]}"; do
-    timeout 60 srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$node" --time=1 true >/dev/null 2>&1 ||
-        requeue "node $node does not answer"
+    answers "$node" || requeue "node $node does not answer"
     # It may be back before Slurm noticed that it was gone, and with it all that ran there.
     [[ $(started "$node") == "${starts[$node]}" ]] || requeue "node $node was restarted"
 done

@@ -121,7 +121,7 @@ def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, repository: 
         "'v26.13-demo'",
         "pins v26.12",
         "v26.11-demo, v26.12-demo",
-        "v24.12 to v26.8",
+        "v24.12 to v26.9",
         "did you mean",
     ):
         assert part in result.err

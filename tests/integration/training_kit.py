@@ -46,12 +46,19 @@ class Python:
         assert stdin is not None and stdout is not None
         timer = Timer(timeout, self._server.kill)
         timer.start()
-        stdin.write(
-            json.dumps({"words": words, "variables": variables | {"PRIMUS_FAULT": fault}}) + "\n"
-        )
-        stdin.flush()
-        answer = stdout.readline()
-        timer.cancel()
+        try:
+            stdin.write(
+                json.dumps({"words": words, "variables": variables | {"PRIMUS_FAULT": fault}})
+                + "\n"
+            )
+            stdin.flush()
+            answer = stdout.readline()
+        except BaseException:
+            # The next test would read the answer to this one, which a time limit ended.
+            self._server.kill()
+            raise
+        finally:
+            timer.cancel()
         assert answer, f"{words} did not end within {timeout} s, or Python does not start"
         ended = json.loads(answer)
         return subprocess.CompletedProcess(words, ended["code"], ended["out"], ended["err"])

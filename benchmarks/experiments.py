@@ -5,8 +5,9 @@ Each Megatron and torchtitan file below ``examples`` is resolved at full size fo
 folder names. What it becomes is compared with what Primus itself merges from the same files: this
 program merges them with PyYAML, by Primus's public rules, and shares no code with the product.
 ``--proxies`` also trains proxies on the CPU: one of each backend and family, compared with the
-reference, and five steps of each model. The result is ``benchmarks/results/experiments.json``; the
-checkout is not part of it.
+reference, and five steps of each model. ``--models-left`` trains only the models that the result
+does not show as trained, and writes the result after each. The result is
+``benchmarks/results/experiments.json``; the checkout is not part of it.
 """
 
 import argparse
@@ -144,6 +145,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--commit", default="", help="commit of the checkout, for the result")
     parser.add_argument("--proxies", action="store_true")
+    parser.add_argument("--models-left", action="store_true")
     parser.add_argument(
         "--page",
         nargs=2,
@@ -155,6 +157,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=_RESULT)
     args = parser.parse_args()
     os.environ["PRIMUS_ROOT"] = str(args.checkout)
+    if args.models_left:
+        _train_models_left(args.checkout, args.out)
+        return 0
     rows = []
     kinds: dict[str, Path] = {}
     models: dict[str, Path] = {}
@@ -179,6 +184,24 @@ def main() -> int:
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result["totals"], indent=1))
     return 0
+
+
+def _train_models_left(checkout: Path, out: Path) -> None:
+    """Train the proxy of each model whose run is missing or failed in the result ``out``."""
+    result = json.loads(out.read_text(encoding="utf-8"))
+    models = result["models"]
+    first: dict[str, Path] = {}
+    for row in result["files"]:
+        if row["status"] == "trainable":
+            path = checkout / row["file"]
+            first.setdefault(f"{row['backend']} {_model(path)}", path)
+    for model, path in first.items():
+        if model in models and models[model]["exit_code"] == 0:
+            continue
+        models[model] = _trained(path, "steps=5")
+        print(model, models[model], flush=True)
+        result["models"] = {name: models[name] for name in first if name in models}
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _model(path: Path) -> str:

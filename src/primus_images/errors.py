@@ -6,10 +6,12 @@ without a traceback.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 # Longer than names, digests and most paths are: a broken file may have a key of a megabyte.
 _LONG_WORD = re.compile(r"(\S{200})\S{100,}")
+# Two words that are less alike than this are two words.
+_MISSPELLED = 0.84
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, most: int = 1) -> str:
@@ -33,6 +35,22 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     if near := did_you_mean(word, choices):
         return f"; {near}"
     return ""
+
+
+def alike(word: str, names: Collection[str]) -> str:
+    """Return which name was meant, as the end of a sentence; "" if none.
+
+    Names with other digits are other things: ``qwen3_8B`` is no misspelled ``qwen2.5_7B``.
+    """
+    from difflib import SequenceMatcher  # not for a command without a mistake
+
+    digits = re.findall(r"\d+", word)
+    close = []
+    for name in names:
+        likeness = SequenceMatcher(None, word.lower(), name.lower()).ratio()
+        if re.findall(r"\d+", name) == digits and likeness > _MISSPELLED:
+            close.append(name)
+    return nearest(word, close)
 
 
 class PrimusError(Exception):

@@ -46,7 +46,8 @@ class Request:
     ``says`` are sentences for the user about differences from the old command. ``gpu_of_path`` is
     the GPU generation in a documented path. It is used only with --dry-run on a machine without a
     GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
-    names them, if the command writes a CSV. ``stage``: ``primus tune gemm`` runs with it in place
+    names them, if the command writes a CSV. ``by_layout``: nobody named the number of nodes, so it
+    is the least that the layout needs. ``stage``: ``primus tune gemm`` runs with it in place
     of a training job.
     """
 
@@ -56,6 +57,7 @@ class Request:
     says: tuple[str, ...] = ()
     gpu_of_path: str | None = None
     benchmark: tuple[str, str] | None = None
+    by_layout: bool = False
     stage: str = ""
 
     def arguments(self) -> list[str]:
@@ -68,7 +70,7 @@ class Request:
     def for_proxy(self) -> Self:
         """Return the request for the proxy, which keeps its own sizes.
 
-        Only the number of steps and the seed remain.
+        Only the number of steps and the seed remain, and the number of nodes if somebody named it.
         """
         backend = backends()[self.choices.backend or "torchtitan"]
         remaining = (backend.key("steps"), backend.key("seed"))
@@ -77,7 +79,10 @@ class Request:
         says = self.says
         if dropped:
             says = (*says, f"the proxy keeps its own sizes: {' '.join(dropped)} left out")
-        return replace(self, choices=replace(self.choices, proxy=True), words=words, says=says)
+        choices = replace(self.choices, proxy=True)
+        if self.by_layout:
+            choices = replace(choices, nodes=1)
+        return replace(self, choices=choices, words=words, says=says)
 
 
 def requested(
@@ -297,7 +302,8 @@ def _with_environment(
         says.append(done.summary())
     for option, why in done.unmapped:
         says.append(f"{option.key} is left out: {why}")
-    nodes = _count(environment, "NNODES") or _usual_nodes(request, done)
+    asked = _count(environment, "NNODES")
+    nodes = asked or _usual_nodes(request, done)
     words = []
     ranks = _count(environment, "GPUS_PER_NODE")
     if ranks:
@@ -309,6 +315,7 @@ def _with_environment(
         choices=replace(request.choices, precision=done.precision, nodes=nodes),
         words=(*words, *done.words()),
         says=tuple(says),
+        by_layout=asked is None,
         stage=STAGES[stage],
     )
 

@@ -98,10 +98,21 @@ def parsed(words: Sequence[str]) -> Call:
         raise InputError("no MODE", where=NAME, hint=f"MODE is {', '.join(MODES)}")
     while rest and rest[0] in MODES:
         call, rest = _mode(replace(call, mode=_outer(call.mode, rest[0])), rest[0], rest[1:])
+    asks = "-h" in rest or "--help" in rest
+    if _is_stray(rest) and not (call.help or asks):
+        raise InputError(
+            f"{rest[0]!r} is no option of {call.mode}, and no command",
+            where=NAME,
+            hint=f"{NAME} {call.mode} [options] -- COMMAND, which is {', '.join(COMMANDS)}",
+        )
     if not rest and not call.help:
         raise InputError("no command", where=NAME, hint=f"{NAME} {call.mode} … -- train pretrain …")
-    asks = "-h" in rest or "--help" in rest
     return replace(call, command=tuple(rest), help=call.help or asks)
+
+
+def _is_stray(rest: Sequence[str]) -> bool:
+    """Whether a word that is no command stands before the `--` of the command."""
+    return "--" in rest and rest[0].replace("-", "_") not in COMMANDS
 
 
 def usage() -> Iterator[str]:

@@ -1,6 +1,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from primus_images.recipes.load import names
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
+from tables import FIXTURES
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKSPACE = ROOT / "images" / "workspace"
@@ -425,6 +427,20 @@ def test_a_proxy_keeps_the_steps_and_the_seed_of_the_command() -> None:
     assert kept.choices.proxy is True
     assert kept.says[-1].startswith("the proxy keeps its own sizes: ")
     assert "megatron.training.micro_batch_size=2 left out" in kept.says[-1]
+
+
+@pytest.mark.parametrize(("given", "nodes"), [({}, 1), ({"NNODES": "2"}, 2)])
+def test_a_proxy_needs_no_more_nodes_than_the_command_names(
+    tmp_path: Path, given: dict[str, str], nodes: int
+) -> None:
+    text = (FIXTURES / "primus" / "experiments" / "llama.yaml").read_text()
+    file = tmp_path / "llama.yaml"
+    file.write_text(text + "      tensor_model_parallel_size: 32\n")
+    shutil.copytree(FIXTURES / "primus" / "primus", tmp_path / "primus")
+    environment = {"EXP": str(file), **given}
+    request = requested("run_pretrain.sh", [], environment)
+    assert request.choices.nodes == int(given.get("NNODES", 4))
+    assert request.for_proxy().choices.nodes == nodes
 
 
 def test_fsdp_runs_on_eight_ranks_unless_torchrun_says_otherwise() -> None:

@@ -268,3 +268,9 @@ def test_help_names_every_command() -> None:
     text = "\n".join(usage())
     for word in ("pretrain", "posttrain", "gemm", "memory", "--host", "node_smoke", "--volume"):
         assert word in text
+
+
+def test_a_word_before_the_command_is_no_option() -> None:
+    words = ["slurm", "srun", "-N", "2", "...", "--", "train", "pretrain", "--config", "x.yaml"]
+    with pytest.raises(InputError, match=r"'\.\.\.' is no option of slurm"):
+        parsed(words)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from primus_images.cli.main import main
-from primus_images.errors import InputError
+from primus_images.errors import InputError, alike
 from primus_images.recipes.architecture import architecture
 from primus_images.recipes.experiments import models
 from primus_images.recipes.experiments.presets import Argument, read_experiment
 from primus_images.recipes.experiments.source import import_experiment
-from primus_images.recipes.experiments.translate import alike, keys, megatron_arguments, translate
+from primus_images.recipes.experiments.translate import keys, megatron_arguments, translate
 from primus_images.recipes.published import another_model
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
@@ -383,3 +383,113 @@ def test_a_model_survives_the_way_to_megatron_s_arguments_and_back(name: str) ->
     written = section({key: one.value for key, one in recipe.settings.items()}, "model")
     for key in model.keys() & written.keys() - {"head_dim"}:
         assert model[key] == written[key], key
+
+
+def written(tmp_path: Path, overrides: str = "", head: str = "", model: str = "mine.yaml") -> Path:
+    """Write a checkout with our presets and an experiment, whose model is ``mine.yaml``."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(PRIMUS, checkout)
+    (checkout / "primus/configs/models/megatron/mine.yaml").write_text("extends: [base.yaml]\n")
+    module = f"    framework: megatron\n    config: pre_trainer.yaml\n    model: {model}\n"
+    file = checkout / "mine.yaml"
+    file.write_text(f"{head}modules:\n  pre_trainer:\n{module}    overrides:\n{overrides}")
+    return file
+
+
+def preset(file: Path, name: str, text: str) -> Path:
+    """Write a preset of a model beside ``mine.yaml``, and return its file."""
+    path = file.parent / "primus/configs/models/megatron" / name
+    path.write_text(text)
+    return path
+
+
+def test_presets_that_extend_each_other_in_a_circle_are_named(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    preset(file, "mine.yaml", "extends: [other.yaml]\n")
+    other = preset(file, "other.yaml", "\nextends: mine.yaml\n")
+    with pytest.raises(InputError, match=r"mine\.yaml → other\.yaml → mine\.yaml") as error:
+        read_experiment(file, {})
+    assert error.value.where == f"{other}:2:1"
+
+
+def test_a_long_chain_of_presets_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    preset(file, "step0.yaml", "num_layers: 30\n")
+    for number in range(1, 40):
+        preset(file, f"step{number}.yaml", f"extends: step{number - 1}.yaml\n")
+    preset(file, "mine.yaml", "extends: step39.yaml\n")
+    assert read_experiment(file, {}).arguments["num_layers"].value == 30
+
+
+@pytest.mark.timeout(20)
+def test_presets_that_share_a_base_many_times_are_read_once(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    preset(file, "wide12.yaml", "num_layers: 30\n")
+    for number in range(12):
+        names = ", ".join([f"wide{number + 1}.yaml"] * 8)
+        preset(file, f"wide{number}.yaml", f"extends: [{names}]\n")
+    preset(file, "mine.yaml", "extends: wide0.yaml\n")
+    assert read_experiment(file, {}).arguments["num_layers"].value == 30
+
+
+def test_an_experiment_extends_another(tmp_path: Path) -> None:
+    file = written(tmp_path, "      train_iters: 9\n      lr: 1.0e-3\n")
+    more = file.with_name("more.yaml")
+    more.write_text("extends: mine.yaml\nmodules: {pre_trainer: {overrides: {train_iters: 7}}}\n")
+    experiment = read_experiment(more, {})
+    assert experiment.arguments["train_iters"].value == 7
+    assert experiment.arguments["lr"].value == 1e-3
+    assert experiment.arguments["lr"].where.startswith(f"{file}:")
+    assert experiment.places["model"].startswith(f"{file}:")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("framework: megatron", "framework: megatorn", "did you mean 'megatron'"),
+        ("framework: megatron", "framework: [megatron]", "framework must be text"),
+        ("model: mine.yaml", "model: 7", "model must be text, not 7"),
+        ("model: mine.yaml", "model: mime.yaml", "did you mean 'mine.yaml'"),
+        ("modules:", "overrides: {lr: 1}\nmodules:", "overrides stands outside of modules"),
+        ("modules:", "extends: {a: b}\nmodules:", "the name of a file, or a list of names"),
+    ],
+)
+def test_a_word_that_is_wrong_has_its_own_sentence(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(InputError) as error:
+        import_experiment(file)
+    assert says in error.value.message
+    assert str(error.value.where).startswith(f"{file}:")
+
+
+def test_what_nothing_reads_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "llama.yaml"
+    text = LLAMA.read_text() + "  post_trainer: {framework: megatron}\nmatchers: 1\n"
+    file.write_text(text)
+    says = import_experiment(file, {"PRIMUS_ROOT": str(PRIMUS)}).says
+    assert "nothing reads matchers, modules.post_trainer" in says
+
+
+def test_a_wrong_size_of_the_model_has_the_place_of_its_key(tmp_path: Path) -> None:
+    lines = LLAMA.read_text().splitlines()
+    file = tmp_path / "llama.yaml"
+    file.write_text("\n".join([*lines, "      num_layers: 0", ""]))
+    shutil.copytree(PRIMUS / "primus", tmp_path / "primus")
+    with pytest.raises(InputError, match=r"model\.layers must be at least 1") as error:
+        resolved(file)
+    assert error.value.where == f"{file}:{len(lines) + 1}:7"
+
+
+def test_each_command_leaves_out_what_no_recipe_can_express(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "llama.yaml"
+    file.write_text(LLAMA.read_text() + "      no_such_key: 7\n")
+    words = ["show", str(file), "--gpu", "mi300x", "--primus-root", str(PRIMUS)]
+    assert main(words) == 2
+    assert "--allow-unmapped" in capsys.readouterr().err
+    assert main([*words, "--allow-unmapped"]) == 0
+    assert "no_such_key is left out" in capsys.readouterr().out

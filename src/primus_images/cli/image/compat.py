@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from primus_images.cli.image.primus_cli import primus_cli, set_variables
+from primus_images.cli.image.primus_cli import primus_cli
+from primus_images.cli.image.request import set_variables
 from primus_images.cli.image.train import COMPILED, default_output
 from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
 from primus_images.compat import workloads

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from primus_images.cli.image.request import set_variables
 from primus_images.cli.verb import installed_verbs, parser_of, parser_of_shared, run
 from primus_images.compat.commands import Request
 from primus_images.compat.primus_cli import (
@@ -23,8 +24,6 @@ from primus_images.compat.primus_cli import (
 from primus_images.errors import HostError
 from primus_images.gpus.detect import detect
 from primus_images.gpus.table import load_table
-from primus_images.recipes.experiments.presets import ROOT
-from primus_images.recipes.experiments.source import ALLOW_UNMAPPED
 from primus_images.system.banner import beside_amds
 
 # Starts the run of a request, by the name of the old command and primus's own options.
@@ -83,14 +82,6 @@ def _own_options(call: Call) -> tuple[Namespace, list[str]]:
     chosen, words = parser_of_shared("old", NAME).parse_known_args(words)
     set_variables(chosen.primus_root, allow_unmapped=chosen.allow_unmapped)
     return chosen, words
-
-
-def set_variables(primus_root: Path | None, *, allow_unmapped: bool) -> None:
-    """Set the variables by which experiment files are read, from primus's own options."""
-    if primus_root is not None:
-        os.environ[ROOT] = str(primus_root)
-    if allow_unmapped:
-        os.environ[ALLOW_UNMAPPED] = "1"
 
 
 def _say(sentences: Iterable[str]) -> None:

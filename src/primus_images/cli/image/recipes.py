@@ -197,6 +197,8 @@ def _document(recipe: Recipe) -> dict[str, object]:
 
 def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     yield from _overview(recipe, screen)
+    for sentence in recipe.says:
+        yield from screen.wrap(sentence, "  ", "    ")
     yield screen.paint("\noptimizations", "bold")
     rows = []
     for name, (on, why) in optimization_reasons(recipe).items():

@@ -11,6 +11,7 @@ from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect
 from primus_images.recipes.experiments.presets import ROOT
+from primus_images.recipes.experiments.source import ALLOW_UNMAPPED
 from primus_images.recipes.load import names
 from primus_images.recipes.overrides import choices_among
 from primus_images.recipes.recipe import Recipe
@@ -103,17 +104,25 @@ class PresetOptions(ChoiceOptions):
     """The same, where a recipe may be an experiment file, whose presets are in a checkout."""
 
     primus_root: Path | None
+    allow_unmapped: bool
 
     def request_of(self, recipe: str) -> Request:
         """Return the request for the recipe of this name, or for the experiment file."""
-        if self.primus_root is not None:
-            os.environ[ROOT] = str(self.primus_root)
+        set_variables(self.primus_root, allow_unmapped=self.allow_unmapped)
         return super().request_of(recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRecipeOptions(PresetOptions, RecipeOptions):
     """The options of a verb about one recipe, an experiment file, or weights to fine-tune."""
+
+
+def set_variables(primus_root: Path | None, *, allow_unmapped: bool) -> None:
+    """Set the variables by which experiment files are read, from primus's own options."""
+    if primus_root is not None:
+        os.environ[ROOT] = str(primus_root)
+    if allow_unmapped:
+        os.environ[ALLOW_UNMAPPED] = "1"
 
 
 def names_weights(name: str) -> bool:

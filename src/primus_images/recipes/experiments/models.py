@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from primus_images.errors import InputError
+from primus_images.errors import InputError, alike
 from primus_images.recipes.architecture import Architecture
 from primus_images.recipes.experiments.presets import Argument
-from primus_images.recipes.experiments.translate import alike, table
+from primus_images.recipes.experiments.translate import table
 from primus_images.recipes.family import Family, family
 from primus_images.recipes.schema import model_rules
 from primus_images.recipes.setting import WORDS, Value, outside
@@ -27,6 +27,23 @@ _LLAMA3: Mapping[str, Value] = {
     "rope_scaling.low_freq_factor": 1.0,
     "rope_scaling.high_freq_factor": 4.0,
     "rope_scaling.original_max_position": 8192,
+}
+
+# Fields of the model → the arguments of Megatron that alone determine them.
+KEYS: Mapping[str, str] = {
+    "layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "ffn_size": "ffn_hidden_size",
+    "rope_theta": "rotary_base",
+    "norm_eps": "norm_epsilon",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "moe.experts": "num_experts",
+    "moe.top_k": "moe_router_topk",
+    "moe.ffn_size": "moe_ffn_hidden_size",
 }
 
 

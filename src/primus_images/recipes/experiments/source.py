@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from primus_images.errors import InputError
+from primus_images.errors import InputError, alike
 from primus_images.files import read_bytes
 from primus_images.recipes import load
 from primus_images.recipes.architecture import architecture
@@ -21,7 +21,7 @@ from primus_images.recipes.experiments.presets import (
     is_experiment,
     read_experiment,
 )
-from primus_images.recipes.experiments.translate import Translation, alike, keys, table, translate
+from primus_images.recipes.experiments.translate import Translation, keys, table, translate
 from primus_images.recipes.family import family
 from primus_images.recipes.schema import backend_rules, backends
 from primus_images.recipes.setting import Setting, Value
@@ -82,8 +82,9 @@ def import_experiment(
     Raises InputError for a framework, a model or a key that is not here. With ``allow_unmapped``,
     keys that no recipe can express are in ``done.unmapped``.
     """
+    # A framework that is not here has no presets, either.
+    backend = backend_of(path, environment)
     experiment = read_experiment(path, environment)
-    backend = _backend(experiment)
     stem = experiment.model.removesuffix(".yaml").removesuffix(".yml")
     row = table("models")["recipes"][backend].get(stem.removesuffix("-fp8"), "")
     recipe = row if isinstance(row, str) else row["recipe"]
@@ -132,11 +133,25 @@ def _add_sentences(imported: Imported) -> None:
         )
     if _predicts_more(experiment):
         imported.says.append("the model's layer for multi-token prediction is left out")
+    if experiment.unread:
+        imported.says.append(f"nothing reads {', '.join(experiment.unread)}")
+    if _lacks_text(imported):
+        imported.says.append(
+            "mock_data is false, but the file names no text: the run trains on made-up text, "
+            "unless assets.corpus=PATH names yours"
+        )
     summary = done.summary()
     if summary:
         imported.says.append(summary)
     for argument, why in done.unmapped:
         imported.says.append(f"{argument.key} is left out: {why}")
+
+
+def _lacks_text(imported: Imported) -> bool:
+    """Whether the file asks for real text, which Primus would download, and names none."""
+    arguments = imported.experiment.arguments
+    mock = arguments.get("mock_data") or arguments.get("training.mock_data")
+    return _CORPUS not in imported.done.settings and mock is not None and mock.value is False
 
 
 def _predicts_more(experiment: Experiment) -> bool:
@@ -169,14 +184,27 @@ def _backend(experiment: Experiment) -> str:
 def _refuse_post_training(experiment: Experiment, recipe: str) -> None:
     is_tuning = experiment.trainer == "post_trainer" or "sft" in experiment.config
     if is_tuning:
-        name = recipe or "RECIPE"
         raise InputError(
             f"post-training by {experiment.framework} is not here; models are fine-tuned by the "
             "backend finetune",
             where=experiment.places["config"],
-            hint=f"primus finetune {name} --mode full, or --mode lora; your data and weights are "
-            "given as docs/training.md says",
+            hint=_of_fine_tuning(recipe),
         )
+
+
+def _of_fine_tuning(recipe: str) -> str:
+    """Return what fine-tunes the model of a recipe, as far as it can be."""
+    weights = "WEIGHTS"
+    modes = ["full", "lora"]
+    if recipe:
+        settings = load.read(load.find(recipe)).settings
+        modes = [mode for mode in modes if f"supports.finetune.{mode}" in settings]
+        if "model.hf_repo" in settings:
+            weights = f"hf:{settings['model.hf_repo'].value}"
+    if not modes:
+        return f"the backend finetune does not train {recipe}; `primus list` shows what it trains"
+    options = ", or ".join(f"--mode {mode}" for mode in modes)
+    return f"primus finetune {weights} DATA {options}"
 
 
 def _require_recipe(experiment: Experiment, backend: str, recipe: str) -> None:
@@ -240,8 +268,11 @@ def _whole_model(imported: Imported) -> dict[str, Value]:
         rows = int(str(model["vocab_size"]))
         first = str(model.pop("family"))
     if not rows:
+        lacking = "the model has neither vocab_size nor a tokenizer"
+        if tokenizer:
+            lacking = f"the vocabulary of the tokenizer {tokenizer!r} is not known here"
         raise InputError(
-            f"the vocabulary of the tokenizer {tokenizer!r} is not known here",
+            lacking,
             where=experiment.places["model"],
             hint="give the rows of the embedding under overrides: vocab_size: 32000",
         )
@@ -392,6 +423,9 @@ def source_of(imported: Imported) -> load.Source:
     cases = list(base.cases)
     for key, value in imported.model.items():
         origin = experiment.places["model"]
+        argument = imported.done.of_model.get(models.KEYS.get(key, ""))
+        if argument is not None and argument.value is not None:
+            origin = argument.where
         settings[f"model.{key}"] = Setting(value=value, origin=origin, deliberate=True)
     if imported.model:
         small = models.proxy(imported.model)

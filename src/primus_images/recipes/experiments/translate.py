@@ -9,14 +9,13 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from primus_images.errors import InputError, nearest
+from primus_images.errors import InputError, alike
 from primus_images.recipes.experiments.presets import Argument, typed
 from primus_images.recipes.schema import backend_rules, backends
 from primus_images.recipes.setting import Value
@@ -26,8 +25,6 @@ ALLOW_UNMAPPED = "--allow-unmapped leaves them out"
 # Sections of the recipe in which a flat name of Megatron is looked up, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
 _FOLDER = Path(__file__).parent
-# Two words that are less alike than this are two words.
-_MISSPELLED = 0.84
 # In Megatron, MXFP8 is a form of FP8.
 _FP8_FORM = "megatron.model.fp8_recipe"
 # Names in a sentence that has many.
@@ -158,20 +155,6 @@ def listed(word: str, rows: Collection[str], where: str, lacking: str = "there i
             hint=f"there are: {', '.join(rows)}",
         )
     return word
-
-
-def alike(word: str, names: Collection[str]) -> str:
-    """Return which name was meant, as the end of a sentence; "" if none.
-
-    Names with other digits are other things: ``qwen3_8B`` is no misspelled ``qwen2.5_7B``.
-    """
-    digits = re.findall(r"\d+", word)
-    close = []
-    for name in names:
-        likeness = SequenceMatcher(None, word.lower(), name.lower()).ratio()
-        if re.findall(r"\d+", name) == digits and likeness > _MISSPELLED:
-            close.append(name)
-    return nearest(word, close)
 
 
 @cache

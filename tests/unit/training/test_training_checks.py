@@ -272,6 +272,22 @@ def test_a_resumed_run_is_compared_from_its_first_step() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "other", "passed"), [(3.0, 3.0, True), (3.0, 3.001, False), (3.0, None, False)]
+)
+def test_evaluations_of_the_same_steps_are_the_same(
+    value: float, other: float | None, passed: bool
+) -> None:
+    first, second = (
+        replace(run, steps=(*run.steps[:-1], replace(run.steps[-1], eval_loss=loss)))
+        for run, loss in ((series(*FALLING), value), (series(*FALLING), other))
+    )
+    for pair in ((first, second), (second, first)):
+        verdict = checks.same_steps("resume", *pair, 0.0)
+        assert verdict.passed is passed
+        assert passed or verdict.reason == "differs most at step 20"
+
+
 def test_one_step_of_a_divided_batch() -> None:
     base = series(7.0, 6.0, norms=(0.6748, 0.5))
     assert checks.same_steps(

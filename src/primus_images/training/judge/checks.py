@@ -308,7 +308,10 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
 def same_steps(
     name: str, base: Series, other: Series, tolerance: float, steps: Steps = EVERY_STEP
 ) -> Verdict:
-    """Check that two runs have the same loss and gradient norm at each of ``steps``."""
+    """Check that two runs have the same loss and gradient norm at each of ``steps``.
+
+    Evaluations after these steps must be the same, too.
+    """
     limit = f"relative gap ≤ {tolerance:g}"
     if tolerance == 0:
         limit = "equal to the last bit"
@@ -325,7 +328,8 @@ def same_steps(
             missing.append(step.step)
             continue
         of_norm = relative_gap(step.grad_norm, twin.grad_norm)
-        gap = max(relative_gap(step.loss, twin.loss), of_norm)
+        of_evaluation = _gap_of_evaluations(step.eval_loss, twin.eval_loss)
+        gap = max(relative_gap(step.loss, twin.loss), of_norm, of_evaluation)
         if gap >= worst:
             worst = gap
             at = step.step
@@ -343,6 +347,14 @@ def same_steps(
         reason = "; ".join(faults)
     measured = f"largest relative gap {worst:.2g}"
     return Verdict(name, not faults, reason, measured=measured, limit=limit)
+
+
+def _gap_of_evaluations(value: float | None, other: float | None) -> float:
+    if value is None and other is None:
+        return 0.0
+    if value is None:
+        return math.inf
+    return relative_gap(value, other)
 
 
 def same_loss(

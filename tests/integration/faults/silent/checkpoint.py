@@ -212,3 +212,17 @@ def last_norm_exported_as_it_began(module: Any) -> None:
         return {**named, "model.norm.weight": torch.ones_like(named["model.norm.weight"])}
 
     wrap(module.Llama3StateDictAdapter, "to_hf", to_hf)
+
+
+@silent(
+    "export",
+    "finetune steps=3 finetune.save_weights=true",
+    "primus_images.training.backends.finetune.export",
+    "saved files",
+)
+def another_rotary_base_for_programs_before_transformers_5(module: Any) -> None:
+    def names(run: Any, rope: Any) -> Any:
+        older = run(rope)
+        return {**older, "rope_theta": 1.01 * older["rope_theta"]}
+
+    wrap(module, "_older_names", names)

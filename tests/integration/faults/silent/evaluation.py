@@ -99,16 +99,14 @@ def last_batch_left_out_of_the_evaluation(module: Any) -> None:
     "saved files",
 )
 def worst_evaluation_kept(module: Any) -> None:
-    def run(_: Any, self: Any, step: int, report: Any) -> bool:
-        loss = self.loss()
-        self._record(step, loss)
-        self.worst = getattr(self, "worst", -math.inf)
-        if loss > self.worst:
-            self.worst = loss
-            self._keep(step, report)
-        return False
+    def add(_: Any, self: Any, step: int, loss: float) -> bool:
+        if loss <= getattr(self, "worst", -math.inf):
+            return False
+        self.worst = loss
+        self.best = module.checkpoint.folder_of(self._output, step)
+        return True
 
-    wrap(module.Evaluation, "run", run)
+    wrap(module.Standing, "add", add)
 
 
 @silent("best", EXPORTED, "primus_images.training.backends.loop.checkpoint", "saved files")
@@ -131,3 +129,58 @@ def tenth_of_the_last_weights_in_the_export(module: Any) -> None:
                     local(weight).mul_(0.9).add_(other, alpha=0.1)
 
     wrap(module, "load", load)
+
+
+TORCHTITAN = "torchtitan steps=4 eval.fraction=0.1 eval.every=2"
+
+
+@silent(
+    "evaluation",
+    TORCHTITAN,
+    "primus_images.training.backends.torchtitan.evaluation",
+    "evaluation",
+)
+def every_rank_evaluates_the_documents_of_the_first(module: Any) -> None:
+    def batches(_: Any, self: Any) -> Any:
+        ranks = self._job["data_parallel"]
+        return module.evaluation.batches_of(self._data, self._size, 0, ranks)
+
+    wrap(module.Evaluation, "_batches", batches)
+
+
+@silent(
+    "evaluation",
+    TORCHTITAN,
+    "primus_images.training.backends.torchtitan.evaluation",
+    "evaluation",
+)
+def evaluation_with_one_norm_of_the_time_before(module: Any) -> None:
+    def mean_loss(run: Any, self: Any) -> Any:
+        norm = local(self._trainer.model_parts[0].norm.weight)
+        now = norm.detach().clone()
+        with torch.no_grad():
+            norm.copy_(getattr(self, "before", now))
+            loss = run(self)
+            norm.copy_(now)
+        self.before = now
+        return loss
+
+    wrap(module.Evaluation, "_mean_loss", mean_loss)
+
+
+@silent(
+    "evaluation",
+    "megatron --recipe=mixtral-8x7b steps=4 eval.fraction=0.1 eval.every=2",
+    "primus_images.training.backends.megatron.session",
+    "gradients",
+)
+def experts_not_balanced_after_an_evaluation(module: Any) -> None:
+    """The model stays in the mode of evaluation, which has no balancing loss."""
+
+    def loss(run: Any, self: Any, batch: Any) -> Any:
+        of_batch = run(self, batch)
+        for part in self.model_parts:
+            part.eval()
+        return of_batch
+
+    wrap(module.MegatronSession, "loss", loss)

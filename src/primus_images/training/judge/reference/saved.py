@@ -92,13 +92,18 @@ def _other_model(
 
 def _other_sizes(file: Path, sizes: Architecture) -> Iterator[str]:
     config = json.loads(file.read_text(encoding="utf-8"))
-    for key, name, value in described(family(sizes.family), config, file):
-        size = attrgetter(key)(sizes)
-        if key == "head_dim" and sizes.heads * sizes.head_size == sizes.hidden_size:
-            # A file leaves out the size of a head if it follows from others.
-            size = 0
-        if value != size:
-            yield f"{file.name}: {name} is {value}, not {size}"
+    # Programs before transformers 5 read rope_theta and rope_scaling.
+    older = {key: value for key, value in config.items() if key != "rope_parameters"}
+    findings: list[str] = []
+    for settings in (config, older):
+        for key, name, value in described(family(sizes.family), settings, file):
+            size = attrgetter(key)(sizes)
+            if key == "head_dim" and sizes.heads * sizes.head_size == sizes.hidden_size:
+                # A file leaves out the size of a head if it follows from others.
+                size = 0
+            if value != size:
+                findings.append(f"{file.name}: {name} is {value}, not {size}")
+    yield from dict.fromkeys(findings)
 
 
 def _other_adapters(folder: Path, job: Job, sizes: Architecture, last: Tensors) -> list[str]:

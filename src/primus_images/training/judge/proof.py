@@ -517,12 +517,13 @@ def figures(
     counted = peak_gib is not None and facts.get("device") == "cpu"
     if counted and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    wrong += _wrong_rates(series, flops, recipe)
+    wrong += _wrong_rates(series, reported, recipe)
     fine = "parameters, FLOPs per unit, FLOP/s and memory are the recipe's"
     return of_faults("reported figures", wrong, fine)
 
 
 def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:
+    """Yield FLOP/s in the log that are not the logged tokens per second times ``flops``."""
     unit = 1
     if recipe.architecture.of_images:
         unit = recipe.seq_len
@@ -531,7 +532,7 @@ def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:
             continue
         tflops = step.tokens_per_second / unit * flops / 1e12
         rounded = 0.51 / 10**step.tflops_decimals + 0.5 * tflops / max(step.tokens_per_second, 1)
-        if not abs(step.tflops - tflops) <= rounded + LIMITS["flops"] * tflops:
+        if not abs(step.tflops - tflops) <= rounded + LIMITS["logged_flops"] * tflops:
             yield f"step {step.step}: {step.tflops:g} TFLOP/s in the log, not {tflops:.4g}"
 
 

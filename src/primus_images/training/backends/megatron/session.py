@@ -98,7 +98,9 @@ class MegatronSession:
         self._gather_weights()
         for part in self.model_parts:
             part.eval()
-        loss = self._scheduled(batches, forward_only=True)
+        # With gradients, Megatron would count these tokens in the biases that balance experts.
+        with torch.no_grad():
+            loss = self._scheduled(batches, forward_only=True)
         for part in self.model_parts:
             part.train()
         return loss

@@ -196,7 +196,7 @@ def test_thirty_choices_give_commands_that_are_accepted(
                 assert {"--shm-size", "-v"} < set(words)
             assert main([*words[at + 1 :], "--dry-run"]) == 0, capsys.readouterr().err
         assert browser.js("document.documentElement.scrollWidth") == 390
-    assert page.startswith("1457.6 of 192 GiB per GPU: does not fit; 16 × 8 GPUs suffice")
+    assert page.startswith("1356.1 of 192 GiB per GPU: does not fit; 16 × 8 GPUs suffice")
 
 
 def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:

@@ -111,17 +111,20 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
     write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def seal_newest(checkpoints: Path, identity: Mapping[str, Any]) -> None:
+def seal_newest(checkpoints: Path, identity: Mapping[str, Any]) -> bool:
     """Seal the complete checkpoints in a folder to which a backend writes them, one after the
-    other.
+    other. Returns whether there were any.
     """
+    sealed = False
     for folder in reversed(steps(checkpoints)):
         if (folder / FILE).exists():
-            return
+            break
         # Without metadata, it is not complete yet. A folder that disappears while it is looked at
         # seems to exist.
         with suppress(FileNotFoundError, FileExistsError):
             seal(folder, identity)
+            sealed = True
+    return sealed
 
 
 def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:

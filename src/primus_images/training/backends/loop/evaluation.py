@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,16 @@ class Standing:
     """How the evaluations of a run stand: which step is the best, and how many were worse since.
 
     ``output`` is the run's folder. A run that is resumed from ``resume_from`` goes on with the
-    best one and the patience of the run before it, if these evaluated on the same text.
+    best one and the patience of the run before it, if these evaluated on the same text. After
+    ``patience`` evaluations that are no better, the run ends; 0 means never.
     """
 
-    def __init__(self, output: Path, resume_from: Path | None) -> None:
+    def __init__(self, output: Path, patience: int, resume_from: Path | None) -> None:
         self.best: Path | None = None
-        self.worse = 0
-        self.note = ""
+        self._worse = 0
+        self._note = ""
         self._least = math.inf
+        self._patience = patience
         self._output = output
         self._text = sha256_of(output / "cache" / "eval.tokens")
         if resume_from is not None:
@@ -43,25 +45,66 @@ class Standing:
         if not fields:
             return
         if fields["text"] != self._text:
-            self.note = "the evaluations before were on other text, so they count for nothing"
+            self._note = "the evaluations before were on other text, so they count for nothing"
             return
         best = folder.with_name(f"step-{fields['best']}")
         if not best.is_dir():
-            self.note = f"{best}, the best before, is not there, so the best is looked for anew"
+            self._note = f"{best}, the best before, is not there, so the best is looked for anew"
             return
         self._least = float(fields["least"])
-        self.worse = int(fields["worse"])
+        self._worse = int(fields["worse"])
         self.best = best
 
     def add(self, step: int, loss: float) -> bool:
         """Record the evaluation after ``step`` on this rank. Returns whether it is the best."""
         if loss < self._least:
             self._least = loss
-            self.worse = 0
+            self._worse = 0
             self.best = checkpoint.folder_of(self._output, step)
             return True
-        self.worse += 1
+        self._worse += 1
         return False
+
+    def record(self, step: int, loss: float) -> None:
+        """Write the exact loss of the evaluation after ``step`` to the run's folder, on rank 0."""
+        if dist.get_rank() != 0:
+            return
+        with (self._output / "eval.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
+
+    def say_note(self, say: Callable[[str], None]) -> None:
+        """Say once why the best of the run before does not count, if it does not."""
+        if self._note:
+            say(f"primus: {self._note}")
+            self._note = ""
+
+    def announce(
+        self,
+        step: int,
+        loss: float,
+        say: Callable[[str], None],
+        track: Callable[[Mapping[str, float], int], None],
+    ) -> bool:
+        """Say what was added after ``step``, and give it to the trackers.
+
+        Returns whether the run is to end, because its evaluations are no better any more.
+        """
+        line = f"evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
+        if self.is_best(step):
+            line += ", the best so far"
+        say(f"primus: {line}")
+        track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
+        ends = 0 < self._patience <= self._worse
+        if ends:
+            say(
+                f"primus: the last {self._worse} evaluations were no better, "
+                f"so the run ends after step {step}"
+            )
+        return ends
+
+    def is_best(self, step: int) -> bool:
+        """Return whether the evaluation of this run after ``step`` is the best so far."""
+        return self.best == checkpoint.folder_of(self._output, step)
 
     @property
     def fields(self) -> dict[str, Any] | None:
@@ -71,29 +114,9 @@ class Standing:
         return {
             "best": step_of(self.best),
             "least": repr(self._least),
-            "worse": self.worse,
+            "worse": self._worse,
             "text": self._text,
         }
-
-
-def line_of(step: int, loss: float, *, best: bool) -> str:
-    """Return the line of the log about the evaluation after ``step``."""
-    figures = f"loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
-    line = f"primus: evaluation after step {step}: {figures}"
-    if best:
-        line += ", the best so far"
-    return line
-
-
-def figures_of(loss: float) -> dict[str, float]:
-    """Return what trackers get of an evaluation."""
-    return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-
-
-def record(output: Path, step: int, loss: float) -> None:
-    """Write the exact loss of the evaluation after ``step`` to the run's folder. One rank."""
-    with (output / "eval.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
 
 
 def batches_of(data: Documents, size: int, rank: int, ranks: int) -> Iterator[Batch]:
@@ -115,7 +138,8 @@ class Evaluation:
         self._job = job
         self._session = session
         self._data = data
-        self._standing = Standing(job.output, job.resume_from)
+        patience = job.evaluation["patience"]
+        self._standing = Standing(job.output, patience, job.resume_from)
 
     @property
     def best(self) -> Path | None:
@@ -137,25 +161,13 @@ class Evaluation:
         Returns whether the run is to end early, because its evaluations are no better any more.
         """
         standing = self._standing
-        if standing.note:
-            report.say(f"primus: {standing.note}")
-            standing.note = ""
+        standing.say_note(report.say)
         loss = self.loss()
-        if dist.get_rank() == 0:
-            record(self._job.output, step, loss)
+        standing.record(step, loss)
         former = standing.best
-        best = standing.add(step, loss)
-        if best:
+        if standing.add(step, loss):
             self._keep(step, report, former)
-        report.say(line_of(step, loss, best=best))
-        report.track(figures_of(loss), step)
-        ends = 0 < self._job.evaluation["patience"] <= standing.worse
-        if ends:
-            report.say(
-                f"primus: the last {standing.worse} evaluations were no better, "
-                f"so the run ends after step {step}"
-            )
-        return ends
+        return standing.announce(step, loss, report.say, report.track)
 
     def loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""

@@ -23,56 +23,44 @@ class Evaluation:
     """Evaluates the model of a torchtitan ``trainer``. ``job`` is the content of ``job.json``.
 
     torchtitan's own validator reads a data set of the hub without end, and keeps no best weights.
+    ``interval`` is the number of steps between checkpoints that are due anyway; 0 means none are.
     """
 
     def __init__(self, job: Mapping[str, Any], trainer: Any) -> None:
         self._job = job
-        self._settings = job["evaluation"]
         self._trainer = trainer
         self._output = Path(job["output"])
         resume_from = None
         if job["resume_from"] is not None:
             resume_from = Path(job["resume_from"])
-        self.standing = evaluation.Standing(self._output, resume_from)
+        patience = job["evaluation"]["patience"]
+        self.standing = evaluation.Standing(self._output, patience, resume_from)
         self._former: list[Path] = []
         training = trainer.job_config.training
         tokens = stored(self._output / "cache", "eval")
         self._data = Documents(tokens, training.seq_len, trainer.job_config.debug.seed)
         self._size = training.local_batch_size
-        self._interval = int(job["config"].get("checkpoint.interval", 0))
+        self.interval = int(job["config"].get("checkpoint.interval", 0))
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate after ``step``."""
-        return step % self._settings["every"] == 0 or step == self._job["last_step"]
-
-    def is_best(self, step: int) -> bool:
-        """Return whether the evaluation after ``step`` is the best so far."""
-        best = self.standing.best
-        return best is not None and step_of(best) == step
+        return step % self._job["evaluation"]["every"] == 0 or step == self._job["last_step"]
 
     def run(self, step: int) -> bool:
         """Evaluate after ``step``. All ranks. Returns whether the run is to end early."""
         standing = self.standing
-        if standing.note:
-            _say(f"primus: {standing.note}")
-            standing.note = ""
+        standing.say_note(_say)
         loss = self._mean_loss()
-        if dist.get_rank() == 0:
-            evaluation.record(self._output, step, loss)
+        standing.record(step, loss)
         former = standing.best
         best = standing.add(step, loss)
         if best and former is not None and former.parent == self._output / "checkpoint":
             self._former.append(former)
-        _say(evaluation.line_of(step, loss, best=best))
+        return standing.announce(step, loss, _say, self._track)
+
+    def _track(self, figures: Mapping[str, float], step: int) -> None:
         for tracker in self._trainer.metrics_processor.trackers:
-            tracker.log(evaluation.figures_of(loss), step)
-        ends = 0 < self._settings["patience"] <= standing.worse
-        if ends:
-            _say(
-                f"primus: the last {standing.worse} evaluations were no better, "
-                f"so the run ends after step {step}"
-            )
-        return ends
+            tracker.log(figures, step)
 
     def remove_former(self) -> None:
         """Remove the former best checkpoints, unless they were due anyway. One rank.
@@ -82,7 +70,7 @@ class Evaluation:
         if self.standing.best not in identity.complete_checkpoints(self._output):
             return
         for folder in self._former:
-            if self._interval == 0 or step_of(folder) % self._interval != 0:
+            if self.interval == 0 or step_of(folder) % self.interval != 0:
                 shutil.rmtree(folder, ignore_errors=True)
         self._former = []
 

@@ -84,8 +84,7 @@ class Observed(Trainer):
         if seconds:
             self.saving = Schedule(0, seconds, self.device)
         elif self.evaluation:
-            interval = int(self.job["config"].get("checkpoint.interval", 0))
-            self.saving = Schedule(interval, 0, self.device)
+            self.saving = Schedule(self.evaluation.interval, 0, self.device)
         # The best checkpoint is kept, however old it is.
         self.keep = config.checkpoint.keep_latest_k
         self.checkpointer.keep_latest_k = 0
@@ -200,7 +199,7 @@ class Observed(Trainer):
 
     def _save_sealed(self, curr_step: int, last_step: bool = False) -> None:
         self._seal()
-        best = self.evaluation is not None and self.evaluation.is_best(curr_step)
+        best = self.evaluation is not None and self.evaluation.standing.is_best(curr_step)
         # All ranks ask, whether it is the best or not.
         due = self.saving is None or self.saving.due(curr_step, last=last_step)
         if best or due:
@@ -213,7 +212,8 @@ class Observed(Trainer):
         if dist.get_rank() != 0:
             return
         # Checkpoints saved in the background are complete some steps later.
-        identity.seal_newest(self.output / "checkpoint", self.job["identity"])
+        if not identity.seal_newest(self.output / "checkpoint", self.job["identity"]):
+            return
         best = None
         if self.evaluation:
             self.evaluation.remove_former()

@@ -92,12 +92,11 @@ def _blocked(repository: str, registry: _Registry) -> InputError:
 
 def _registry_of(repository: str) -> _Registry | None:
     """Return the table with the longest prefix of a repository."""
-    found = None
-    for prefix, registry in _registries().items():
-        matches = _matched(repository, prefix) > 0
-        if matches and (found is None or len(prefix) > len(found.prefix)):
-            found = registry
-    return found
+    candidates = []
+    for registry in _registries().values():
+        if _matched(repository, registry.prefix):
+            candidates.append(registry)
+    return max(candidates, key=lambda registry: len(registry.prefix), default=None)
 
 
 def _matched(repository: str, prefix: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 
@@ -194,6 +195,16 @@ def make_certificate(path: Path) -> Path:
     subprocess.run(command, check=True, capture_output=True)
     path.write_text(path.read_text() + Path(f"{path}.key").read_text())
     return path
+
+
+def body_in_chunks(stream: BinaryIO) -> bytes:
+    """Return the body that a client sends in chunks, whose sizes come before them."""
+    body = b""
+    while size := int(stream.readline(), 16):
+        body += stream.read(size)
+        stream.readline()
+    stream.readline()
+    return body
 
 
 def _project(file: str) -> str:

@@ -23,7 +23,7 @@ from test_ship_release import ready as prepared
 
 from amd_channel import registry
 from host_tools import needs
-from loopback import make_certificate
+from loopback import body_in_chunks, make_certificate
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers["Content-Length"] or 0)
         body = (
-            self._chunks()
+            body_in_chunks(self.rfile)
             if self.headers["Transfer-Encoding"] == "chunked"
             else self.rfile.read(length)
         )
@@ -105,14 +105,6 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     do_HEAD = do_PUT = do_POST = do_PATCH = do_GET
-
-    def _chunks(self) -> bytes:
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     def _asked(self, body: bytes) -> Answer:
         there = http.client.HTTPConnection("127.0.0.1", self.server.port)

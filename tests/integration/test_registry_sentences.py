@@ -27,7 +27,7 @@ from test_ship_release import ready as prepared
 
 from amd_channel import registry, restore
 from host_tools import needs
-from loopback import make_certificate
+from loopback import body_in_chunks, make_certificate
 from primus_images.errors import PrimusError
 from primus_images.oci.store import Store, canonical_json
 from primus_images.plan.project import Project
@@ -113,12 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     def sent(self) -> bytes:
         if self.headers["Transfer-Encoding"] != "chunked":
             return self.rfile.read(int(self.headers["Content-Length"] or 0))
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
+        return body_in_chunks(self.rfile)
 
     def pass_on(self, answer: "Answer") -> None:
         self.send_response(answer.status)

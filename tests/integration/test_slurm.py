@@ -227,10 +227,15 @@ class Case:
 
 def node_lost(case: Case) -> None:
     case.start()
+    lose_a_node(case, restarts=1)
+
+
+def lose_a_node(case: Case, restarts: int) -> None:
+    """End a node of the running job, which then completes after ``restarts`` in all."""
     name = case.chance.choice(case.slurm.nodes(case.job.number))
     case.slurm.kill_node(name)
     try:
-        case.ends("COMPLETED", restarts=(1,))
+        case.ends("COMPLETED", restarts=(restarts,))
     finally:
         case.slurm.start_node(name)
     continued(case)
@@ -397,13 +402,7 @@ def preempted_then_lost(case: Case) -> None:
     case.start()
     case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
     second_fault(case)
-    name = case.chance.choice(case.slurm.nodes(case.job.number))
-    case.slurm.kill_node(name)
-    try:
-        case.ends("COMPLETED", restarts=(2,))
-    finally:
-        case.slurm.start_node(name)
-    continued(case)
+    lose_a_node(case, restarts=2)
 
 
 def controller_restarted(case: Case) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from docs.old_lines import COMMANDS, spoken
 
 from primus_images.cli.main import main
 from primus_images.compat.commands import requested
@@ -23,32 +23,10 @@ from tables import FIXTURES
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKSPACE = ROOT / "images" / "workspace"
-COMMANDS: list[dict[str, Any]] = yaml.safe_load(
-    (ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text()
-)
 
 
 def named(entry: dict[str, Any]) -> str:
     return f"{entry['document'].partition('.')[0]}:{entry['line']}"
-
-
-def spoken(entry: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
-    """Script, its words, and the environment that the line sets: what a shell makes of it."""
-    text = re.sub(r"\\\n\s*", " ", entry.get("spelt", entry["command"])).split("|&")[0]
-    words = shlex.split(text)
-    given = dict(entry.get("given", {}))
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        name, _, value = words.pop(0).partition("=")
-        given[name] = value
-    if words[0] == "torchrun":
-        start = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        given["WORLD_SIZE"] = next(
-            word.partition("=")[2] for word in words if word.startswith("--nproc")
-        )
-        words = words[start:]
-    elif words[0] in ("bash", "python"):
-        words = words[1:]
-    return words[0], words[1:], given
 
 
 def trained(entry: dict[str, Any], gpu: str) -> Recipe:

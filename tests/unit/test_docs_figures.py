@@ -23,7 +23,8 @@ CONSOLE = [
     )
 ]
 # A speed-up, with the paragraph that it is in.
-RATIO = re.compile(r"\b\d+\.\d+(?= times| ×\))")
+RATIO = re.compile(r"\b\d+\.\d+(?= times| ×)")
+SPEEDS = ROOT / "benchmarks/results/finetune-trl-1xh200.json"
 
 
 @pytest.mark.parametrize(("command", "shown"), CONSOLE)
@@ -64,18 +65,72 @@ def ratios() -> list[tuple[str, str]]:
     return found
 
 
+def close(figure: float, shown: str) -> bool:
+    """Whether ``shown`` is ``figure``, rounded to as many places as it has."""
+    places = len(shown.partition(".")[2])
+    return abs(figure - float(shown)) <= 0.5001 * 10**-places
+
+
+def measured(reports: list[Path]) -> list[float]:
+    """The figures with three decimals in some reports: ratios are given so there."""
+    text = "".join(report.read_text(encoding="utf-8") for report in reports)
+    return [float(word) for word in re.findall(r"\b\d+\.\d{3}\b", text)]
+
+
+def beside_trl() -> dict[tuple[str, str], float]:
+    """The ratio of the speeds of primus and TRL, for each model and mode."""
+    speeds: dict[tuple[str, str], dict[bool, float]] = {}
+    for row in json.loads(SPEEDS.read_text(encoding="utf-8"))["medians"]:
+        ours = row["variant"] == "primus"
+        speeds.setdefault((row["model"], row["mode"]), {})[ours] = row["tokens_per_second"]
+    return {case: both[True] / both[False] for case, both in speeds.items()}
+
+
 @pytest.mark.parametrize(
     ("ratio", "paragraph"), [pytest.param(*one, id=one[0]) for one in ratios()]
 )
 def test_a_speed_up_stands_in_the_result_that_is_linked(ratio: str, paragraph: str) -> None:
-    linked = re.findall(r"reports/([\w-]+)\.md", paragraph)
+    if paragraph.startswith("`primus finetune` is"):
+        assert all(close(measured, ratio) for measured in beside_trl().values())
+        return
     reports = ROOT / "benchmarks/reports"
-    pages = [reports / f"{name}.md" for name in linked] or sorted(reports.glob("speed-*.md"))
-    stated = [
-        float(word) for page in pages for word in re.findall(r"\b\d+\.\d{3}\b", page.read_text())
-    ]
-    places = len(ratio.partition(".")[2])
-    assert any(abs(word - float(ratio)) <= 0.5001 * 10**-places for word in stated), paragraph
+    linked = [reports / f"{name}.md" for name in re.findall(r"reports/([\w-]+)\.md", paragraph)]
+    figures = measured(linked or sorted(reports.glob("speed-*.md")))
+    assert any(close(figure, ratio) for figure in figures), paragraph
+
+
+def test_every_row_of_the_optimizations_is_measured() -> None:
+    text = (ROOT / "docs/turbo.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+(?: and [\d.]+)?) \| [^|]+ \|$", text, re.M)
+    assert len(rows) > 8
+    reports = ROOT / "benchmarks/reports"
+    for what, shown in rows:
+        linked = re.findall(r"reports/([\w-]+)\.md", what) or ["speed-4xh200"]
+        figures = measured([reports / f"{name}.md" for name in linked])
+        for ratio in shown.split(" and "):
+            assert any(close(figure, ratio) for figure in figures), what
+
+
+def test_the_speeds_beside_trl_are_measured() -> None:
+    text = (ROOT / "docs/turbo.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| (\d) \| ([\d,]+) \| ([\d.]+) GiB \| [^|]+ \|$", text, re.M)
+    medians = json.loads(SPEEDS.read_text(encoding="utf-8"))["medians"]
+    stored = [(row["runs"], row["tokens_per_second"], row["memory_gib"]) for row in medians]
+    assert len(rows) == len(stored)
+    for (runs, speed, memory), (count, tokens, gib) in zip(rows, stored, strict=True):
+        assert (int(runs), float(speed.replace(",", ""))) == (count, tokens)
+        assert close(gib, memory)
+
+
+def test_the_micro_batches_of_llama_on_h200_are_those_of_the_recipe() -> None:
+    text = " ".join((ROOT / "docs/turbo.md").read_text(encoding="utf-8").split())
+    (first, second, last) = re.findall(r"the first of (\d), (\d) and (\d) sequences", text)[0]
+    recipe = (ROOT / "recipes/llama3.1-8b.yaml").read_text(encoding="utf-8")
+    cases = recipe.split("- when: ")
+    of_h200 = [case for case in cases if "torchtitan, gpu: h200" in case and "tuned:" in case]
+    assert len(of_h200) == 2
+    for case in of_h200:
+        assert f"training.local_batch_size: [{first}, {second}, {last}]" in case
 
 
 def test_every_short_name_of_a_setting_is_listed() -> None:

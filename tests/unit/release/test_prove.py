@@ -97,6 +97,23 @@ def test_published_figures_are_those_of_the_gpu(tmp_path: Path) -> None:
     assert [step.expected["published"] for step in flux] == [4.51]
 
 
+def test_only_the_visible_gpus_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_machine(tmp_path)
+    command = ["prove", "mi300x", "--here", "--dry-run", "--json", "--root", str(tmp_path)]
+    ranks = {}
+    for visible in ("0,1,2,3,4,5,6,7", "5"):
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
+        assert main(command) == 0
+        steps = json.loads(capsys.readouterr().out)
+        name = "llama3.1-8b-torchtitan-pretrain-bf16"
+        words = next(row["command"] for row in steps if row["name"].startswith(name))
+        ranks[visible] = words[words.index("--ranks") + 1]
+    assert ranks["0,1,2,3,4,5,6,7"] == "8"
+    assert ranks["5"] == "1"
+
+
 def test_the_least_worth_is_left_out(tmp_path: Path) -> None:
     steps = [step_of("a", ""), step_of("b", "", minutes=5), step_of("c", "", needs="b")]
     assert [step.name for step in chosen(steps, 7)] == ["a", "b", "c"]
@@ -128,6 +145,16 @@ def test_each_failure_is_named_and_none_stops_the_others(tmp_path: Path) -> None
     assert done["killed"].reason == "exit code -9, and it printed nothing"
     assert done["hangs"].reason.startswith("it did not end within")
     assert done["fine"].passed and done["fine"].document == {"passed": True}
+
+
+def test_a_step_finds_the_modules_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_the_caller.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import json, of_the_caller, primus_images; print(json.dumps(primus_images.__file__))"
+    done = outcomes_of([step_of("imports", code)], setting_of(tmp_path))
+    assert done["imports"].passed, done["imports"].reason
 
 
 def test_many_problems_are_named_once_and_counted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`primus prove`: what one hour on a GPU shows, in a folder to send back."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from primus_images.cli.host.common import open_project
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError
-from primus_images.gpus.detect import detect
+from primus_images.gpus.detect import detect, visible
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.release.prove.folder import PAGE, Proof, write
@@ -73,7 +74,7 @@ def _setting(project: Project, resolved: ResolvedTarget, args: argparse.Namespac
     gpus = 0
     machine = detect(args.root)
     if machine.generation == resolved.gpu.name:
-        gpus = len(machine.names)
+        gpus = len(visible(len(machine.names), os.environ))
     work = (args.output or project.root / "out" / "prove" / resolved.name).absolute() / "work"
     return Setting(
         project=project.root.absolute(),

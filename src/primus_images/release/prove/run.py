@@ -234,9 +234,7 @@ def _process(step: Step, setting: Setting, errors: Any, document: Any) -> tuple[
         words[:1] = [sys.executable, "-m", "primus_images.cli.main"]
     # A run that went on after this command was killed would hold the GPUs of the next one.
     words[:0] = ["setpriv", "--pdeathsig=TERM"]
-    # The same code as this command's, whichever is installed.
-    source = str(Path(primus_images.__file__).parents[1])
-    environment = {**os.environ, "PRIMUS_NO_BANNER": "1", "PYTHONPATH": source}
+    environment = {**os.environ, "PRIMUS_NO_BANNER": "1", "PYTHONPATH": _python_path()}
     began = time.monotonic()
     first_step = None
     process = subprocess.Popen(
@@ -261,6 +259,15 @@ def _process(step: Step, setting: Setting, errors: Any, document: Any) -> tuple[
     if process.returncode in _ENDED_BY_USER:
         raise KeyboardInterrupt
     return process.returncode, first_step
+
+
+def _python_path() -> str:
+    """Return where a step finds modules: this command's own code first, whichever is installed."""
+    source = str(Path(primus_images.__file__).parents[1])
+    path = os.environ.get("PYTHONPATH")
+    if not path:
+        return source
+    return f"{source}{os.pathsep}{path}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -102,6 +102,9 @@ class Shelf:
     def tags(self, _beginning: str = "") -> list[str]:
         return [TAG]
 
+    def tags_with(self, _tag: str, _beginning: str = "") -> list[str]:
+        return [TAG]
+
     def tag(self, tag: str, manifest: bytes) -> None:
         self.moved[tag] = manifest
 

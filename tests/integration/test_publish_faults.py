@@ -28,11 +28,14 @@ from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
 from primus_images.progress import Progress
-from primus_images.release.artifact import EMPTY, artifact
+from primus_images.release import sides
+from primus_images.release.artifact import EMPTY, WITHDRAWAL, artifact, predicate_of
 from primus_images.release.publish import Ready, publish
 from primus_images.release.registry import Repository
-from primus_images.release.statement import BUNDLE, Signer, Trust
+from primus_images.release.statement import BUNDLE, SIGNATURE, Signer, Trust
+from primus_images.release.tags import move_tag, withdraw, withdrawable
 from primus_images.release.verification import verify_image
+from primus_images.release.withdrawal import Withdrawal
 from project_kit import SOURCE, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
@@ -290,6 +293,109 @@ def test_publishing_again_heals_a_list_that_names_what_is_gone(
     assert verify_image(f"{name}:{ready.tag}", trust).faults
     publish(ready, store, name, Progress(), signing=signer)
     assert verify_image(f"{name}:{ready.tag}", trust).faults == []
+
+
+@pytest.fixture
+def withdrawn(
+    built: tuple[Ready, Store], proxy: Proxy, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Signer, Trust]:
+    """Publish the image through the proxy, signed, and withdraw it."""
+    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+    signer = Signer(key=str(keys / "ours.key"))
+    publish(*built, repository(proxy), Progress(), signing=signer)
+    take_back(proxy, built[0], signer)
+    return signer, Trust(key=str(keys / "ours.pub"))
+
+
+def take_back(proxy: Proxy, ready: Ready, signer: Signer) -> None:
+    there = Repository(repository(proxy))
+    image = withdrawable(there, ready.tag, None)
+    withdraw(there, image, Withdrawal(reason="wrong", date="2026-11-29"), signer)
+
+
+NOT_FOUND = say(404, b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}')
+
+
+@needs("cosign")
+def test_a_list_that_is_denied_is_no_empty_list(
+    built: tuple[Ready, Store], proxy: Proxy, withdrawn: tuple[Signer, Trust]
+) -> None:
+    """Neither a reader nor a writer takes a lost answer for a list of nothing."""
+    signer, trust = withdrawn
+    name = repository(proxy)
+    attached = len(Repository(name).referrers(built[0].image.digest))
+    proxy.what, proxy.times, proxy.fault = "GET .*/manifests/sha256-", -1, NOT_FOUND
+    denied = r"says that the tag sha256-\S+ does not exist, and shows it among its tags"
+    for command in (
+        lambda: verify_image(f"{name}:{built[0].tag}", trust),
+        lambda: publish(*built, name, Progress(), signing=signer),
+        lambda: take_back(proxy, built[0], signer),
+        lambda: sides._of_registry(name, built[0].tag),
+        lambda: move_tag(Repository(name), "latest-demo", built[0].tag, trust),
+    ):
+        with pytest.raises(HostError, match=denied):
+            command()
+    proxy.times = 0
+    assert len(Repository(name).referrers(built[0].image.digest)) == attached
+    result = verify_image(f"{name}:{built[0].tag}", trust)
+    assert (result.faults, "wrong" in result.withdrawn) == ([], True)
+
+
+def test_tags_that_are_denied_hide_no_other_publisher(
+    built: tuple[Ready, Store], proxy: Proxy
+) -> None:
+    proxy.what, proxy.times, proxy.fault = "GET .*/tags/list", -1, NOT_FOUND
+    with pytest.raises(HostError, match=r"has the tag \S+\.by-\S+, and does not list it"):
+        publish(*built, repository(proxy), Progress())
+    proxy.times = 0
+    publish(*built, repository(proxy), Progress())
+    proxy.times = -1
+    with pytest.raises(HostError, match=r"has the tag v26\.11-demo, and does not list it"):
+        withdrawable(Repository(repository(proxy)), built[0].tag, None)
+
+
+@needs("cosign")
+def test_lists_that_are_all_denied_leave_nothing_that_counts(
+    built: tuple[Ready, Store], proxy: Proxy, withdrawn: tuple[Signer, Trust]
+) -> None:
+    proxy.what, proxy.times = "GET .*/(referrers/|manifests/sha256-|tags/)", -1
+    proxy.fault = NOT_FOUND
+    result = verify_image(f"{repository(proxy)}:{built[0].tag}", withdrawn[1])
+    assert not result.passed
+    assert "nothing is attached" in result.faults[0]
+
+
+@needs("cosign")
+def test_a_lost_withdrawal_never_leaves_the_list_in_silence(
+    built: tuple[Ready, Store],
+    proxy: Proxy,
+    files: Path,
+    withdrawn: tuple[Signer, Trust],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (ready, store), name = built, repository(proxy)
+    signer, trust = withdrawn
+    place = files / "data/docker/registry/v2/repositories" / name.partition("/")[2]
+
+    def lose(kind: str) -> str:
+        for entry in Repository(name).referrers(ready.image.digest):
+            if predicate_of(entry) == kind:
+                shutil.rmtree(place / f"_manifests/revisions/sha256/{entry['digest'][7:]}")
+                return str(entry["digest"])
+        raise AssertionError(kind)
+
+    lose(WITHDRAWAL)
+    faults = verify_image(f"{name}:{ready.tag}", trust).faults
+    assert any(f"the statement of type {WITHDRAWAL} with digest" in fault for fault in faults)
+    # A publish that adds nothing to the list does not write it; one that must refuses.
+    gone = lose(SIGNATURE)
+    with pytest.raises(HostError, match="has lost the signed withdrawal of this image"):
+        publish(ready, store, name, Progress(), signing=signer)
+    take_back(proxy, ready, signer)
+    assert f"has lost {gone}" in capsys.readouterr().err
+    publish(ready, store, name, Progress(), signing=signer)
+    result = verify_image(f"{name}:{ready.tag}", trust)
+    assert (result.faults, "wrong" in result.withdrawn) == ([], True)
 
 
 @pytest.mark.parametrize("part", ["layer", "config", "manifest"])

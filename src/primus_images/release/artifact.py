@@ -9,6 +9,9 @@ from primus_images.errors import InputError, PrimusError
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json
 
 EMPTY = b"{}"
+# The annotation by which cosign, too, names the predicate type of a bundle's statement.
+_PREDICATE = "dev.sigstore.bundle.predicateType"
+WITHDRAWAL = "urn:primus-images:withdrawal:1"
 # What reading a damaged document may raise: anything can be in it.
 DAMAGED = (
     ValueError,
@@ -23,11 +26,12 @@ DAMAGED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A file to attach to an image."""
+    """A file to attach to an image. ``predicate`` is the type of a signed statement's predicate."""
 
     media_type: str
     name: str
     data: bytes
+    predicate: str = ""
 
 
 def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
@@ -37,16 +41,25 @@ def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
     """
     layer: dict[str, Any] = dict(Blob.of(document.data, document.media_type).descriptor)
     layer["annotations"] = {"org.opencontainers.image.title": document.name}
-    return canonical_json(
-        {
-            "schemaVersion": 2,
-            "mediaType": MANIFEST_TYPE,
-            "artifactType": document.media_type,
-            "config": Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
-            "layers": [layer],
-            "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
-        }
-    )
+    content: dict[str, Any] = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": document.media_type,
+        "config": Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
+        "layers": [layer],
+        "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
+    }
+    if document.predicate:
+        content["annotations"] = {_PREDICATE: document.predicate}
+    return canonical_json(content)
+
+
+def predicate_of(content: Mapping[str, Any]) -> str:
+    """Return the predicate type that a manifest, or its entry in a list, states; empty without."""
+    annotations = content.get("annotations")
+    if not isinstance(annotations, dict):
+        return ""
+    return str(annotations.get(_PREDICATE, ""))
 
 
 def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> bytes:
@@ -54,11 +67,14 @@ def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> 
     by_digest = {entry["digest"]: entry for entry in entries}
     for manifest in manifests:
         descriptor = Blob.of(manifest, MANIFEST_TYPE).descriptor
-        kind = json.loads(manifest)["artifactType"]
+        content = json.loads(manifest)
+        entry = {**descriptor, "artifactType": content["artifactType"]}
+        if "annotations" in content:
+            entry["annotations"] = content["annotations"]
         by_digest.pop(descriptor["digest"], None)
-        by_digest[descriptor["digest"]] = {**descriptor, "artifactType": kind}
-    content = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*by_digest.values()]}
-    return canonical_json(content)
+        by_digest[descriptor["digest"]] = entry
+    index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*by_digest.values()]}
+    return canonical_json(index)
 
 
 def damage(error: Exception) -> str:

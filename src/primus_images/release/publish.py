@@ -159,7 +159,8 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
     digest = digest_of(manifest)
     mine = f"{tag}{ANNOUNCED}{digest[7:19]}"
     there.tag(mine, manifest)
-    others = [other for other in there.tags(f"{tag}{ANNOUNCED}") if other != mine]
+    announced = there.tags_with(mine, f"{tag}{ANNOUNCED}")
+    others = [other for other in announced if other != mine]
     rounds = 0
     if others:
         rounds = 2 if min(others) < mine else 1

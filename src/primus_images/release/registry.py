@@ -22,11 +22,20 @@ from requests import Response
 
 from primus_images.errors import CheckFailed, HostError, InputError, did_you_mean
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, digest_of
-from primus_images.release.artifact import DAMAGED, EMPTY, Document, artifact, digest_tag, listed
+from primus_images.release.artifact import (
+    DAMAGED,
+    EMPTY,
+    WITHDRAWAL,
+    Document,
+    artifact,
+    digest_tag,
+    listed,
+    predicate_of,
+)
 from primus_images.release.logins import login_for
 from primus_images.release.mirrors import sources_of
 from primus_images.release.transport import Transport
-from primus_images.terminal import say
+from primus_images.terminal import say, some
 from primus_images.versions.traffic import bare_url
 
 T = TypeVar("T")
@@ -40,6 +49,11 @@ _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
 _MOST_PAGES = 1000
+# A digest that no image has. A registry with the referrers API answers for it with an empty list.
+_NO_IMAGE = f"sha256:{'0' * 64}"
+# Types in lists of registries that state that of the config, such as GitHub's, in place of the
+# document's own.
+_UNTYPED = (None, "", "application/vnd.oci.empty.v1+json")
 # Questions at a time, which are as many as the connections that the client keeps open.
 _AT_ONCE = 10
 
@@ -202,9 +216,26 @@ class Repository(Transport):
         """Return the tags of the repository that begin so, sorted."""
         return self._in_lists(lambda there: there._tags(beginning))
 
+    def tags_with(self, tag: str, beginning: str = "") -> list[str]:
+        """Return the tags as :meth:`tags`, where ``tag``, which was just set or read, must be.
+
+        Raises HostError for a list without it: others may be missing, too.
+        """
+        for pause in range(_LISTINGS):
+            time.sleep(pause * 0.5)
+            tags = self._tags(beginning)
+            if tag in tags:
+                return tags
+        raise HostError(
+            f"{self.name} has the tag {tag}, and does not list it among its tags",
+            hint="run the command again; if it stays so, ask who runs the registry, or a proxy "
+            "before it",
+        )
+
     def _tags(self, beginning: str) -> list[str]:
         result: set[str] = set()
-        for page in self._pages("tags/list", params={"n": "1000", "last": beginning}):
+        # A page begins after ``last``, so that one letter less finds the tag that is ``beginning``.
+        for page in self._pages("tags/list", params={"n": "1000", "last": beginning[:-1]}):
             tags = page.get("tags") or []
             if not isinstance(tags, list):
                 raise self._odd("tags/list is not a list of tags")
@@ -283,19 +314,25 @@ class Repository(Transport):
 
         Raises CheckFailed for one that is lost or whose bytes do not have its digest.
         """
-        return [self.document(entry) for entry in self._of_type(digest, media_type)]
+        documents = [self.document(entry) for entry in self._of_type(digest, media_type)]
+        return [document for document in documents if media_type in ("", document.media_type)]
 
     def whole_documents(self, digest: str, media_type: str) -> list[Document]:
         """Return the documents of a type, without those that are lost or damaged."""
         documents = []
         for entry in self._of_type(digest, media_type):
             with suppress(CheckFailed):
-                documents.append(self.document(entry))
+                document = self.document(entry)
+                if document.media_type == media_type:
+                    documents.append(document)
         return documents
 
     def _of_type(self, digest: str, media_type: str) -> list[dict[str, Any]]:
+        """Return the entries of the documents that may be of the type."""
         entries = self.referrers(digest)
-        return [row for row in entries if media_type in ("", row.get("artifactType"))]
+        if not media_type:
+            return entries
+        return [row for row in entries if row.get("artifactType") in (media_type, *_UNTYPED)]
 
     def document(self, descriptor: Mapping[str, Any]) -> Document:
         """Return the document that an entry of the list of referrers names.
@@ -303,16 +340,21 @@ class Repository(Transport):
         Raises CheckFailed as :meth:`documents`.
         """
         digest = descriptor["digest"]
-        what = f"the {descriptor.get('artifactType', 'document')} with digest {digest}"
+        kind = f"the {descriptor.get('artifactType', 'document')}"
+        if predicate_of(descriptor):
+            kind = f"the statement of type {predicate_of(descriptor)}"
+        what = f"{kind} with digest {digest}"
         manifest = self.manifest(digest)
         if manifest is None:
             raise _damaged(f"{what} is listed for the image, but missing")
         if digest_of(manifest) != digest:
             raise _damaged(f"{what} was changed: its manifest has other bytes")
         try:
-            (layer,) = json.loads(manifest)["layers"]
+            parts = json.loads(manifest)
+            (layer,) = parts["layers"]
             content = str(layer["digest"])
             media_type = str(layer["mediaType"])
+            predicate = predicate_of(parts)
             name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
         except DAMAGED:
             raise _damaged(f"{what} is not a manifest with one file") from None
@@ -323,17 +365,44 @@ class Repository(Transport):
             raise _damaged(f"{what} has lost its contents")
         if digest_of(data) != content:
             raise _damaged(f"{what} was changed: its contents have other bytes")
-        return Document(media_type=media_type, name=name, data=data)
+        return Document(media_type=media_type, name=name, data=data, predicate=predicate)
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
-        """Return the descriptors of the artifacts attached to the image ``digest``."""
+        """Return the descriptors of the artifacts attached to the image ``digest``.
+
+        Beside those of the referrers API stand those of the list under the tag: a registry may have
+        got the API after they were attached. Raises HostError for a list that the registry denies
+        here, and shows elsewhere: what it names must not vanish.
+        """
         return self._in_lists(lambda there: there._referrers(digest))
 
     def _referrers(self, digest: str) -> list[dict[str, Any]]:
+        entries = {entry["digest"]: entry for entry in self._in_tag(digest)}
+        for entry in self._in_api(digest) or ():
+            entries[entry["digest"]] = entry
+        return [*entries.values()]
+
+    def _in_api(self, digest: str) -> list[dict[str, Any]] | None:
+        """Return what the referrers API lists; None if the registry does not have it."""
         entries = self._entries(f"referrers/{digest}")
-        if entries is None:
-            entries = self._entries(f"manifests/{digest_tag(digest)}")
+        if entries is None and self._entries(f"referrers/{_NO_IMAGE}") is not None:
+            raise self._denied(f"what is attached to {digest}", "the list for another digest")
+        return entries
+
+    def _in_tag(self, digest: str) -> list[dict[str, Any]]:
+        """Return the entries of the list under the tag; none without this tag."""
+        tag = digest_tag(digest)
+        entries = self._entries(f"manifests/{tag}")
+        if entries is None and tag in self._tags(tag):
+            raise self._denied(f"the tag {tag}", "it among its tags")
         return entries or []
+
+    def _denied(self, what: str, shown: str) -> HostError:
+        return HostError(
+            f"{self.name} says that {what} does not exist, and shows {shown}",
+            hint="run the command again; if it stays so, ask who runs the registry, or a proxy "
+            "before it, where the list is",
+        )
 
     def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> None:
         """Attach ``documents`` to the image ``subject``, unless they already are.
@@ -356,7 +425,10 @@ class Repository(Transport):
 
     def _absent(self, wanted: Sequence[_Attached], image: str) -> list[_Attached]:
         """Return those that the registry does not list, or has lost although it lists them."""
-        there = {entry["digest"] for entry in self.referrers(image)}
+        listed_now = self._in_api(image)
+        if listed_now is None:
+            listed_now = self._in_tag(image)
+        there = {entry["digest"] for entry in listed_now}
         manifests = [digest_of(attached.manifest) for attached in wanted]
         # After a registry's clean-up, a list may name what is gone. Adding writes it anew.
         if not there or self.missing("manifests", sorted(there.difference(manifests))):
@@ -384,9 +456,31 @@ class Repository(Transport):
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may
             # do so now, too. What the registry has lost since leaves the list.
-            entries = self._entries(f"manifests/{digest_tag(image)}") or []
-            there = [entry for entry in entries if not self._is_gone(entry)]
+            entries = self._in_tag(image)
+            gone = [entry for entry in entries if self._is_gone(entry)]
+            self._require_replaced(gone, unlisted)
+            there = [entry for entry in entries if entry not in gone]
             self._put(digest_tag(image), listed(there, unlisted), INDEX_TYPE)
+
+    def _require_replaced(
+        self, gone: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]
+    ) -> None:
+        """Tell what leaves the list. Raises HostError if that has a withdrawal, unless one comes.
+
+        A publisher signs all other statements again.
+        """
+        added = {digest_of(manifest) for manifest in manifests}
+        lost = [entry for entry in gone if entry["digest"] not in added]
+        if not lost:
+            return
+        coming = {predicate_of(json.loads(manifest)) for manifest in manifests}
+        if WITHDRAWAL in {predicate_of(entry) for entry in lost} - coming:
+            raise HostError(
+                f"{self.name} has lost the signed withdrawal of this image, which its list names",
+                hint="withdraw it again: primus withdraw",
+            )
+        digests = some([str(entry["digest"]) for entry in lost], 3)
+        say(f"! {self.name} has lost {digests}, which leaves its list")
 
     def _is_gone(self, entry: Mapping[str, Any]) -> bool:
         """Whether the registry says that it lacks an entry of the list, or its contents.
@@ -417,11 +511,13 @@ class Repository(Transport):
     def _pages(self, path: str, **options: Any) -> Iterator[dict[str, Any]]:
         """Yield a list, page by page: each answer names the next one in its header ``Link``.
 
-        Nothing for status 404.
+        Nothing if the first one does not exist (status 404).
         """
         url = path
         for _ in range(_MOST_PAGES):
             answer = self.find("GET", url, **options)
+            if answer is None and url != path:
+                raise self._odd(f"the next page of {path} does not exist")
             if answer is None:
                 return
             yield self._json(answer.content, path)

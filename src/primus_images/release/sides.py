@@ -23,7 +23,7 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.progress import Progress
 from primus_images.release import golden
-from primus_images.release.artifact import DAMAGED, Document, damage
+from primus_images.release.artifact import DAMAGED, WITHDRAWAL, Document, damage
 from primus_images.release.documents import GATES, LOCK, SPDX, VALIDATION
 from primus_images.release.git import git
 from primus_images.release.history import (
@@ -39,7 +39,7 @@ from primus_images.release.history import (
 from primus_images.release.records import records_of
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
-from primus_images.release.statement import BUNDLE, WITHDRAWAL, payload
+from primus_images.release.statement import BUNDLE, payload
 from primus_images.release.withdrawal import withdrawal_text, withdrawals
 from primus_images.sandbox.container import LayerRef
 from primus_images.terminal import bytes_text

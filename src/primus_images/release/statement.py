@@ -30,7 +30,6 @@ BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
-WITHDRAWAL = "urn:primus-images:withdrawal:1"
 BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
@@ -215,7 +214,8 @@ def bundles(
     for content in unsigned:
         data = signer.bundle(content)
         if _signed_by(data) not in before:
-            new.append(Document(media_type=BUNDLE, name="", data=data))
+            kind = str(content["predicateType"])
+            new.append(Document(media_type=BUNDLE, name="", data=data, predicate=kind))
     return new
 
 

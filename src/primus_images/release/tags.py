@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import MANIFEST_TYPE, digest_of
-from primus_images.release.artifact import DAMAGED
+from primus_images.release.artifact import DAMAGED, WITHDRAWAL
 from primus_images.release.documents import IN_TOTO, statement
 from primus_images.release.publish import ANNOUNCED, require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
-from primus_images.release.statement import RELEASE_TAG, WITHDRAWAL, Signer, Trust, bundles
+from primus_images.release.statement import RELEASE_TAG, Signer, Trust, bundles
 from primus_images.release.verification import Verified, verify_statements
 from primus_images.release.withdrawal import Withdrawal
 
@@ -70,7 +70,7 @@ def withdrawable(there: Repository, release: str, successor: str | None) -> Publ
     if successor:
         _require_successor(there, successor, release, digest)
     moving = []
-    for tag in there.tags():
+    for tag in there.tags_with(release):
         fixed = re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag) or ANNOUNCED in tag
         if not fixed and there.digest(tag) == digest:
             moving.append(tag)
@@ -164,8 +164,11 @@ def _require_same_target(
 
 
 def _target_in(there: Repository, digest: str) -> str:
-    """Return the target that the provenance of an image names; empty without one."""
-    for document in there.whole_documents(digest, IN_TOTO):
+    """Return the target that the provenance of an image names; empty without one.
+
+    Raises CheckFailed if the provenance is listed, and lost.
+    """
+    for document in there.documents(digest, IN_TOTO):
         try:
             content = json.loads(document.data)
             definition = content["predicate"]["buildDefinition"]

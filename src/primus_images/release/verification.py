@@ -23,7 +23,7 @@ from primus_images.gpus.detect import detect
 from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.recipe import misstated
-from primus_images.release.artifact import DAMAGED, Document, damage
+from primus_images.release.artifact import DAMAGED, WITHDRAWAL, Document, damage
 from primus_images.release.bills import IMAGE
 from primus_images.release.documents import (
     CYCLONEDX,
@@ -44,7 +44,6 @@ from primus_images.release.statement import (
     RELEASE_TAG,
     SIGNATURE,
     TEST_RESULT,
-    WITHDRAWAL,
     Trust,
     payload,
     statements,

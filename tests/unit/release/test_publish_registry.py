@@ -20,7 +20,9 @@ from primus_images.cli.main import _report
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import digest_of
 from primus_images.release import transport
+from primus_images.release.artifact import Document, artifact
 from primus_images.release.registry import Repository
+from primus_images.release.statement import BUNDLE
 
 
 class Server(ThreadingHTTPServer):
@@ -291,6 +293,90 @@ def test_a_list_without_end_or_elsewhere_is_a_sentence(
     for call in (lambda there: there.referrers("sha256:0"), lambda there: there.tags()):
         with pytest.raises(HostError, match=reason):
             call(paged(monkeypatch, lambda _: rest))
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch, answers: Callable[[str], tuple[int, Any]]
+) -> Repository:
+    """A registry that answers a path and its query with a status and JSON."""
+
+    def send(_: object, request: PreparedRequest, **__: object) -> Response:
+        status, content = answers(str(request.url).partition("/a/b/")[2])
+        answer = Response()
+        answer.status_code, answer.url, answer.request = status, str(request.url), request
+        answer.raw = BytesIO(json.dumps(content).encode())
+        if isinstance(content, dict) and "next" in content:
+            answer.headers["Link"] = f'<{content["next"]}>; rel="next"'
+        return answer
+
+    monkeypatch.setattr(HTTPAdapter, "send", send)
+    return Repository("localhost:1/a/b")
+
+
+IMAGE_DIGEST = f"sha256:{'a' * 64}"
+
+
+def rows(*digests: str) -> dict[str, Any]:
+    return {"manifests": [{"digest": digest} for digest in digests]}
+
+
+def test_a_page_that_is_not_there_does_not_end_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(path: str) -> tuple[int, Any]:
+        if "page=2" in path:
+            return 404, {}
+        return 200, {**rows("sha256:1"), "tags": ["v1"], "next": "/v2/a/b/x?page=2"}
+
+    for call in (lambda there: there.referrers(IMAGE_DIGEST), lambda there: there.tags()):
+        with pytest.raises(HostError, match=r"the next page of \S+ does not exist"):
+            call(answering(monkeypatch, answers))
+
+
+def test_a_list_that_the_referrers_api_denies_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answers(path: str) -> tuple[int, Any]:
+        if path.startswith("referrers/") and IMAGE_DIGEST not in path:
+            return 200, rows()
+        return 404, {}
+
+    with pytest.raises(HostError, match="does not exist, and shows the list for another digest"):
+        answering(monkeypatch, answers).referrers(IMAGE_DIGEST)
+
+
+def test_what_was_attached_before_a_registry_got_the_api_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answers(path: str) -> tuple[int, Any]:
+        if path.startswith("referrers/"):
+            return 200, rows("sha256:2", "sha256:3")
+        return 200, rows("sha256:1", "sha256:2")
+
+    found = answering(monkeypatch, answers).referrers(IMAGE_DIGEST)
+    assert sorted(row["digest"] for row in found) == ["sha256:1", "sha256:2", "sha256:3"]
+
+
+@pytest.mark.parametrize("listed", [BUNDLE, "application/vnd.oci.empty.v1+json", None])
+def test_a_document_whose_list_states_no_type_is_found(
+    listed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GitHub's registry lists the type of the config."""
+    document = Document(media_type=BUNDLE, name="", data=b"{}", predicate="urn:x")
+    subject = {"mediaType": "m", "digest": IMAGE_DIGEST, "size": 1}
+    manifest = artifact(document, subject)
+    entry = {"digest": digest_of(manifest), "artifactType": listed}
+
+    def answers(path: str) -> tuple[int, Any]:
+        if path.startswith("manifests/sha256:"):
+            return 200, json.loads(manifest)
+        return (
+            (404, {}) if path.startswith(("tags", "manifests")) else (200, {"manifests": [entry]})
+        )
+
+    there = answering(monkeypatch, answers)
+    monkeypatch.setattr(there, "manifest", lambda _digest: manifest)
+    monkeypatch.setattr(there, "_contents", lambda _layer: b"{}")
+    assert there.documents(IMAGE_DIGEST, BUNDLE) == [document]
+    assert there.whole_documents(IMAGE_DIGEST, "text/plain") == []
 
 
 def test_an_answer_byte_by_byte_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

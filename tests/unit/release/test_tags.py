@@ -54,13 +54,16 @@ class Registry:
     def tags(self, beginning: str = "") -> list[str]:
         return [tag for tag in self.images if tag.startswith(beginning)]
 
+    def tags_with(self, _tag: str, beginning: str = "") -> list[str]:
+        return self.tags(beginning)
+
     def lacks(self, tag: str) -> InputError:
         return InputError(f"{self.name} has no image {tag}")
 
     def tag(self, tag: str, manifest: bytes) -> None:
         self.images[tag] = manifest
 
-    def whole_documents(self, _digest: str, _kind: str) -> list[Document]:
+    def documents(self, _digest: str, _kind: str) -> list[Document]:
         parameters: dict[str, Any] = {"target": self.target}
         content: dict[str, Any] = {
             "predicate": {"buildDefinition": {"externalParameters": parameters}}

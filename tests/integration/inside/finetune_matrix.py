@@ -55,7 +55,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MXFP4": ("gpt_oss", {**EXPERTS, "head_dim": 16}),
     "no family": ("granite", {"logits_scaling": 8.0}),
 }
-MODES = ("full", "lora", "lora merged")
+MODES = ("full", "lora", "lora merged", "lora FP8")
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}"
     "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -63,7 +63,7 @@ TEMPLATE = (
 # The largest difference of logits, as a share of the largest logit.
 TOLERANCE = 2e-5
 # Cells of CI: most kinds, and each mode and switch, are in one of them.
-SOME = (14, 32, 43, 61, 79, 95)
+SOME = (14, 18, 40, 55, 81, 103, 123)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,8 @@ class Cell:
         yield f"packing={str(self.packed).lower()}"
         if self.mode == "lora merged":
             yield "export=merged"
+        if self.mode == "lora FP8":
+            yield "--precision=fp8"
         if self.evaluated:
             yield from ("eval.fraction=0.25", "eval.every=1")
 
@@ -123,11 +125,11 @@ def quantize(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def train(cell: Cell, source: Path, chats: Path, output: Path) -> str:
+def train(cell: Cell, source: Path, chats: Path, output: Path, ranks: int) -> str:
     """Run a cell as a user does. Returns the sentence that refuses it, or nothing."""
     words = ["-m", "primus_images.cli.main", "finetune", str(source), str(chats)]
     words += ["--output", str(output), "--steps=3", "seq_len=64", "local_batch=2", "lr=1e-3"]
-    words += ["checkpoint=1", *cell.words()]
+    words += ["checkpoint=1", f"--ranks={ranks}", *cell.words()]
     ended = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, errors="replace", check=False
     )
@@ -208,7 +210,7 @@ def gaps(pairs: list[list[str]]) -> dict[str, float]:
     return dict(map(json.loads, ended.stdout.splitlines()))
 
 
-def main(numbers: list[int], where: Path) -> list[dict[str, Any]]:
+def main(numbers: list[int], where: Path, ranks: int) -> list[dict[str, Any]]:
     """Return the row of each cell."""
     chats = where / "chats.jsonl"
     with chats.open("w", encoding="utf-8") as file:
@@ -222,8 +224,8 @@ def main(numbers: list[int], where: Path) -> list[dict[str, Any]]:
         cell = CELLS[number]
         began = time.monotonic()
         source, output = made(cell.kind, where), where / f"runs/{number}"
-        row: dict[str, Any] = {"number": number, **vars(cell)}
-        row["refused"] = train(cell, source, chats, output).replace(str(where), "")
+        row: dict[str, Any] = {"number": number, **vars(cell), "ranks": ranks}
+        row["refused"] = train(cell, source, chats, output, ranks).replace(str(where), "")
         if not row["refused"]:
             wanted = trained_logits(output, source, tokens)
             torch.save((wanted, tokens), output / "logits")
@@ -242,6 +244,7 @@ def main(numbers: list[int], where: Path) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("cells", nargs="+", help="every, some, or numbers")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -250,7 +253,7 @@ if __name__ == "__main__":
         options.cells[0], [int(word) for word in options.cells if word.isdigit()]
     )
     with TemporaryDirectory() as name:
-        result = main(chosen, Path(name))
+        result = main(chosen, Path(name), options.ranks)
     for row in result:
         row.pop("seconds")
     far = [row for row in result if row.get("gap", 0.0) > TOLERANCE]

@@ -28,7 +28,7 @@ from test_ship_release import ready as prepared
 from amd_channel import registry, restore
 from host_tools import needs
 from loopback import body_in_chunks, make_certificate
-from primus_images.errors import PrimusError
+from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import Store, canonical_json
 from primus_images.plan.project import Project
 from primus_images.progress import Progress
@@ -39,6 +39,7 @@ from primus_images.release.statement import Signer, Trust
 from primus_images.release.tags import move_tag, withdraw, withdrawable
 from primus_images.release.verification import verify_image
 from primus_images.release.withdrawal import Withdrawal
+from primus_images.versions import remotes
 from project_kit import SOURCE, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "cosign", "openssl")]
@@ -97,7 +98,10 @@ class Handler(BaseHTTPRequestHandler):
         """What the registry answers."""
         there = http.client.HTTPConnection("127.0.0.1", self.server.port)
         left_out = {"transfer-encoding", "content-length", "connection", "host", "authorization"}
-        headers = {n: v for n, v in self.headers.items() if n.lower() not in left_out}
+        headers = {}
+        for name in self.headers:
+            if name.lower() not in left_out:
+                headers[name] = ", ".join(self.headers.get_all(name) or ())
         headers["Host"] = f"127.0.0.1:{self.server.server_port}"
         with closing(there):
             there.request(self.command, self.path, self.sent() or None, headers)
@@ -562,6 +566,28 @@ def test_every_fault_was_played_and_none_told_badly() -> None:
     for name, outcome in results.items():
         assert outcome["bad"] == [], name
         assert outcome["overcome"] or outcome["named"], name
+
+
+@pytest.mark.parametrize("name", ["silent blob", "a blob that drips", "manifest that is silent"])
+def test_a_base_image_that_never_arrives_is_told_in_time(
+    world: World, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remotes, "_COPY_PATIENCE", 2.0)
+    monkeypatch.setattr(remotes, "_SLOWEST", 1e9)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Proxy(world.port) as proxy:
+        host = f"127.0.0.1:{proxy.server_port}"
+        insecure = tmp_path / ".config/containers/registries.conf"
+        insecure.parent.mkdir(parents=True)
+        insecure.write_text(f'[[registry]]\nlocation = "{host}"\ninsecure = true\n')
+        image = f"{host}/rocm/whole@{world.ready.image.digest}"
+        proxy.fault = FAULTS.get(name) or Fault(IMAGE, silent, NET)
+        begun = time.monotonic()
+        with pytest.raises(HostError, match="does not answer in time") as failed:
+            remotes.resolve_image("based", image)
+        assert not bad(str(failed.value))
+        assert proxy.hits
+        assert time.monotonic() - begun < 30
 
 
 def test_tls_that_fails_is_told_well(world: World, tmp_path: Path) -> None:

@@ -151,7 +151,9 @@ class _Fetch:
                 ) from None
         jobs: list[Callable[[], None]] = []
         for image, group in images.items():
-            jobs.append(partial(self._copy, group, image, partial(copy_image, image)))
+            size = sum(file.size for file in group)
+            tool = partial(copy_image, image, size=size)
+            jobs.append(partial(self._copy, group, image, tool))
         for suites, group in archives.items():
             source = f"the archive of {' and '.join(suites)}"
             jobs.append(partial(self._copy, group, source, partial(download_debs, group, suites)))

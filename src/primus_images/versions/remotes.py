@@ -31,6 +31,9 @@ _STATUS = "var/lib/dpkg/status"
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
 _SILENCE_S = 10
+# Seconds that a copy may take besides the time of its bytes, and the slowest line in bytes/s.
+_COPY_PATIENCE = 300.0
+_SLOWEST = 250_000
 # git's words for a commit that a server does not have, or does not send alone.
 _UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
 # In a repository's own file, attributes precede those of the tree.
@@ -44,11 +47,11 @@ def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
     unsupported layers.
     """
     # A copy may take long, but a registry that does not answer is named within seconds.
-    skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")
+    size = _size_of(image)
     with tempfile.TemporaryDirectory(prefix="primus-image-") as name:
         folder = Path(name)
         try:
-            copy_image(image, folder)
+            copy_image(image, folder, size)
         except HostError as error:
             if "no image found" not in error.message:
                 raise
@@ -94,10 +97,32 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
     )
 
 
-def copy_image(image: str, folder: Path) -> None:
-    """Copy the image to ``folder``: one file per layer, named by the digits of its digest."""
+def _size_of(image: str) -> int:
+    """Return the bytes of the layers of an image for this platform; 0 if they are not stated."""
+    try:
+        manifest = _manifest_of(image)
+        for entry in manifest.get("manifests", ()):
+            platform = entry["platform"]
+            if (platform["os"], platform["architecture"]) == ("linux", ARCHITECTURE):
+                manifest = _manifest_of(f"{image.partition('@')[0]}@{entry['digest']}")
+        return sum(int(layer["size"]) for layer in manifest.get("layers", ()))
+    except (ValueError, KeyError, TypeError, AttributeError):  # its copy names what is wrong
+        return 0
+
+
+def _manifest_of(image: str) -> Any:
+    words = ("--command-timeout", "15s", "--raw", f"docker://{image}")
+    return json.loads(skopeo("inspect", *words))
+
+
+def copy_image(image: str, folder: Path, size: int) -> None:
+    """Copy the image to ``folder``: one file per layer, named by the digits of its digest.
+
+    ``size``, the bytes of its layers, says how long a registry may take.
+    """
     platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
-    skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
+    limit = f"--command-timeout={_COPY_PATIENCE + size / _SLOWEST:.0f}s"
+    skopeo("copy", "--quiet", limit, *platform, f"docker://{image}", f"dir:{folder}")
 
 
 def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:

@@ -25,6 +25,13 @@ _VARIANT = re.compile(r"(BSD-[234]-clause|Expat|MIT|ISC|zlib|Unicode)[-_ ].+", r
 _WITH = re.compile(r"(A?L?GPL-[0-9.]+\+?)[-, ]*(?:with[- ])?(.+?)[- ]exception.*", re.I)
 # A file in free form refers to the licences that every Debian system has.
 _COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9]+(?:\.[0-9]+)*)?)")
+# A name and its abbreviation: ``GNU General Public License v3 (GPLv3)``.
+_ABBREVIATED = re.compile(r"(.+) \(([^()]+)\)")
+# The page of a licence, which ends with its name.
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:opensource\.org/licen[cs]es?|spdx\.org/licenses|apache\.org/licenses)"
+    r"/([^/]+?)(?:\.txt|\.html|\.php)?/?"
+)
 _spdx = cache(get_spdx_licensing)
 
 
@@ -156,29 +163,72 @@ def _are_listed(names: Iterable[str]) -> bool:
 
 def listed_name(name: str) -> str:
     """Return the expression of SPDX for the name of a licence; empty for what its list lacks."""
-    name = " ".join(name.split())
-    gnu = _GNU.fullmatch(name)
-    if gnu:
-        family, version, later = gnu.groups()
-        if "." not in version and family != "GFDL":
-            version = f"{version}.0"
-        suffix = "or-later" if later else "only"
-        return f"{family}-{version}-{suffix}"
-    listed = licence_names().get(name.lower()) or _expression(name)
-    if listed:
-        return listed
-    exception = _WITH.fullmatch(name)
-    if exception:
-        licence = listed_name(exception[1])
-        words = re.sub(r"[- ][0-9.]+$", "", exception[2].lower())
-        known = _names_in("exceptions").get(words)
-        if licence and known:
-            return _expression(f"{licence} WITH {known}") or licence
-        return licence
-    variant = _VARIANT.fullmatch(name)
-    if variant:
-        return licence_names().get(variant[1].lower(), "")
+    name = " ".join(name.split()).rpartition(" :: ")[2]
+    for reading in (_of_gnu, _of_list, _of_parts, _of_exception, _of_variant):
+        expression = reading(name)
+        if expression:
+            return expression
     return ""
+
+
+def _of_gnu(name: str) -> str:
+    gnu = _GNU.fullmatch(name)
+    if gnu is None:
+        return ""
+    family, version, later = gnu.groups()
+    if "." not in version and family != "GFDL":
+        version = f"{version}.0"
+    suffix = "or-later" if later else "only"
+    return f"{family}-{version}-{suffix}"
+
+
+def _of_list(name: str) -> str:
+    return licence_names().get(_key(name)) or _expression(name)
+
+
+def _of_parts(name: str) -> str:
+    """Return the licence of a name with its abbreviation, of a page, or of two names."""
+    page = _PAGE.fullmatch(name)
+    if page:
+        return listed_name(page[1].replace("LICENSE-", "Apache-"))
+    abbreviated = _ABBREVIATED.fullmatch(name)
+    if abbreviated:
+        short = listed_name(abbreviated[2])
+        return short if listed_name(abbreviated[1]) in ("", short) else ""
+    if "/" not in name:
+        return ""
+    # It may mean either or both. A policy refuses what either may be.
+    parts = [listed_name(part) for part in name.split("/")]
+    return _all_of(parts) if all(parts) else ""
+
+
+def _of_exception(name: str) -> str:
+    exception = _WITH.fullmatch(name)
+    if exception is None:
+        return ""
+    licence = listed_name(exception[1])
+    words = re.sub(r"[- ][0-9.]+$", "", exception[2].lower())
+    known = _names_in("exceptions").get(words)
+    if licence and known:
+        return _expression(f"{licence} WITH {known}") or licence
+    return licence
+
+
+def _of_variant(name: str) -> str:
+    variant = _VARIANT.fullmatch(name)
+    return licence_names().get(_key(variant[1]), "") if variant else ""
+
+
+def _key(name: str) -> str:
+    """Return the words that tell one name of a licence from others: ``apache 2`` of ``Apache-2.0``,
+    ``The Apache License, Version 2.0`` and ``Apache2``.
+    """
+    text = re.sub(r"v(?:ersion)?[ .-]*(?=[0-9])", " ", name.lower())
+    words = []
+    for word in re.findall(r"[a-z]+|[0-9]+(?:\.[0-9]+)*|\+", text):
+        if word not in ("the", "license", "licence"):
+            words.append(re.sub(r"(?:\.0)+$", "", word))
+    return " ".join(words)
 
 
 def licence_in(text: str) -> str:
@@ -223,14 +273,14 @@ def _expression(text: str) -> str:
 
 @cache
 def licence_names() -> dict[str, str]:
-    """Return SPDX's name of each licence by its names in small letters.
+    """Return SPDX's name of each licence by the words of its names.
 
     Common names of no standard are among them.
     """
-    names = dict(_names_in("licences"))
-    for key in _spdx().known_symbols:
-        if not key.startswith("LicenseRef"):
-            names[key.lower()] = key
+    names = {_key(name): licence for name, licence in _names_in("licences").items()}
+    for name in _spdx().known_symbols:
+        if not name.startswith("LicenseRef"):
+            names[_key(name)] = name
     return names
 
 

@@ -24,7 +24,7 @@ from primus_images.release.artifact import Document, artifact, listed
 from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx
 from primus_images.release.documents import SPDX, provenance as provenance_of
 from primus_images.release.git import Checkout
-from primus_images.release.licences import Licences, licence_in, licences
+from primus_images.release.licences import Licences, licence_in, licences, listed_name
 from primus_images.release.policy import (
     Policy,
     forbidden_in,
@@ -117,6 +117,33 @@ WHEELS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "gnu": ([("License", "LGPL-3.0-or-later")], "LGPL-3.0-or-later"),
     "silent": ([], ""),
 }
+# Many names of one licence, and names that are of none.
+NAMES = {
+    "The Apache License, Version 2.0": "Apache-2.0",
+    "Apache License v2.0": "Apache-2.0",
+    "Apache2": "Apache-2.0",
+    "Apache License 2.0 (Apache-2.0)": "Apache-2.0",
+    "License :: OSI Approved :: Apache Software License": "Apache-2.0",
+    "http://www.apache.org/licenses/LICENSE-2.0": "Apache-2.0",
+    "https://opensource.org/licenses/MIT": "MIT",
+    "https://opensource.org/license/bsd-3-clause/": "BSD-3-Clause",
+    "MIT/Apache-2.0": "MIT AND Apache-2.0",
+    "MIT/X11": "MIT",
+    "BSD 3-Clause License": "BSD-3-Clause",
+    "GNU General Public License v3 or later (GPLv3+)": "GPL-3.0-or-later",
+    "GPL v2 (or later)": "GPL-2.0-or-later",
+    "Apache License (some files)": "",
+    "MIT/other": "",
+    "Apache License 3.0": "",
+    "BSD License": "",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_licence_has_many_names_and_none_is_guessed(name: str) -> None:
+    assert listed_name(name) == NAMES[name]
+
+
 DEBS = {
     "machine": (
         COPYRIGHT,

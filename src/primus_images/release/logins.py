@@ -20,6 +20,8 @@ from primus_images.schema import read_json
 # Docker's name of a user who logs in with an identity token.
 _TOKEN = "<token>"
 _DOCKER_HUB = "https://index.docker.io/v1/"
+# What Docker wrote before it had a folder: the logins alone.
+_OLDEST = ".dockercfg"
 # Seconds. A helper may ask its user to unlock a key ring.
 _HELPER_PATIENCE = 30.0
 
@@ -72,13 +74,17 @@ def login_files() -> Iterator[Path]:
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     yield Path(config) / "containers/auth.json"
     yield Path.home() / ".docker/config.json"
+    yield Path.home() / _OLDEST
 
 
 def _login_in_file(path: Path, repository: str) -> Login:
     host = host_of(repository)
     try:
         require_readable(path)
-        return _login_in(read_json(path).data, repository)
+        config: Any = read_json(path).data
+        if path.name == _OLDEST:
+            config = {"auths": config}
+        return _login_in(config, repository)
     except (InputError, OSError) as error:
         reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -13,6 +13,7 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
+from urllib.request import parse_http_list
 
 import requests
 import urllib3
@@ -295,19 +296,21 @@ class Transport:
             return self._session.get(url, timeout=_TIMEOUT, auth=_nobody)
 
         answer = self._sent(exchange, _PATIENCE, url)
-        kind, challenge = _challenge(answer)
-        if kind == "bearer" and login_for(self._location).username:
-            self._require_token_service(challenge.get("realm", ""))
+        for challenge in _challenges(answer):
+            if challenge.kind == "bearer" and login_for(self._location).username:
+                self._require_token_service(challenge.words.get("realm", ""))
 
     def _log_in(self, answer: Response) -> bool:
         """Answer the registry's challenge. Returns False if there is no login that it accepts."""
-        kind, challenge = _challenge(answer)
+        challenges = _challenges(answer)
         login = login_for(self._location)
-        if kind == "basic":
-            self._authorization = login.basic
-            return bool(login.basic)
-        if kind != "bearer" or "realm" not in challenge:
+        tokens = [one.words for one in challenges if one.kind == "bearer" and "realm" in one.words]
+        if not tokens:
+            if any(one.kind == "basic" for one in challenges):
+                self._authorization = login.basic
+                return bool(login.basic)
             return False
+        challenge = tokens[0]
         realm = challenge["realm"]
         if login.username:
             self._require_token_service(realm)
@@ -418,10 +421,30 @@ def _words(text: str) -> str:
     return " ".join(words.split())[:200]
 
 
-def _challenge(answer: Response) -> tuple[str, dict[str, str]]:
-    """Return what a registry asks for, in small letters, and the words of its challenge."""
-    kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
-    return kind.lower(), dict(re.findall(r'([a-z]+)="([^"]*)"', rest))
+class _Challenge(NamedTuple):
+    """One way to log in: its ``kind`` (``basic``, ``bearer``), and its words by name.
+
+    Kind and names are in small letters.
+    """
+
+    kind: str
+    words: dict[str, str]
+
+
+def _challenges(answer: Response) -> list[_Challenge]:
+    """Return the ways to log in that a registry offers, in their order.
+
+    requests joins several headers by commas, so a new one begins where two words stand.
+    """
+    challenges: list[_Challenge] = []
+    for part in parse_http_list(answer.headers.get("WWW-Authenticate", "")):
+        begun = re.fullmatch(r"([A-Za-z0-9-]+)(?:\s+([^=\s].*))?", part, re.S)
+        if begun:
+            challenges.append(_Challenge(begun[1].lower(), {}))
+        name, _, value = (begun[2] or "" if begun else part).partition("=")
+        if challenges and name.strip():
+            challenges[-1].words[name.strip().lower()] = value.strip().strip('"')
+    return challenges
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -242,6 +242,53 @@ def test_an_honest_registry_with_tls_on_this_machine_gets_its_login(
 
 
 @pytest.mark.parametrize(
+    "offers",
+    [
+        ('Bearer realm="URL/token",service="s"', 'Basic realm="Registry"'),
+        ('Basic realm="Registry"', 'Bearer realm="URL/token",service="s"'),
+        ('bearer Realm = "URL/token" , Service=s',),
+        ("Negotiate", 'Bearer realm="URL/token",service="s",scope="repository:a/b:pull,push"'),
+    ],
+)
+def test_of_several_ways_to_log_in_the_token_service_is_taken(
+    place: Place, home: Path, offers: tuple[str, ...]
+) -> None:
+    """Azure's and Nexus' registries offer two."""
+    log_in(home, place.name, auth=b64encode(b"me:word").decode())
+
+    def lie(place: Place, _method: str, path: str) -> Answer | None:
+        if path == "/token" or place.heard[-1].count("Bearer granted"):
+            return None
+        return 401, {"WWW-Authenticate": ", ".join(offers).replace("URL", place.url)}, b""
+
+    place.lie = lie
+    there = Repository(f"{place.name}/a/b")
+    assert there.tags() == []
+    there.require_login_stays()
+
+
+@pytest.mark.parametrize("kind", ["Basic", "Negotiate"])
+def test_a_second_way_to_log_in_may_lie_no_less(place: Place, home: Path, kind: str) -> None:
+    log_in(home, place.name, auth=b64encode(b"me:word").decode())
+    assert place.clear
+    elsewhere = f'{kind} realm="x", Bearer realm="{place.clear.url}/token"'
+    place.lie = lambda *_: (401, {"WWW-Authenticate": elsewhere}, b"")
+    there = Repository(f"{place.name}/a/b")
+    for ask in (there.tags, there.require_login_stays):
+        with pytest.raises(HostError, match=place.clear.name):
+            ask()
+    assert place.clear.heard == []
+
+
+def test_a_login_of_dockers_oldest_file_is_read(home: Path) -> None:
+    path = home / "HOME/.dockercfg"
+    path.parent.mkdir(exist_ok=True)
+    entry = {"auth": b64encode(b"me:word").decode()}
+    path.write_text(json.dumps({"registry.example.com": entry}))
+    assert login_for("registry.example.com/rocm/primus").username == "me"
+
+
+@pytest.mark.parametrize(
     ("service", "registry", "allowed"),
     [
         ("https://auth.docker.io/token", "https://registry-1.docker.io/", True),

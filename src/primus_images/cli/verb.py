@@ -116,8 +116,6 @@ def run(verb: str, namespace: argparse.Namespace) -> int:
 def options_of(function: Callable[..., int], namespace: argparse.Namespace) -> Any:
     """Return the namespace as the dataclass that ``function``, which runs a verb, takes."""
     parameter = next(iter(inspect.signature(function).parameters.values()))
-    if parameter.annotation is argparse.Namespace:
-        return namespace
     return parameter.annotation(**vars(namespace))
 
 
@@ -286,7 +284,7 @@ def refuse_others(options: object, verb: str, chosen: str, headings: Iterable[st
 
 
 def answer(
-    options: Options | argparse.Namespace,
+    options: Options,
     document: object,
     lines: Iterable[str],
     *,
@@ -307,7 +305,7 @@ def answer(
     return 1
 
 
-def note(options: Options | argparse.Namespace, *lines: str) -> None:
+def note(options: Options, *lines: str) -> None:
     """Print lines to standard error, unless ``--json`` asks for one document instead of text."""
     if not options.json:
         say("\n".join(lines))

@@ -333,50 +333,72 @@ def _usual_nodes(request: Request, done: Translation) -> int:
     return least_nodes(imported.backend, {**imported.done.settings, **done.settings})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The options of ``pytorch_benchmark_report.sh``: task, model, precision, and length."""
+
+    t: str
+    m: str
+    p: str
+    s: int | None
+
+
 def _report(words: Sequence[str]) -> Request:
-    args = parser_of_shared("pytorch_benchmark_report.sh").parse_args(words)
+    namespace = parser_of_shared("pytorch_benchmark_report.sh").parse_args(words)
+    options = ReportOptions(**vars(namespace))
     rows = table("commands")["report"]
-    mode = rows["modes"][_in_any_case(args.t, rows["modes"], "-t")]
-    model = _in_any_case(args.m, rows["models"], "-m")
-    precision = listed(args.p.lower(), rows["precisions"], "-p")
+    mode = rows["modes"][_in_any_case(options.t, rows["modes"], "-t")]
+    model = _in_any_case(options.m, rows["models"], "-m")
+    precision = listed(options.p.lower(), rows["precisions"], "-p")
     runs = rows["models"][model]["runs"]
     if mode not in runs:
         having = ", ".join(word for word, kind in rows["modes"].items() if kind in runs)
         raise InputError(
-            f"{model} has no {args.t}", where=f"-t {args.t}", hint=f"there are: {having}"
+            f"{model} has no {options.t}", where=f"-t {options.t}", hint=f"there are: {having}"
         )
     run = runs[mode]
     settings: tuple[str, ...] = ()
-    if args.s and "length" in run:
-        settings = (f"{run['length']}={args.s}",)
+    if options.s and "length" in run:
+        settings = (f"{run['length']}={options.s}",)
     says = run.get("says", {}).get(precision)
     return Request(
         recipe=rows["models"][model]["recipe"],
         choices=Choices(backend=run["backend"], mode=run.get("mode", mode), precision=precision),
         words=settings,
         says=(says,) if says else (),
-        benchmark=(model, args.t),
+        benchmark=(model, options.t),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """The options of ``train_fsdp.py``."""
+
+    config: str
+    family: str
+    batch_size: int | None
+    enable_fp8: str | None
+
+
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    args = parser_of_shared("train_fsdp.py").parse_args(words)
+    namespace = parser_of_shared("train_fsdp.py").parse_args(words)
+    options = FsdpOptions(**vars(namespace))
     configs = table("commands")["configs"]
-    row = configs[_in_any_case(args.config.removeprefix("./"), configs, "train_fsdp.py")]
-    if args.family != row["family"]:
+    row = configs[_in_any_case(options.config.removeprefix("./"), configs, "train_fsdp.py")]
+    if options.family != row["family"]:
         raise InputError(
-            f"{args.config} is of the family {row['family']}, not {args.family!r}",
+            f"{options.config} is of the family {row['family']}, not {options.family!r}",
             where="train_fsdp.py",
         )
     ranks = _count(environment, "WORLD_SIZE") or 8
     settings = [f"ranks={ranks}", f"fsdp.training.seq_len={row['seq_len']}"]
-    batch = args.batch_size
+    batch = options.batch_size
     if batch:
         settings.append(f"fsdp.training.micro_batch_size={batch}")
         # Its step was eight of these.
         settings.append(f"fsdp.training.global_batch_size={batch * 8 * ranks}")
     precision = "bf16"
-    if str(args.enable_fp8).lower() == "true":
+    if str(options.enable_fp8).lower() == "true":
         precision = "fp8"
     choices = Choices(backend="fsdp", mode="pretrain", precision=precision)
     return Request(recipe=row["recipe"], choices=choices, words=tuple(settings))

@@ -4,7 +4,6 @@ import getpass
 import hashlib
 import json
 import shlex
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,25 @@ _NODES = "/api/v1/nodes"
 _METHODS = {"create": "POST", "delete": "DELETE"}
 _SECONDS = 30.0
 _LONGEST = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """The options of the command, those that ``verbs.yaml`` shares under its name."""
+
+    command: str
+    url: str
+    workload_id: str
+    replica: int
+    cpu: int
+    gpu: int
+    backend: str
+    exp: str
+    data_path: str
+    image: str
+    hf_token: str
+    workspace: str
+    nodelist: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +63,8 @@ class Query:
 
 def query(words: Sequence[str], environment: Mapping[str, str]) -> Query:
     """Translate the words of the command. Raises InputError for wrong ones."""
-    chosen, more = parser_of_shared(NAME).parse_known_args(words)
+    namespace, more = parser_of_shared(NAME).parse_known_args(words)
+    chosen = WorkloadOptions(**vars(namespace))
     address = urlsplit(chosen.url)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise InputError(
@@ -76,7 +95,7 @@ def query(words: Sequence[str], environment: Mapping[str, str]) -> Query:
 
 
 def _workload(
-    chosen: Namespace, more: Sequence[str], environment: Mapping[str, str]
+    chosen: WorkloadOptions, more: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the body of ``create``. ``more`` are options of the training script."""
     if not chosen.exp:

@@ -1,4 +1,3 @@
-import argparse
 import inspect
 import os
 import re
@@ -6,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import types
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,23 @@ from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
 ROOT = Path(__file__).parents[3]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FakeOptions:
+    """The options of ``fake``."""
+
+    number: int
+
+
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A verb called ``fake`` whose ``run`` a test decides."""
     fake = types.ModuleType("primus_images.cli.host.fake")
     number = {"--number": {"type": "whole", "default": 0}}
-    fake.run = lambda args: args.number  # type: ignore[attr-defined]
+    fake.run = lambda options: options.number  # type: ignore[attr-defined]
 
-    def run(args: argparse.Namespace) -> int:
+    def run(options: FakeOptions) -> int:
         """Do nothing."""
-        return int(fake.run(args))
+        return int(fake.run(options))
 
     fake.fake = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus_images.cli.host.fake", fake)
@@ -39,7 +45,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def raiser(error: BaseException) -> object:
-    def run(args: argparse.Namespace) -> int:
+    def run(options: FakeOptions) -> int:
         raise error
 
     return run
@@ -219,8 +225,6 @@ def test_a_missing_recipe_alone_is_called_required(capsys: pytest.CaptureFixture
 def test_the_options_of_a_verb_are_the_fields_of_its_dataclass(name: str) -> None:
     function = _named(f"cli.{VERBS[name].call}")
     (parameter,) = inspect.signature(function).parameters.values()
-    if parameter.annotation is argparse.Namespace:
-        pytest.skip("its options have no dataclass yet")
     parser = parser_of(name)
     names = {action.dest for action in parser._actions} - {"help"}
     assert {field.name for field in fields(parameter.annotation)} == names

@@ -5,7 +5,6 @@ import fcntl
 import json
 import subprocess
 import time
-from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gits import git
-from primus_images.cli.host.common import open_project
+from primus_images.cli.host.common import SourceOptions, open_project
 from primus_images.engine.upkeep import Waste, find_waste, remove
 from primus_images.errors import HostError
 from primus_images.oci.store import DiskFull, Store, storage_error
@@ -200,7 +199,7 @@ def test_downloads_and_unpacked_layers_in_use_are_left_alone_whatever_the_store(
 
 
 def test_a_first_command_holds_the_folder_that_it_creates(kit: Kit) -> None:
-    open_project(Namespace(project=kit.root, store=None, channel=None))
+    open_project(SourceOptions(project=kit.root, store=None, channel=None))
     assert kit.primus("clean").code == 3
 
 

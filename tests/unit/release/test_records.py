@@ -1,14 +1,14 @@
 """Evidence on disk: kept by the image that it judged, and never of another one."""
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primus_images.cli.host.clean import _validations
+from primus_images.cli.host.clean import CleanOptions, _validations
+from primus_images.plan.project import Project
 from primus_images.recipes.recipe import digest_of_recipe
 from primus_images.release import golden
 from primus_images.release.golden import Curve, Curves
@@ -115,7 +115,17 @@ def test_only_what_is_asked_for_goes(tmp_path: Path) -> None:
     keep(tmp_path, whole(image=NEW))
     assert orphans(tmp_path, {NEW.content}) == [old]
     assert orphans(tmp_path, {NEW.content, OLD.content}) == []
-    assert _validations(None, Namespace(validations=False)) == {}  # type: ignore[arg-type]
+    options = CleanOptions(
+        image=[],
+        caches=False,
+        validations=False,
+        dry_run=True,
+        project=tmp_path,
+        store=None,
+        channel=None,
+        json=False,
+    )
+    assert _validations(Project(tmp_path), options) == {}
 
 
 def curves(release: str, **versions: str) -> Curves:

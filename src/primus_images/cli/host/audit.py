@@ -1,17 +1,17 @@
 """`primus audit`: known vulnerabilities of an image's packages."""
 
-import argparse
 import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from primus_images.cli.host.common import SingleOptions, SourceOptions
 from primus_images.cli.host.sbom import contents_of_target
-from primus_images.cli.verb import answer, note
+from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import InputError
 from primus_images.release.bills import spdx
 from primus_images.release.vulnerabilities import (
@@ -24,22 +24,31 @@ from primus_images.schema import read_json
 from primus_images.terminal import counted
 
 
-def audit(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(SourceOptions, Options):
+    """The options of ``audit``."""
+
+    what: str
+    osv: Path
+    accepted: Path | None
+    vex: Path | None
+
+
+def audit(options: AuditOptions) -> int:
     """Look up the packages of an image in OSV data of PyPI and Debian, without a network."""
-    file = Path(args.what)
+    file = Path(options.what)
     if file.is_file():
         bill = _read_bill(file)
     else:
-        args.target = args.what
-        bill = spdx(contents_of_target(args))
-    findings, unseen = look_up(bill, args.osv, load_accepted(args.accepted))
+        bill = spdx(contents_of_target(_of_target(options)))
+    findings, unseen = look_up(bill, options.osv, load_accepted(options.accepted))
     if file.is_file() and not re.search('"pkg:(pypi|deb)/', json.dumps(bill).lower()):
         unseen.append("no package of PyPI or Debian is named by its purl, so nothing was looked up")
     for sentence in unseen:
-        note(args, f"! {args.osv}: {sentence}")
+        note(options, f"! {options.osv}: {sentence}")
     now = datetime.now(tz=UTC)
-    if args.vex:
-        _write_vex(args.vex, findings, str(bill.get("name", "image")), now)
+    if options.vex:
+        _write_vex(options.vex, findings, str(bill.get("name", "image")), now)
     today = now.date()
     unsafe = [finding for finding in findings if finding.is_open(today)]
     lines = []
@@ -54,7 +63,18 @@ def audit(args: argparse.Namespace) -> int:
         "passed": not unsafe,
         "not_looked_up": unseen,
     }
-    return answer(args, document, lines, passed=not unsafe)
+    return answer(options, document, lines, passed=not unsafe)
+
+
+def _of_target(options: AuditOptions) -> SingleOptions:
+    """Return the options that name the target to audit."""
+    return SingleOptions(
+        target=options.what,
+        project=options.project,
+        store=options.store,
+        channel=options.channel,
+        json=options.json,
+    )
 
 
 def _read_bill(file: Path) -> Any:

@@ -1,12 +1,16 @@
 """Verbs about building: what a build would do and why, and the build itself."""
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from primus_images.cli.host.common import resolved_targets, state_of, sweep_containers
+from primus_images.cli.host.common import (
+    SeveralOptions,
+    resolved_targets,
+    state_of,
+    sweep_containers,
+)
 from primus_images.cli.verb import answer, note
 from primus_images.gates.rules import rules_hash
 from primus_images.oci.store import Store
@@ -18,22 +22,39 @@ from primus_images.plan.resolve import ResolvedTarget
 from primus_images.terminal import Screen, Styled, bytes_text, counted, say
 
 
-def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
-    targets, workspace = resolved_targets(args)
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SeveralOptions):
+    """The options of ``plan``."""
+
+    full: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(SeveralOptions):
+    """The options of ``build``."""
+
+    offline: bool
+    dry_run: bool
+    rehash: bool
+    engine: str
+
+
+def _planned(options: SeveralOptions) -> tuple[list[ImagePlan], Workspace]:
+    targets, workspace = resolved_targets(options)
     plans = plan_images(targets, workspace.stats)
     workspace.stats.save()
     return plans, workspace
 
 
-def plan(args: argparse.Namespace) -> int:
+def plan(options: PlanOptions) -> int:
     """Show what a build would do, layer by layer: + build, = reuse."""
-    plans, workspace = _planned(args)
-    return _print_plans(plans, workspace.store, args, full=args.full)
+    plans, workspace = _planned(options)
+    return _print_plans(plans, workspace.store, options, full=options.full)
 
 
-def explain(args: argparse.Namespace) -> int:
+def explain(options: SeveralOptions) -> int:
     """Show the inputs that changed since the last build, old → new, with their lines."""
-    plans, workspace = _planned(args)
+    plans, workspace = _planned(options)
     store = workspace.store
     document = {}
     texts = []
@@ -41,43 +62,43 @@ def explain(args: argparse.Namespace) -> int:
         changed = changes(store.record("targets", plan.state), plan) or lost(store, plan)
         document[plan.resolved.name] = [change._asdict() for change in changed]
         texts.append(explain_text(plan, changed, store, Screen.of()))
-    return answer(args, document, texts, passed=not any(document.values()))
+    return answer(options, document, texts, passed=not any(document.values()))
 
 
-def build(args: argparse.Namespace) -> int:
+def build(options: BuildOptions) -> int:
     """Build images. Rebuilds only what changed; the last line is the manifest digest."""
     begin = time.monotonic()
-    targets, workspace = resolved_targets(args)
-    workspace.stats.trusted = not args.rehash
-    if not args.dry_run:
+    targets, workspace = resolved_targets(options)
+    workspace.stats.trusted = not options.rehash
+    if not options.dry_run:
         sweep_containers(workspace)
         _print_channels(targets)
     plans = plan_images(targets, workspace.stats)
-    if args.dry_run:
-        return _print_plans(plans, workspace.store, args)
+    if options.dry_run:
+        return _print_plans(plans, workspace.store, options)
     spent = dict[str, float]()
     images = []
     # With --rehash, the store may be damaged, and is mended first.
-    if not args.rehash:
+    if not options.rehash:
         images = _finished(plans, workspace.store)
     if len(images) < len(plans):
         # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the
         # time.
         from primus_images.engine.pipeline import Options, build as build_images
 
-        options = Options(
-            offline=args.offline,
-            rehash=args.rehash,
-            engine=args.engine,
-            quiet=args.json,
+        build_options = Options(
+            offline=options.offline,
+            rehash=options.rehash,
+            engine=options.engine,
+            quiet=options.json,
             spent=spent,
         )
-        images = build_images(plans, workspace, options)
+        images = build_images(plans, workspace, build_options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
-    note(args, _summary(images, seconds, spent))
+    note(options, _summary(images, seconds, spent))
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
-    return answer(args, document, [built.image.digest for built in images])
+    return answer(options, document, [built.image.digest for built in images])
 
 
 def _print_channels(targets: Sequence[ResolvedTarget]) -> None:
@@ -94,7 +115,7 @@ def _finished(plans: Sequence[ImagePlan], store: Store) -> list[Built]:
 
 
 def _print_plans(
-    plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False
+    plans: Sequence[ImagePlan], store: Store, options: SeveralOptions, *, full: bool = False
 ) -> int:
     screen = Screen.of()
     full = full or len(plans) == 1
@@ -122,7 +143,7 @@ def _print_plans(
             lines += screen.wrap(f"known issue: {issue}", "  ! ", "    ")
         texts.append("\n".join(lines))
     separator = "\n\n" if full else "\n"
-    return answer(args, document, [separator.join(texts)])
+    return answer(options, document, [separator.join(texts)])
 
 
 def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:

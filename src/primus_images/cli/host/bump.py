@@ -1,6 +1,5 @@
 """`primus bump`: pins moved to newer versions, and their locks, as one commit."""
 
-import argparse
 import calendar
 import difflib
 import re
@@ -14,9 +13,9 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from primus_images.cli.host.common import open_project
-from primus_images.cli.host.lock import compare, resolved_or_all, summary
-from primus_images.cli.verb import answer
+from primus_images.cli.host.common import SourceOptions, open_project
+from primus_images.cli.host.lock import compare, resolved_all, summary
+from primus_images.cli.verb import Options, answer
 from primus_images.errors import HostError, InputError, nearest
 from primus_images.files import write_file
 from primus_images.plan.project import Project
@@ -30,33 +29,42 @@ from primus_images.versions.lock import Lock, Shared, dumps
 from primus_images.waits import answer_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class BumpOptions(SourceOptions, Options):
+    """The options of ``bump``."""
+
+    component: Sequence[str]
+    release: str | None
+    write: bool
+    commit: bool
+
+
 class _Relocked(NamedTuple):
     name: str
     old: Lock
     new: Lock
 
 
-def bump(args: argparse.Namespace) -> int:
+def bump(options: BumpOptions) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock.
 
     Packages that must be of one version, such as those of one ROCm, move together.
     """
-    args.target = []
-    project = open_project(args)
-    if args.release:
-        _require_later(args.release, project.versions.release)
+    project = open_project(options)
+    if options.release:
+        _require_later(options.release, project.versions.release)
     with answer_of("the Python indexes"):
-        moves, remarks = _moves(args)
+        moves, remarks = _moves(options)
     remarks += _behind(project.versions.components, moves)
     old = (project.root / "versions.yaml").read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
-    if args.release:
-        new = _begin(new, args.release, datetime.now(tz=UTC).date(), project.versions)
-    locks = _relock(project, new, quiet=args.json)
+    if options.release:
+        new = _begin(new, options.release, datetime.now(tz=UTC).date(), project.versions)
+    locks = _relock(project, new, quiet=options.json)
     message = ""
     lines = ["nothing moves: pins are as named, or the newest that fit"]
     if new != old:
-        message = _message(project.versions.components, moves, args.release)
+        message = _message(project.versions.components, moves, options.release)
         lines = [*_difference(old, new), *map(_summary, locks), "", message]
     lines += [f"! {remark}" for remark in remarks]
     changes = []
@@ -69,16 +77,16 @@ def bump(args: argparse.Namespace) -> int:
         "message": message,
         "remarks": remarks,
     }
-    answer(args, document, lines)
-    if new != old and (args.write or args.commit):
+    answer(options, document, lines)
+    if new != old and (options.write or options.commit):
         texts = {"versions.yaml": new}
         for relocked in locks:
             texts[relocked.name] = dumps(relocked.new)
-        if args.commit:
+        if options.commit:
             _require_committed(project.root, texts)
         for name, text in texts.items():
             write_file(project.root / name, text)
-        if args.commit:
+        if options.commit:
             _commit(project.root, list(texts), message)
     return 0
 
@@ -121,15 +129,15 @@ def _behind(components: Mapping[str, Component], moves: Moves) -> list[str]:
     return remarks
 
 
-def _moves(args: argparse.Namespace) -> tuple[Moves, list[str]]:
+def _moves(options: BumpOptions) -> tuple[Moves, list[str]]:
     """Return the moves that are asked for, and what is to be said of them."""
-    targets = resolved_or_all(args)
+    targets = resolved_all(options)
     outlooks = Outlooks(targets)
     components = targets[0].versions.components
     names = list(dict.fromkeys(name for name, _ in outlooks.uses))
     moves: Moves = {}
     remarks: list[str] = []
-    for name, version in list(_requested(args, names, components)):
+    for name, version in list(_requested(options, names, components)):
         # After those that moved already, so that all of them fit each other.
         moves = _moved(outlooks, name, version, moves, remarks)
     return moves, remarks
@@ -144,14 +152,14 @@ def _channels_of(name: str, components: Mapping[str, Component]) -> list[str]:
 
 
 def _requested(
-    args: argparse.Namespace, names: Sequence[str], components: Mapping[str, Component]
+    options: BumpOptions, names: Sequence[str], components: Mapping[str, Component]
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the components to move, each with the version that is asked for, if any."""
-    if not args.component:
-        if not args.release:
+    if not options.component:
+        if not options.release:
             yield from ((name, None) for name in names)
         return
-    words = [word.replace("==", "=").partition("=") for word in args.component]
+    words = [word.replace("==", "=").partition("=") for word in options.component]
     counts = Counter(name for name, _, _ in words)
     for name, equals, version in words:
         if equals and not version:

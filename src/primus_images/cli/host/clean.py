@@ -1,39 +1,49 @@
 """`primus clean`: what of the store and the workspace can go."""
 
-import argparse
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from primus_images.cli.host.common import open_project, sweep_containers
-from primus_images.cli.verb import answer
+from primus_images.cli.host.common import SourceOptions, open_project, sweep_containers
+from primus_images.cli.verb import Options, answer
 from primus_images.errors import InputError, did_you_mean
 from primus_images.plan.project import Project
 from primus_images.release.records import orphans
 from primus_images.terminal import Screen, bytes_text
 
 
-def clean(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions(SourceOptions, Options):
+    """The options of ``clean``."""
+
+    image: Sequence[str]
+    caches: bool
+    validations: bool
+    dry_run: bool
+
+
+def clean(options: CleanOptions) -> int:
     """Free disk space: remove what no image, lock or last build needs."""
     # Seam "upkeep": the engine is slow to import.
     from primus_images.engine.upkeep import find_waste, remove
 
-    project = open_project(args)
+    project = open_project(options)
     store = project.workspace.store
     with project.workspace.alone():
-        if not args.dry_run:
+        if not options.dry_run:
             sweep_containers(project.workspace)
-        _require_images(args.image, store.images())
+        _require_images(options.image, store.images())
         needed = _locked_files(project)
         waste = find_waste(
             project.workspace,
             needed,
-            without=args.image,
-            caches=args.caches,
-            more=_validations(project, args),
+            without=options.image,
+            caches=options.caches,
+            more=_validations(project, options),
         )
-        if not args.dry_run:
-            remove(waste, store, sorted(set(args.image)))
+        if not options.dry_run:
+            remove(waste, store, sorted(set(options.image)))
     size = sum(item.size for item in waste)
     rows = []
     table = []
@@ -42,26 +52,26 @@ def clean(args: argparse.Namespace) -> int:
         table.append((item.kind, f"{len(item.paths):,}", bytes_text(item.size)))
     lines = ["nothing to remove"]
     if waste:
-        verb = "would free" if args.dry_run else "freed"
+        verb = "would free" if options.dry_run else "freed"
         lines = Screen.of().table(table, head=("what", "number", "size"), right=(1, 2))
         lines.append(f"{verb} {bytes_text(size)}")
     document = {
-        "removed": not args.dry_run,
-        "images": sorted(set(args.image)),
+        "removed": not options.dry_run,
+        "images": sorted(set(options.image)),
         "waste": rows,
         "bytes": size,
     }
-    return answer(args, document, lines)
+    return answer(options, document, lines)
 
 
-def _validations(project: Project, args: argparse.Namespace) -> dict[str, list[Path]]:
+def _validations(project: Project, options: CleanOptions) -> dict[str, list[Path]]:
     """Return the validations of images that the store does not have, if they are to go."""
-    if not args.validations:
+    if not options.validations:
         return {}
     store = project.workspace.store
     contents = set()
     for name, entry in store.images().items():
-        if name not in args.image:
+        if name not in options.image:
             manifest = json.loads(store.read(str(entry["digest"])))
             contents.add(manifest["config"]["digest"])
     folders = orphans(project.root / "out/validation", contents)

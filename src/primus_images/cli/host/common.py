@@ -1,13 +1,14 @@
 """Steps that several host verbs share."""
 
-import argparse
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from primus_images import programs
+from primus_images.cli.verb import Options
 from primus_images.errors import InputError
 from primus_images.plan.project import Project, Workspace
 from primus_images.plan.resolve import ResolvedTarget, resolve
@@ -17,18 +18,64 @@ from primus_images.system.support import support_text
 from primus_images.terminal import say
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """The options of the verbs that read a project: its folder, its store, and the channel."""
+
+    project: Path | None
+    store: Path | None
+    channel: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(SourceOptions):
+    """The options of a verb about one target."""
+
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleOptions(TargetOptions, Options):
+    """The same, where the answer may be one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralOptions(SourceOptions, Options):
+    """The options of a verb about several targets."""
+
+    target: Sequence[str]
+    all: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignerOptions:
+    """The options that say who signs."""
+
+    key: str | None
+    keyless: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustedOptions:
+    """The options that say whose signatures count."""
+
+    key: str | None
+    identity: str | None
+    issuer: str | None
+
+
 def target_names() -> Sequence[str]:
     """Return the targets of the project in this folder."""
     return Project.find(None).target_names()
 
 
-def open_project(args: argparse.Namespace) -> Project:
+def open_project(options: SourceOptions) -> Project:
     """Open the project that the options name, and hold its workspace while this command runs.
 
     Raises InputError if the workspace is part of the checkout.
     """
-    store = args.store.absolute() if args.store else None
-    project = Project.find(args.project, store=store, channel=args.channel)
+    store = options.store.absolute() if options.store else None
+    project = Project.find(options.project, store=store, channel=options.channel)
     _refuse_committed(project.workspace.folder)
     with contextlib.suppress(OSError):
         project.workspace.folder.mkdir(exist_ok=True)
@@ -93,24 +140,24 @@ def sweep_containers(workspace: Workspace) -> None:
         sweep(workspace.unpacked)
 
 
-def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
+def targets_of(project: Project, options: SeveralOptions) -> Sequence[str]:
     """Return the requested targets without duplicates. Raises InputError if there is none."""
-    if args.all:
+    if options.all:
         names = project.target_names()
     else:
-        names = list(dict.fromkeys(args.target))
+        names = list(dict.fromkeys(options.target))
     if not names:
         raise InputError("name a target", hint="targets: " + ", ".join(project.target_names()))
     return names
 
 
-def resolved_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Workspace]:
+def resolved_target(options: TargetOptions) -> tuple[ResolvedTarget, Workspace]:
     """Resolve the requested target. Returns it with the project's workspace."""
-    project = open_project(args)
-    return resolve(project, args.target), project.workspace
+    project = open_project(options)
+    return resolve(project, options.target), project.workspace
 
 
-def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Workspace]:
+def resolved_targets(options: SeveralOptions) -> tuple[list[ResolvedTarget], Workspace]:
     """Like :func:`resolved_target`, for verbs that take several targets."""
-    project = open_project(args)
-    return [resolve(project, name) for name in targets_of(project, args)], project.workspace
+    project = open_project(options)
+    return [resolve(project, name) for name in targets_of(project, options)], project.workspace

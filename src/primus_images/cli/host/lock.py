@@ -1,16 +1,31 @@
 """`primus lock`: from pins to exact files."""
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from primus_images.cli.host.common import open_project, targets_of
+from primus_images.cli.host.common import (
+    SeveralOptions,
+    SourceOptions,
+    open_project,
+    targets_of,
+)
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError, nearest
 from primus_images.plan.resolve import ResolvedTarget, lock_target, resolve, save_lock
 from primus_images.progress import choose_progress
 from primus_images.terminal import PLAIN, counted
 from primus_images.versions.lock import Drift, Lock, LockedFile, Shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockOptions(SeveralOptions):
+    """The options of ``lock``."""
+
+    check: bool
+    dry_run: bool
+    refresh: bool
+    refresh_package: Sequence[str]
 
 
 class Change(NamedTuple):
@@ -25,33 +40,38 @@ class Change(NamedTuple):
     new: str | None
 
 
-def lock(args: argparse.Namespace) -> int:
+def lock(options: LockOptions) -> int:
     """Resolve versions.yaml to exact files: one lock per target and channel.
 
     Without TARGET, all targets are locked. Unchanged pins and their dependencies keep their locked
     versions. --check and --dry-run write nothing, and exit with code 1 if a lock is stale.
     """
-    targets = [resolved for resolved in resolved_or_all(args) if resolved.request.asks]
-    if args.check:
-        if args.dry_run or args.refresh or args.refresh_package:
+    targets = [resolved for resolved in resolved_or_all(options) if resolved.request.asks]
+    if options.check:
+        if options.dry_run or options.refresh or options.refresh_package:
             raise InputError("--check contacts no source, so there is nothing to resolve")
-        return _check(targets, args)
-    return _lock(targets, args)
+        return _check(targets, options)
+    return _lock(targets, options)
 
 
-def resolved_or_all(args: argparse.Namespace) -> list[ResolvedTarget]:
+def resolved_or_all(options: SeveralOptions) -> list[ResolvedTarget]:
     """Resolve the requested targets; without any, all of them, or all of the requested channel."""
-    project = open_project(args)
-    if args.target:
-        names = targets_of(project, args)
-    else:
-        names = project.target_names()
-        if args.channel:
-            names = [name for name in names if args.channel in project.target(name)[0].channels]
+    if not options.target:
+        return resolved_all(options)
+    project = open_project(options)
+    return [resolve(project, name) for name in targets_of(project, options)]
+
+
+def resolved_all(options: SourceOptions) -> list[ResolvedTarget]:
+    """Resolve all targets, or all of the requested channel."""
+    project = open_project(options)
+    names = project.target_names()
+    if options.channel:
+        names = [name for name in names if options.channel in project.target(name)[0].channels]
     return [resolve(project, name) for name in names]
 
 
-def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
+def _check(targets: Sequence[ResolvedTarget], options: LockOptions) -> int:
     stale: list[dict[str, Any]] = []
     lines = []
     for resolved in targets:
@@ -65,13 +85,13 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             moved = f"{drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
             lines.append(f"{where}: {name} is stale: {component or drift.pin}: {moved}")
     if stale:
-        note(args, *dict.fromkeys(f"  → {resolved.lock_command}" for resolved in targets))
+        note(options, *dict.fromkeys(f"  → {resolved.lock_command}" for resolved in targets))
     note(
-        args,
+        options,
         "not compared, because no source was asked: dependencies, and whether all files are "
         "still offered there",
     )
-    return answer(args, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
+    return answer(options, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
 
 
 def _drifts(resolved: ResolvedTarget) -> Sequence[Drift]:
@@ -82,23 +102,23 @@ def _drifts(resolved: ResolvedTarget) -> Sequence[Drift]:
     return [Drift(pin=pin, locked=None, wanted=text) for pin, text in pins]
 
 
-def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
-    _require_packages(args.refresh_package, targets)
+def _lock(targets: Sequence[ResolvedTarget], options: LockOptions) -> int:
+    _require_packages(options.refresh_package, targets)
     rows: list[dict[str, Any]] = []
     shared: Shared = {}
-    with choose_progress(args.json) as progress:
+    with choose_progress(options.json) as progress:
         for resolved in targets:
-            gone = [file for file in _files(resolved) if file.name in args.refresh_package]
-            new = lock_target(resolved, progress, shared, refresh=args.refresh, gone=gone)
-            if not args.dry_run:
+            gone = [file for file in _files(resolved) if file.name in options.refresh_package]
+            new = lock_target(resolved, progress, shared, refresh=options.refresh, gone=gone)
+            if not options.dry_run:
                 save_lock(resolved, new)
             changes = compare(resolved.lock, new)
             row = {"lock": resolved.lock_name, "files": len(new.distinct)}
             rows.append(row | {"changes": [change._asdict() for change in changes]})
-            if not args.json:
+            if not options.json:
                 progress.say(summary(resolved.lock_name, new, changes))
     changed = any(row["changes"] for row in rows)
-    return answer(args, rows, (), passed=not (args.dry_run and changed))
+    return answer(options, rows, (), passed=not (options.dry_run and changed))
 
 
 def _files(resolved: ResolvedTarget) -> Sequence[LockedFile]:

@@ -1,8 +1,8 @@
 """`primus outdated`: pins that have newer versions."""
 
-import argparse
 from concurrent.futures import ThreadPoolExecutor
 
+from primus_images.cli.host.common import SeveralOptions
 from primus_images.cli.host.lock import resolved_or_all
 from primus_images.cli.verb import answer
 from primus_images.errors import HostError
@@ -15,9 +15,9 @@ _NAMED = ("rocm", "pytorch", "transformer_engine", "rccl", "primus_turbo")
 _HEAD = ("component", "channel", "targets", "pinned", "compatible", "newest")
 
 
-def outdated(args: argparse.Namespace) -> int:
+def outdated(options: SeveralOptions) -> int:
     """List the pins that have newer versions, and the newest that fits the other pins."""
-    targets = resolved_or_all(args)
+    targets = resolved_or_all(options)
     outlooks = Outlooks(targets)
     with answer_of("the Python indexes"), ThreadPoolExecutor(4) as pool:
         pins = list(pool.map(outlooks.of, outlooks.uses))
@@ -35,7 +35,7 @@ def outdated(args: argparse.Namespace) -> int:
     if says:
         lines += screen.wrap(f"! {says}", hanging="  ")
     document = [{**outlook._asdict(), "moves": outlook.versions} for outlook in pins]
-    answer(args, document, lines)
+    answer(options, document, lines)
     if any(outlook.error for outlook in pins):
         return HostError.exit_code
     return 0

@@ -1,13 +1,18 @@
 """`primus prove`: what one hour on a GPU shows, in a folder to send back."""
 
-import argparse
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primus_images.cli.host.common import open_project
-from primus_images.cli.verb import answer, note
+from primus_images.cli.host.common import (
+    SignerOptions,
+    SourceOptions,
+    TrustedOptions,
+    open_project,
+)
+from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import InputError
 from primus_images.gpus.detect import detect, visible
 from primus_images.plan.project import Project
@@ -18,27 +23,41 @@ from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
 from primus_images.terminal import Screen, counted
 
 
-def prove(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions(SourceOptions, SignerOptions, TrustedOptions, Options):
+    """The options of ``prove``."""
+
+    target: str | None
+    minutes: int
+    dry_run: bool
+    here: bool
+    root: Path
+    output: Path | None
+    read: Path | None
+    engine: str
+
+
+def prove(options: ProveOptions) -> int:
     """Check, build, test and measure on this machine's GPUs, and write a folder to send back.
 
     No step stops the others. The same command continues after an interruption, and runs again what
     did not pass.
     """
-    if args.read is not None:
-        return _read(args)
-    if args.target is None:
+    if options.read is not None:
+        return _read(options.read, options)
+    if options.target is None:
         raise InputError("name a target, or a folder with --read", hint="primus prove mi300x")
-    sign = _signer(args)
-    project = open_project(args)
-    resolved = resolve(project, args.target)
-    setting = _setting(project, resolved, args)
+    sign = _signer(options)
+    project = open_project(options)
+    resolved = resolve(project, options.target)
+    setting = _setting(project, resolved, options)
     steps = steps_of(setting)
-    if args.dry_run:
-        return _show(steps, args)
+    if options.dry_run:
+        return _show(steps, options)
     folder = setting.work.parent / "record"
     outcomes: Mapping[str, Outcome] = {}
     content: dict[str, Any] = {}
-    for outcomes in run_all(steps, setting, args.minutes, lambda line: note(args, line)):
+    for outcomes in run_all(steps, setting, options.minutes, lambda line: note(options, line)):
         # A machine may be taken away at any time; what was shown by then must not be lost.
         proof = Proof(steps=steps, outcomes=outcomes, setting=setting, resolved=resolved)
         content = write(folder, proof, sign)
@@ -48,34 +67,34 @@ def prove(args: argparse.Namespace) -> int:
         f"→ {folder / PAGE}",
         f"send the folder {folder}",
     ]
-    return answer(args, content, lines, passed=len(passed) == len(steps))
+    return answer(options, content, lines, passed=len(passed) == len(steps))
 
 
-def _signer(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], bytes] | None:
-    if not args.key and not args.keyless:
+def _signer(options: ProveOptions) -> Callable[[Mapping[str, Any]], bytes] | None:
+    if not options.key and not options.keyless:
         return None
     # Seam "signing": with --here, a machine may have little more than PyTorch.
     from primus_images.cli.host.sign import signer_of
 
-    signer = signer_of(args)
+    signer = signer_of(options)
     if signer is None:
         return None
     return signer.bundle
 
 
-def _setting(project: Project, resolved: ResolvedTarget, args: argparse.Namespace) -> Setting:
+def _setting(project: Project, resolved: ResolvedTarget, options: ProveOptions) -> Setting:
     if resolved.gpu is None:
         raise InputError(
             f"target {resolved.name} is for no GPU", hint="primus validate checks it on the CPU"
         )
     best = resolve(
-        Project(project.root, channel=args.channel or resolved.target.channels[0]), resolved.name
+        Project(project.root, channel=options.channel or resolved.target.channels[0]), resolved.name
     )
     gpus = 0
-    machine = detect(args.root)
+    machine = detect(options.root)
     if machine.generation == resolved.gpu.name:
         gpus = len(visible(len(machine.names), os.environ))
-    work = (args.output or project.root / "out" / "prove" / resolved.name).absolute() / "work"
+    work = (options.output or project.root / "out" / "prove" / resolved.name).absolute() / "work"
     return Setting(
         project=project.root.absolute(),
         target=resolved.name,
@@ -83,15 +102,15 @@ def _setting(project: Project, resolved: ResolvedTarget, args: argparse.Namespac
         channel=best.choice.channel,
         locked=best.lock is not None and not best.stale,
         gpus=gpus,
-        here=args.here,
-        root=args.root.absolute(),
+        here=options.here,
+        root=options.root.absolute(),
         work=work,
-        engine=args.engine,
+        engine=options.engine,
     )
 
 
-def _show(steps: list[Step], args: argparse.Namespace) -> int:
-    taken = chosen(steps, args.minutes)
+def _show(steps: list[Step], options: ProveOptions) -> int:
+    taken = chosen(steps, options.minutes)
     rows = []
     for step in steps:
         remark = ""
@@ -105,20 +124,19 @@ def _show(steps: list[Step], args: argparse.Namespace) -> int:
     for step in steps:
         row = {"name": step.name, "title": step.title, "minutes": step.minutes}
         document.append(row | {"command": list(step.command), "planned": step in taken})
-    return answer(args, document, lines)
+    return answer(options, document, lines)
 
 
-def _read(args: argparse.Namespace) -> int:
+def _read(folder: Path, options: ProveOptions) -> int:
     # Seam "signing": a proof without a signature needs neither.
     from primus_images.cli.host.sign import trust_of
     from primus_images.release.prove.read import kept, verified
 
-    folder: Path = args.read
     if not folder.is_dir():
         raise InputError(f"--read: {folder} is not a folder")
     trust = None
-    if args.key or args.identity or args.issuer:
-        trust = trust_of(args)
+    if options.key or options.identity or options.issuer:
+        trust = trust_of(options)
     signed = verified(folder, trust)
     content = {"signature": signed, **kept(folder)}
     support = content["support"]
@@ -137,7 +155,7 @@ def _read(args: argparse.Namespace) -> int:
         lines.append(f"{row['step']}: {_shown(row['seconds'])} s, {kernels}")
     for row in content["problems"]:
         lines.append(f"{row['step']} {row['state']}: {row['what']}")
-    return answer(args, content, lines)
+    return answer(options, content, lines)
 
 
 def _shown(figure: float | None) -> str:

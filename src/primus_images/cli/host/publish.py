@@ -1,11 +1,16 @@
 """`primus publish`: images and their evidence in a registry."""
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primus_images.cli.host.common import resolved_targets, warn_of_state
+from primus_images.cli.host.common import (
+    SeveralOptions,
+    SignerOptions,
+    resolved_targets,
+    warn_of_state,
+)
 from primus_images.cli.host.sign import signer_of
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError
@@ -19,60 +24,73 @@ from primus_images.release.statement import Signer
 from primus_images.terminal import Screen, say
 
 
-def publish(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(SeveralOptions, SignerOptions):
+    """The options of ``publish``."""
+
+    to: str
+    preview: bool
+    records: Path | None
+    policy: Path | None
+    sign_later: Path | None
+    dry_run: bool
+
+
+def publish(options: PublishOptions) -> int:
     """Publish a built image with its evidence, which it needs to be a release."""
-    example = (args.target or ["TARGET"])[0]
-    check_repository(args.to, f"nox -s publish-{example} -- --to docker.io/OWNER/NAME")
-    targets, workspace = resolved_targets(args)
+    example = (options.target or ["TARGET"])[0]
+    check_repository(options.to, f"nox -s publish-{example} -- --to docker.io/OWNER/NAME")
+    targets, workspace = resolved_targets(options)
     for resolved in targets:
         warn_of_state(resolved)
-    if not args.preview:
+    if not options.preview:
         _warn_of_previews(targets)
-    signing = _signing(args)
-    needs = _needs(args, targets[0].root)
+    signing = _signing(options)
+    needs = _needs(options, targets[0].root)
     published = []
-    with choose_progress(args.json) as progress:
+    with choose_progress(options.json) as progress:
         plans = plan_images(targets, workspace.stats)
         images = [prepare(plan, workspace, needs, progress) for plan in plans]
         refused = any(ready.objections for ready in images)
-        if not refused and not args.dry_run:
+        if not refused and not options.dry_run:
             for ready in images:
-                published.append(upload(ready, workspace.store, args.to, progress, signing))
+                published.append(upload(ready, workspace.store, options.to, progress, signing))
     lines = []
     for row in published:
-        lines += _sent(row, args.to)
+        lines += _sent(row, options.to)
         if row["to_sign"]:
             note(
-                args, f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`"
+                options,
+                f"! not signed and not tagged: run `primus sign {options.sign_later} --key KEY`",
             )
     if not published:
         screen = Screen.of()
         for ready in images:
-            lines += [screen.fit(line) for line in _judgement(ready, args.to)]
+            lines += [screen.fit(line) for line in _judgement(ready, options.to)]
     document = {
         "published": published,
         "judged": [_judged(ready) for ready in images],
         "passed": not refused,
     }
-    return answer(args, document, lines, passed=not refused)
+    return answer(options, document, lines, passed=not refused)
 
 
-def _signing(args: argparse.Namespace) -> Signer | Path | None:
+def _signing(options: PublishOptions) -> Signer | Path | None:
     """Return who signs, or the folder for what is signed later."""
-    if not args.sign_later:
-        return signer_of(args)
-    if args.key or args.keyless:
+    if not options.sign_later:
+        return signer_of(options)
+    if options.key or options.keyless:
         raise InputError(
             "--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless"
         )
-    return Path(args.sign_later)
+    return options.sign_later
 
 
-def _needs(args: argparse.Namespace, root: Path) -> Needs:
+def _needs(options: PublishOptions, root: Path) -> Needs:
     return Needs(
-        records=(args.records or root / "out" / "validation").absolute(),
-        policy=policy.of_project(root, args.policy),
-        preview=args.preview,
+        records=(options.records or root / "out" / "validation").absolute(),
+        policy=policy.of_project(root, options.policy),
+        preview=options.preview,
     )
 
 

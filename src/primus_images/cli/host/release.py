@@ -1,9 +1,10 @@
 """`primus release`: an image for other tools."""
 
-import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
-from primus_images.cli.host.common import open_project
-from primus_images.cli.verb import answer
+from primus_images.cli.host.common import SourceOptions, open_project
+from primus_images.cli.verb import Options, answer
 from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.plan.project import Project
@@ -12,26 +13,36 @@ from primus_images.release.mad import mad_files
 from primus_images.release.reference import require_repository
 
 
-def release(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReleaseOptions(SourceOptions, Options):
+    """The options of ``release``."""
+
+    format: str
+    folder: Path
+    target: str | None
+    repository: str | None
+
+
+def release(options: ReleaseOptions) -> int:
     """Write what madengine needs to train the recipes of an image."""
-    project = open_project(args)
-    target = _built_target(project, args.target)
-    if args.folder.exists() and any(args.folder.iterdir()):
-        raise InputError(f"{args.folder} is not empty", hint="name a new folder")
-    repository = args.repository or project.versions.image.name
-    if args.repository:
+    project = open_project(options)
+    target = _built_target(project, options.target)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        raise InputError(f"{options.folder} is not empty", hint="name a new folder")
+    repository = options.repository or project.versions.image.name
+    if options.repository:
         require_repository(repository, "--from")
     # podman reads no name with both a tag and a digest.
     digest = project.workspace.store.images()[target.ref]["digest"]
     reference = f"{repository}@{digest}"
     paths = []
     for name, text in mad_files(target, reference).items():
-        path = args.folder / name
+        path = options.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text)
         paths.append(str(path))
     document = {"image": reference, "files": paths}
-    return answer(args, document, [reference, *(f"  → {path}" for path in paths)])
+    return answer(options, document, [reference, *(f"  → {path}" for path in paths)])
 
 
 def _built_target(project: Project, requested: str | None) -> ResolvedTarget:

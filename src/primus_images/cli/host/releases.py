@@ -1,10 +1,10 @@
 """`primus releases`: this project's releases, and the published images."""
 
-import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from primus_images.cli.verb import answer
+from primus_images.cli.verb import Options, answer
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
@@ -24,17 +24,25 @@ from primus_images.terminal import Screen
 from primus_images.training.judge.record import Record
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReleasesOptions(Options):
+    """The options of ``releases``."""
+
+    name: str | None
+    project: Path | None
+
+
 def names() -> list[str]:
     """Return the names and tags of the published releases."""
     releases = load_history().releases
     return sorted({release.name for release in releases} | {release.tag for release in releases})
 
 
-def releases(args: argparse.Namespace) -> int:
+def releases(options: ReleasesOptions) -> int:
     """List the releases of this project and the published images, or show one."""
-    project = project_here(args)
+    project = project_here(options.project)
     shown: tuple[Release, ...]
-    if args.name is None:
+    if options.name is None:
         shown = load_history().releases
         if project:
             ours = (_pinned(project, project.versions.release), *past_releases(project))
@@ -43,15 +51,15 @@ def releases(args: argparse.Namespace) -> int:
             shown = (*(_with_state(release, records, withdrawn) for release in ours), *shown)
         text = release_list(shown, Screen.of())
     else:
-        shown = _named(args.name, project)
+        shown = _named(options.name, project)
         text = "\n\n".join(release_page(release, Screen.of()) for release in shown)
-    return answer(args, {"releases": [asdict(release) for release in shown]}, [text])
+    return answer(options, {"releases": [asdict(release) for release in shown]}, [text])
 
 
-def project_here(args: argparse.Namespace) -> Project | None:
-    """Return the project of the options or of this folder, if any: the history needs none."""
-    if args.project or Project.here():
-        return Project.find(args.project, store=getattr(args, "store", None))
+def project_here(folder: Path | None, store: Path | None = None) -> Project | None:
+    """Return the project in ``folder`` or in this one, if any: the history needs none."""
+    if folder or Project.here():
+        return Project.find(folder, store=store)
     return None
 
 

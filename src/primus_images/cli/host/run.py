@@ -1,11 +1,17 @@
 """`primus run` and `primus load`: a built image as a container, and in a Docker engine."""
 
-import argparse
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from primus_images.cli.host.common import resolved_target, warn_of_state
+from primus_images.cli.host.common import (
+    SingleOptions,
+    TargetOptions,
+    resolved_target,
+    warn_of_state,
+)
 from primus_images.cli.verb import answer, note
 from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError
@@ -20,52 +26,69 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGN
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def load(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(TargetOptions):
+    """The options of ``run``."""
+
+    engine: str
+    volume: Sequence[str]
+    env: Sequence[str]
+    gpus: str
+    device: Sequence[str]
+    memory: str | None
+    shm_size: str | None
+    user: str | None
+    network: str
+    entrypoint: bool
+    command: Sequence[str]
+
+
+def load(options: SingleOptions) -> int:
     """Load an image as REPOSITORY:RELEASE-TARGET into the Docker engine.
 
     REPOSITORY is `image.name` of versions.yaml. The engine is the one that Docker's client
     chooses, by DOCKER_HOST, DOCKER_CONTEXT or its settings.
     """
-    resolved, workspace = resolved_target(args)
+    resolved, workspace = resolved_target(options)
     warn_of_state(resolved)
-    root = root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)
+    root = root_of_image(workspace.store, workspace.unpacked, options.target, ref=resolved.ref)
     tag = f"{resolved.versions.image.name}:{root.name}"
-    with choose_progress(args.json) as progress:
+    with choose_progress(options.json) as progress:
         image_id, sent = load_image(root, tag, progress)
     done = "the engine already has it, nothing sent"
     if sent:
         done = f"sent {sent / 1e6:.1f} MB"
-    note(args, f"{tag}: {done}")
+    note(options, f"{tag}: {done}")
     document = {
         "image_id": image_id,
         "tag": tag,
         "manifest": digest_of(root.manifest),
         "bytes_sent": sent,
     }
-    return answer(args, document, [image_id])
+    return answer(options, document, [image_id])
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: RunOptions) -> int:
     """Run a command in an image, as it would run on a cluster."""
-    if args.command and not args.command[0]:
+    if options.command and not options.command[0]:
         raise InputError("the command is empty", hint="leave it out to run the image's own command")
-    if args.user == "":
+    if options.user == "":
         raise InputError("--user is empty")
     environment: dict[str, str] = {}
-    for item in args.env:
+    for item in options.env:
         environment |= _variable(item)
     command = Command(
-        argv=tuple(args.command),
+        argv=tuple(options.command),
         env=environment,
-        mounts=tuple(_mount(item) for item in args.volume),
-        devices=gpus(args.gpus) + listed(args.device),
-        memory_bytes=_bytes("--memory", args.memory),
-        network=args.network == "host",
-        user=args.user,
-        entrypoint=args.entrypoint,
-        shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,
+        mounts=tuple(_mount(item) for item in options.volume),
+        devices=gpus(options.gpus) + listed(options.device),
+        memory_bytes=_bytes("--memory", options.memory),
+        network=options.network == "host",
+        user=options.user,
+        entrypoint=options.entrypoint,
+        shm_bytes=_bytes("--shm-size", options.shm_size) or 8 * GIB,
     )
-    return choose(args.engine).run(_image_root(args), command)
+    return choose(options.engine).run(_image_root(options), command)
 
 
 def _variable(item: str) -> dict[str, str]:
@@ -113,8 +136,8 @@ def _bytes(option: str, text: str | None) -> int | None:
     return amount
 
 
-def _image_root(args: argparse.Namespace) -> RootFs:
+def _image_root(options: TargetOptions) -> RootFs:
     """Return the root file system of the image. Raises InputError if it is not built."""
-    resolved, workspace = resolved_target(args)
+    resolved, workspace = resolved_target(options)
     warn_of_state(resolved)
-    return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)
+    return root_of_image(workspace.store, workspace.unpacked, options.target, ref=resolved.ref)

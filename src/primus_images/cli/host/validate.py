@@ -1,11 +1,12 @@
 """`primus validate`: train in a built image, and check the results."""
 
-import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from primus_images.cli.host.common import resolved_target
+from primus_images.cli.host.common import SingleOptions, resolved_target
 from primus_images.cli.verb import answer, note
 from primus_images.engine.pipeline import Options as BuildOptions, build
 from primus_images.errors import InputError
@@ -23,46 +24,62 @@ Cells = Sequence[tuple[Cell, str]]
 """Cells, each with a level of the suite."""
 
 
-def validate(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(SingleOptions):
+    """The options of ``validate``."""
+
+    offline: bool
+    recipe: str | None
+    suite: str | None
+    again: bool
+    record_golden: bool
+    output: Path | None
+    engine: str
+    wrap: Sequence[str]
+    gpus: str | None
+    dry_run: bool
+
+
+def validate(options: ValidateOptions) -> int:
     """Build the image, train in it and check the results.
 
     Each job of the suite runs in its own container.
     """
-    if args.record_golden and not args.suite:
+    if options.record_golden and not options.suite:
         raise InputError(
             "--record-golden records every backend and mode of a recipe", hint="add --suite quick"
         )
-    resolved, workspace = resolved_target(args)
-    if args.record_golden and args.recipe:
+    resolved, workspace = resolved_target(options)
+    if options.record_golden and options.recipe:
         locked = resolved.lock.files if resolved.lock else ()
         golden.check_locked(resolved.root, resolved.ref, locked)
-    hardware = choose_gpus(args.gpus, resolved.gpu)
+    hardware = choose_gpus(options.gpus, resolved.gpu)
     if hardware.names or hardware.why:
         names = ", ".join(hardware.names) or f"none ({hardware.why})"
-        note(args, f"GPUs: {names}")
-    cells = cells_to_train(resolved, hardware.gpu, recipe=args.recipe, level=args.suite)
-    if args.dry_run:
-        return _show(cells, resolved, args)
-    options = BuildOptions(offline=args.offline, engine=args.engine, quiet=args.json)
-    (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
+        note(options, f"GPUs: {names}")
+    cells = cells_to_train(resolved, hardware.gpu, recipe=options.recipe, level=options.suite)
+    if options.dry_run:
+        return _show(cells, resolved, options)
+    build_options = BuildOptions(offline=options.offline, engine=options.engine, quiet=options.json)
+    (built,) = build(plan_images([resolved], workspace.stats), workspace, build_options)
     workspace.stats.save()
     validated = validate_cells(
         built.image.plan,
         workspace,
         cells,
         Options(
-            output=(args.output or resolved.root / "out" / "validation").absolute(),
-            engine=args.engine,
-            quiet=args.json,
+            output=(options.output or resolved.root / "out" / "validation").absolute(),
+            engine=options.engine,
+            quiet=options.json,
             hardware=hardware,
-            again=args.again,
-            recording=args.record_golden,
-            wrap=tuple(args.wrap),
+            again=options.again,
+            recording=options.record_golden,
+            wrap=tuple(options.wrap),
         ),
     )
-    if args.record_golden:
-        _record_golden(resolved, validated, keep=args.recipe is not None)
-    return _report(validated, args)
+    if options.record_golden:
+        _record_golden(resolved, validated, keep=options.recipe is not None)
+    return _report(validated, options)
 
 
 def cells_to_train(
@@ -89,18 +106,18 @@ def cells_to_train(
     return chosen
 
 
-def _show(cells: Cells, resolved: ResolvedTarget, args: argparse.Namespace) -> int:
+def _show(cells: Cells, resolved: ResolvedTarget, options: ValidateOptions) -> int:
     rows = []
     counts = []
     total = 0
     for cell, level in cells:
-        jobs = planned_jobs(cell, level, resolved, tuple(args.wrap))
+        jobs = planned_jobs(cell, level, resolved, tuple(options.wrap))
         commands = [shlex.join(["primus", *job.arguments()]) for job in jobs]
         rows.append({"cell": str(cell), "suite": level, "jobs": commands})
         counts.append((str(cell), level, str(len(jobs))))
         total += len(jobs)
     lines = Screen.of().table(counts, head=("recipe", "suite", "jobs"), right=(2,))
-    return answer(args, rows, [*lines, f"{counted(total, 'job')} in {resolved.ref}"])
+    return answer(options, rows, [*lines, f"{counted(total, 'job')} in {resolved.ref}"])
 
 
 def _record_golden(resolved: ResolvedTarget, validated: Sequence[Validated], *, keep: bool) -> None:
@@ -111,12 +128,12 @@ def _record_golden(resolved: ResolvedTarget, validated: Sequence[Validated], *, 
     say(f"{len(curves.curves)} golden curves of {resolved.ref} recorded")
 
 
-def _report(validated: Sequence[Validated], args: argparse.Namespace) -> int:
+def _report(validated: Sequence[Validated], options: ValidateOptions) -> int:
     documents = [cell.record.as_json() for cell in validated]
     if len(validated) == 1:
         text = outcome_text(validated[0].record, validated[0].folder)
     else:
         text = table(validated)
     passed = all(cell.record.passed for cell in validated)
-    document = documents if len(documents) > 1 or args.suite else documents[0]
-    return answer(args, document, [Screen.of().fit(text)], passed=passed)
+    document = documents if len(documents) > 1 or options.suite else documents[0]
+    return answer(options, document, [Screen.of().fit(text)], passed=passed)

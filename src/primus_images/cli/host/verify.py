@@ -1,6 +1,5 @@
 """`primus verify`: a second build of an image, or the evidence of a published one."""
 
-import argparse
 import hashlib
 import shutil
 import tarfile
@@ -13,7 +12,7 @@ from typing import Any
 
 import zstandard
 
-from primus_images.cli.host.common import resolved_targets
+from primus_images.cli.host.common import SeveralOptions, TrustedOptions, resolved_targets
 from primus_images.cli.host.sign import trust_of
 from primus_images.cli.verb import answer, note
 from primus_images.errors import InputError
@@ -30,11 +29,20 @@ from primus_images.release.statement import Trust
 from primus_images.terminal import Screen
 
 
-def verify(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(SeveralOptions, TrustedOptions):
+    """The options of ``verify``."""
+
+    image: str | None
+    policy: Path | None
+
+
+def verify(options: VerifyOptions) -> int:
     """Build again into an empty store, compare the digests, and run every gate."""
-    if args.image or args.key or args.identity or args.issuer or args.policy:
-        return _verify_published(args)
-    return _verify_built(args)
+    if options.image:
+        return _verify_published(options.image, options)
+    _refuse_those_of_published(options)
+    return _verify_built(options)
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,18 @@ class _Twin:
     difference: str
 
 
-def _verify_built(args: argparse.Namespace) -> int:
-    targets, workspace = resolved_targets(args)
+def _verify_built(options: VerifyOptions) -> int:
+    targets, workspace = resolved_targets(options)
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     twins = []
     try:
-        twins = _build_twice(targets, workspace, scratch, quiet=args.json)
+        twins = _build_twice(targets, workspace, scratch, quiet=options.json)
     finally:
         equal = not any(twin.difference for twin in twins)
         if equal:
             shutil.rmtree(scratch, ignore_errors=True)
-    with choose_progress(args.json) as progress:
+    with choose_progress(options.json) as progress:
         outcomes = [judge(examine(twin.image.plan, workspace, progress)) for twin in twins]
     rows = []
     lines = []
@@ -76,9 +84,9 @@ def _verify_built(args: argparse.Namespace) -> int:
         _, _, gates = outcome_text(outcome, Screen.of()).partition("\n")
         lines += [f"{image.plan.ref} {image.digest}: {verdict}", gates]
     if not equal:
-        note(args, f"the second store is {scratch}")
+        note(options, f"the second store is {scratch}")
     passed = equal and all(outcome.passed for outcome in outcomes)
-    return answer(args, {"images": rows, "passed": passed}, lines, passed=passed)
+    return answer(options, {"images": rows, "passed": passed}, lines, passed=passed)
 
 
 def _build_twice(
@@ -141,30 +149,39 @@ def _members(store: Store, digest: str) -> Iterator[dict[str, object]]:
             yield header
 
 
-def _verify_published(args: argparse.Namespace) -> int:
-    trust = _trust(args)
+def _verify_published(image: str, options: VerifyOptions) -> int:
+    trust = _trust(options)
     # Seam "verification": only this way needs it.
     from primus_images.release.verification import verified_text, verify_image
 
-    rules = policy.load(args.policy) if args.policy else None
-    with choose_progress(args.json) as progress:
-        result = verify_image(args.image, trust, policy=rules, say=progress.say)
+    rules = policy.load(options.policy) if options.policy else None
+    with choose_progress(options.json) as progress:
+        result = verify_image(image, trust, policy=rules, say=progress.say)
     document = {**asdict(result), "passed": result.passed}
-    return answer(args, document, [verified_text(args.image, result)], passed=result.passed)
+    return answer(options, document, [verified_text(image, result)], passed=result.passed)
 
 
-def _trust(args: argparse.Namespace) -> Trust:
+def _trust(options: VerifyOptions) -> Trust:
     """Return whose signatures count. Raises InputError for options that do not fit together."""
-    if args.image and (args.target or args.all):
+    if options.target or options.all:
         raise InputError(
             "--image names a published image; a target is built here",
             hint="name a target or --image REF",
         )
-    if not args.image:
-        options = ("key", "identity", "issuer", "policy")
-        given = " and ".join(f"--{option}" for option in options if getattr(args, option))
+    return trust_of(options)
+
+
+def _refuse_those_of_published(options: VerifyOptions) -> None:
+    """Raise InputError for options about a published image, which no option names."""
+    values = {
+        "--key": options.key,
+        "--identity": options.identity,
+        "--issuer": options.issuer,
+        "--policy": options.policy,
+    }
+    given = " and ".join(name for name, value in values.items() if value)
+    if given:
         raise InputError(
             f"{given} without --image: signatures and policies are about a published image",
             hint="add --image REF; without these options, a target is built again here",
         )
-    return trust_of(args)

@@ -1,10 +1,10 @@
 """`primus why-size`: what makes an image large."""
 
-import argparse
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from primus_images.cli.host.common import SingleOptions
 from primus_images.cli.host.examined import examined_target
 from primus_images.cli.verb import answer
 from primus_images.terminal import Screen, Styled, bytes_text
@@ -18,9 +18,9 @@ Row = tuple[str, str, int]
 """Layer, folder and bytes. The folder of a whole layer is empty."""
 
 
-def why_size(args: argparse.Namespace) -> int:
+def why_size(options: SingleOptions) -> int:
     """Show what makes an image large: unpacked bytes per layer and folder, largest first."""
-    resolved, examined = examined_target(args)
+    resolved, examined = examined_target(options)
     rows = largest({layer: facts.folders for layer, facts in examined.facts.items()})
     total = sum(size for _, folder, size in rows if not folder)
     entries = []
@@ -30,7 +30,7 @@ def why_size(args: argparse.Namespace) -> int:
         name = f"  {folder}" if folder else Styled(layer, "bold")
         table.append((bytes_text(size), f"{100 * size / max(total, 1):.1f} %", name))
     document = {"image": resolved.ref, "largest": entries}
-    return answer(args, document, Screen.of().table(table, right=(0, 1)))
+    return answer(options, document, Screen.of().table(table, right=(0, 1)))
 
 
 def largest(layers: Mapping[str, Mapping[str, int]]) -> list[Row]:

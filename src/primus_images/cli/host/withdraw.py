@@ -1,11 +1,13 @@
 """`primus withdraw`: a published release that must not be used any more."""
 
-import argparse
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
+from primus_images.cli.host.common import SignerOptions
 from primus_images.cli.host.publish import check_repository
 from primus_images.cli.host.sign import signer_of
-from primus_images.cli.verb import answer, note
+from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.release.registry import Repository
@@ -13,7 +15,18 @@ from primus_images.release.tags import withdraw as attach, withdrawable
 from primus_images.release.withdrawal import Withdrawal, remember, withdrawals
 
 
-def withdraw(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class WithdrawOptions(SignerOptions, Options):
+    """The options of ``withdraw``."""
+
+    release: str
+    to: str
+    reason: str
+    successor: str | None
+    project: Path | None
+
+
+def withdraw(options: WithdrawOptions) -> int:
     """Withdraw a published release: sign why, attach it to the image, and note it in the project.
 
     The image and its tag stay. `verify`, `tag`, `diff` and `run` say first that it is withdrawn.
@@ -22,41 +35,44 @@ def withdraw(args: argparse.Namespace) -> int:
         "primus withdraw v26.11-cpu --to docker.io/OWNER/NAME --key cosign.key "
         "--reason 'wrong gradients' --successor v26.11.1-cpu"
     )
-    check_repository(args.to, example)
-    if not args.reason.strip():
+    check_repository(options.to, example)
+    if not options.reason.strip():
         raise InputError("--reason is empty: users must know why", hint=example)
-    signer = signer_of(args)
+    signer = signer_of(options)
     if signer is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
     root = None
-    if args.project or Project.here():
-        root = Project.find(args.project).root
+    if options.project or Project.here():
+        root = Project.find(options.project).root
         withdrawals(root)  # a damaged file is refused before anything is signed
-    there = Repository(args.to)
-    image = withdrawable(there, args.release, args.successor)
+    there = Repository(options.to)
+    image = withdrawable(there, options.release, options.successor)
     withdrawal = Withdrawal(
-        reason=" ".join(args.reason.split()),
+        reason=" ".join(options.reason.split()),
         date=datetime.now(tz=UTC).date().isoformat(),
-        successor=args.successor,
+        successor=options.successor,
         digest=image.digest,
     )
     attach(there, image, withdrawal, signer)
-    lines = [f"{args.to}:{args.release}: {withdrawal.sentence}", f"{args.to}@{image.digest}"]
+    lines = [
+        f"{options.to}:{options.release}: {withdrawal.sentence}",
+        f"{options.to}@{image.digest}",
+    ]
     file = None
     if root:
-        file = str(remember(root, args.release, withdrawal))
+        file = str(remember(root, options.release, withdrawal))
         lines.append(f"  → commit {file}, so that `primus run` and `primus diff` know it")
     for tag in image.moving_tags:
         note(
-            args,
-            f"! {tag} still names it: primus tag {tag} {args.successor or 'RELEASE'} "
-            f"--to {args.to} --key KEY",
+            options,
+            f"! {tag} still names it: primus tag {tag} {options.successor or 'RELEASE'} "
+            f"--to {options.to} --key KEY",
         )
     document = {
-        "ref": f"{args.to}:{args.release}",
+        "ref": f"{options.to}:{options.release}",
         "digest": image.digest,
         **withdrawal.predicate,
         "tags": list(image.moving_tags),
         "file": file,
     }
-    return answer(args, document, lines)
+    return answer(options, document, lines)

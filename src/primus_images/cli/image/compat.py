@@ -1,6 +1,5 @@
 """Commands of older documents, and the import of Primus's experiment files."""
 
-import argparse
 import json
 import os
 import shlex
@@ -9,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from primus_images.cli.image.own import OwnOptions, own_options
 from primus_images.cli.image.primus_cli import primus_cli
 from primus_images.cli.image.request import set_variables
 from primus_images.cli.image.train import COMPILED, default_output
-from primus_images.cli.verb import Options, answer, parser_of, parser_of_shared, run
+from primus_images.cli.verb import Options, answer, parser_of, run
 from primus_images.compat import workloads
 from primus_images.compat.commands import Request, requested
 from primus_images.errors import HostError, InputError
@@ -73,7 +73,7 @@ def compat(options: CompatOptions) -> int:
         return primus_cli(options.words, start)
     if command == workloads.NAME:
         return _ask_service(options.words)
-    chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
+    chosen, words = own_options(command, options.words)
     if command == "pytorch_benchmark_setup.sh" and not words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
@@ -100,7 +100,7 @@ def _ask_service(words: Sequence[str]) -> int:
     return 0
 
 
-def start(command: str, request: Request, chosen: argparse.Namespace) -> int:
+def start(command: str, request: Request, chosen: OwnOptions) -> int:
     """Print what the old ``command`` runs here, run it, and return the exit code.
 
     ``chosen`` are primus's own options among those of the command.
@@ -127,7 +127,7 @@ def start(command: str, request: Request, chosen: argparse.Namespace) -> int:
     return code
 
 
-def _arguments_of_primus(request: Request, chosen: argparse.Namespace) -> list[str]:
+def _arguments_of_primus(request: Request, chosen: OwnOptions) -> list[str]:
     """Return the arguments that pass on primus's own options among those of an old command."""
     arguments = []
     if chosen.dry_run:
@@ -143,7 +143,7 @@ def _arguments_of_primus(request: Request, chosen: argparse.Namespace) -> list[s
     return arguments
 
 
-def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
+def _for_this_machine(request: Request, chosen: OwnOptions) -> Request:
     if chosen.gpu:
         request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
     if chosen.proxy:

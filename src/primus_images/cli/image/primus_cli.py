@@ -4,14 +4,14 @@ import os
 import shlex
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from primus_images.cli.image.own import OwnOptions, own_options
 from primus_images.cli.image.request import set_variables
-from primus_images.cli.verb import installed_verbs, parser_of, parser_of_shared, run
+from primus_images.cli.verb import installed_verbs, parser_of, run
 from primus_images.compat.commands import Request
 from primus_images.compat.primus_cli import (
     NAME,
@@ -27,7 +27,7 @@ from primus_images.gpus.table import load_table
 from primus_images.system.banner import beside_amds
 
 # Starts the run of a request, by the name of the old command and primus's own options.
-Starter: TypeAlias = Callable[[str, Request, Namespace], int]
+Starter: TypeAlias = Callable[[str, Request, OwnOptions], int]
 # Folders of a checkout of AMD's repository, whose models an experiment file names.
 _CHECKOUT = Path("primus/configs")
 
@@ -58,7 +58,7 @@ def _here(call: Call, start: Starter) -> int:
     work = work_of(
         replace(call, command=tuple(words)), os.environ, allow_unmapped=chosen.allow_unmapped
     )
-    chosen.dry_run = chosen.dry_run or call.dry_run
+    chosen = replace(chosen, dry_run=chosen.dry_run or call.dry_run)
     if work.request:
         request = replace(work.request, says=(*call.says, *work.says, *work.request.says))
         if chosen.precision:
@@ -74,12 +74,13 @@ def _here(call: Call, start: Starter) -> int:
     return code
 
 
-def _own_options(call: Call) -> tuple[Namespace, list[str]]:
+def _own_options(call: Call) -> tuple[OwnOptions, list[str]]:
     """Return primus's own options among those of ``train``, and the other words."""
     words = list(call.command)
     if words[0] != "train":
-        return parser_of_shared("old", NAME).parse_known_args([])[0], words
-    chosen, words = parser_of_shared("old", NAME).parse_known_args(words)
+        chosen, _ = own_options(NAME, [])
+        return chosen, words
+    chosen, words = own_options(NAME, words)
     set_variables(chosen.primus_root, allow_unmapped=chosen.allow_unmapped)
     return chosen, words
 
@@ -163,7 +164,7 @@ def _on_slurm(call: Call, start: Starter, *, is_host: bool) -> int:
     return run("launch", parser_of("launch", f"primus compat {NAME}").parse_args(arguments))
 
 
-def _requested(call: Call, chosen: Namespace, words: Sequence[str]) -> Request:
+def _requested(call: Call, chosen: OwnOptions, words: Sequence[str]) -> Request:
     """Translate ``train`` to a request for the GPUs that are named, or that are here."""
     work = work_of(
         replace(call, command=tuple(words)), os.environ, allow_unmapped=chosen.allow_unmapped
@@ -182,7 +183,7 @@ def _requested(call: Call, chosen: Namespace, words: Sequence[str]) -> Request:
     return request
 
 
-def _of_launch(call: Call, chosen: Namespace, request: Request) -> list[str]:
+def _of_launch(call: Call, chosen: OwnOptions, request: Request) -> list[str]:
     """Return the arguments of ``primus launch`` for a run."""
     _, *of_run = request.arguments()
     arguments = ["slurm", *of_run]

@@ -175,6 +175,21 @@ def test_every_page_with_an_instinct_preview_says_where_it_computes() -> None:
             assert named, f"{page.name} does not say that previews compute on the CPU"
 
 
+def test_pages_name_the_image_as_the_pins_do() -> None:
+    pins = yaml.safe_load((ROOT / "versions.yaml").read_text(encoding="utf-8"))
+    tag = re.escape(pins["release"])
+    named = {}
+    for page in WRITTEN:
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(rf"(?<![\w/.])([\w.:#/-]+):{tag}(?=[-\s`])", text)
+        named[page.name] = [name for name in names if "oci:" not in name and name != "HOST/PATH"]
+    assert sum(map(len, named.values())) > 20
+    for page_name, names in named.items():
+        other = [name for name in names if not name.endswith(pins["image"]["name"])]
+        assert other == [], page_name
+    assert "`image.name`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def options(parser: argparse.ArgumentParser) -> set[str]:
     known: set[str] = set()
     for action in parser._actions:

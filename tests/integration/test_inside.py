@@ -30,6 +30,7 @@ SCRIPTS = (
     "compiled_blocks",
     "fp8_autocast",
     "compiled_kernels gfx942 sm_90",
+    "clocks",
     "facts_of_a_run",
     "burn_in --tries 5 element stuck-rank",
 )

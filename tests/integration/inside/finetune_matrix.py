@@ -248,7 +248,8 @@ if __name__ == "__main__":
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warm.warm()
+    if not torch.cuda.is_available():  # CUDA does not start in a fork
+        warm.warm()
     chosen = {"every": list(range(len(CELLS))), "some": list(SOME)}.get(
         options.cells[0], [int(word) for word in options.cells if word.isdigit()]
     )

@@ -62,6 +62,8 @@ def test_what_the_user_sets_stays(weights: Path, monkeypatch: pytest.MonkeyPatch
     assert made.choices.mode == "lora"
     assert made.words == (*words, f"weights={weights}")
     assert "ranks=2" in fine_tuning(request(mode="lora"), str(weights)).words
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert "ranks=1" in fine_tuning(request(mode="lora"), str(weights)).words
 
 
 def test_weights_without_tokenizer_or_for_another_backend_are_refused(weights: Path) -> None:

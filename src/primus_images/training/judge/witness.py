@@ -364,11 +364,14 @@ class Witness:
         """Count the time in the context as writing evidence after ``step``. All ranks."""
         began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - began
-        self._seconds[step] = round(self._seconds.get(step, 0.0) + seconds, 4)
+        before = self._seconds.get(step, 0.0)
+        self._seconds[step] = before + time.perf_counter() - began
         if _rank() == 0:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
-        self._busy += time.perf_counter() - began
+        # Writing the file can take longer than a step. The next context writes that time, too.
+        seconds = time.perf_counter() - began
+        self._seconds[step] = before + seconds
+        self._busy += seconds
 
     def erase(self) -> None:
         """Set all that is trained, and all optimizer states, to 0; and reset the random numbers."""

@@ -65,7 +65,8 @@ class Repeated:
     the largest weight and its moments. What the step starts from is compared with what the step
     before it left. The first step is never computed twice. All methods must be called on all ranks;
     they raise WrongResultError on a rank whose GPU is wrong. The kernels must be deterministic.
-    What is computed twice is ``off_the_clock`` of steps.
+    What is computed twice is ``off_the_clock`` of steps, a context that begins and ends when the
+    GPU has computed what it was told.
     """
 
     def __init__(
@@ -209,11 +210,12 @@ class Repeated:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        # The clock waits for the GPU at both ends, so that the time between is of this alone.
         with self._off_the_clock():
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             began = time.perf_counter()
             yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             self._seconds += time.perf_counter() - began
 
 

@@ -66,9 +66,16 @@ class Report:
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
         """Count the time in the context for no step."""
+        # A GPU computes later than it is told to. What it was told before is of the step.
+        self._wait_for_device()
         began = time.perf_counter()
         yield
+        self._wait_for_device()
         self._since += time.perf_counter() - began
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
         """Report a finished step of this rank."""

@@ -1,43 +1,55 @@
-"""Tokenizing a JSON Lines corpus by ``primus_images.training.text.tokens`` and by ``datasets.map``,
-in alternating runs.
+"""Tokenizing a JSON Lines corpus by ``primus_images.training.text.tokens`` and by
+``datasets.map(num_proc=…)`` with the same tokenizer, in alternating runs.
 
 ``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python
-packages. Each run is a process of its own on two processors; where there are four, both sides run
-at the same time. A run's time is that of everything after the imports, its memory the largest
-resident size. Where others use the processors, too, compare ``cpu_seconds``.
+packages and psutil. The corpus is made of the documentation and the programs that are installed.
+Each run is a process of its own, on two processors. A run's time is that of everything after the
+imports; its memory is the largest sum over its processes, in which what several share counts once.
+Where others use the processors, too, compare ``cpu_seconds``.
 """
 
 import json
 import os
 import platform
-import random
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 RESULT = Path(__file__).parent / "results/tokens.json"
 PROCESSORS = 2
+SUFFIXES = (".py", ".txt", ".md", ".rst", ".html", ".h", ".pm", "")
+LARGEST = 500_000
+
+
+def texts() -> Iterator[str]:
+    """Yield the texts of installed documentation and programs."""
+    for root in ("/usr/share/doc", "/usr/lib/python3", "/usr/include", sys.prefix):
+        for path in sorted(Path(root).rglob("*")):
+            if path.suffix not in SUFFIXES or path.is_symlink() or not path.is_file():
+                continue
+            if path.stat().st_size > LARGEST:
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip() and "\0" not in text:
+                yield text
 
 
 def written(folder: Path, megabytes: int) -> Path:
-    """Write documents of 20 to 2,000 words, drawn from 20,000."""
-    draw = random.Random(1)
-    words = [
-        "".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 10)))
-        for _ in range(20_000)
-    ]
+    """Write a corpus, one text a line."""
     path = folder / f"{megabytes}.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        while file.tell() < megabytes * 1_000_000:
-            file.write(
-                json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 2000)))}) + "\n"
-            )
+        for text in texts():
+            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            if file.tell() > megabytes * 1_000_000:
+                break
     return path
 
 
@@ -47,13 +59,12 @@ def primus(corpus: str, tokenizer: str, folder: str) -> float:
     from primus_images.training.text.corpus import Corpus
 
     encoder.without_torch()
-    import datasets  # noqa: F401
+    import datasets  # noqa: F401  not counted, as on the other side
     import transformers  # noqa: F401
 
     began = time.perf_counter()
-    tokens.write(
-        tokens.Reader(Corpus(name=corpus, tokenizer=tokenizer)), Path(folder), progress=print
-    )
+    reader = tokens.Reader(Corpus(name=corpus, tokenizer=tokenizer))
+    tokens.write(reader, Path(folder), progress=print)
     return time.perf_counter() - began
 
 
@@ -67,89 +78,90 @@ def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
 
     began = time.perf_counter()
     fast = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    rows = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=folder)
-    rows.map(
-        lambda batch: {
+
+    def encoded(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {
             "input_ids": fast([f"{text}{fast.eos_token}" for text in batch["text"]])["input_ids"]
-        },
-        batched=True,
-        remove_columns=["text"],
-    )
+        }
+
+    rows = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=folder)
+    rows.map(encoded, batched=True, remove_columns=["text"], num_proc=PROCESSORS)
     return time.perf_counter() - began
 
 
-def measured(
-    name: str, corpus: Path, tokenizer: str, processors: Sequence[int]
-) -> dict[str, float]:
-    """Run ``name`` in a process of its own on ``processors``."""
+def memory_of(process: int) -> float:
+    """Return the MiB that a process and those that it started use now."""
+    import psutil
+
+    total = 0
+    try:
+        first = psutil.Process(process)
+        for each in (first, *first.children(recursive=True)):
+            total += each.memory_full_info().pss
+    except psutil.Error:  # one of them has ended
+        return 0.0
+    return total / (1 << 20)
+
+
+def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:
+    """Run ``name`` in a process of its own."""
     with TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.tokens",
-            name,
-            str(corpus),
-            tokenizer,
-            folder,
-        ]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tokens", name]
+        command += [str(corpus), tokenizer, folder]
         environment = {
             **os.environ,
-            "TOKENIZERS_PARALLELISM": "true",
+            "TOKENIZERS_PARALLELISM": "true" if name == "primus" else "false",
             "HF_HOME": folder,
             "HF_HUB_OFFLINE": "1",
         }
-        # Threads have processors of their own in Linux, and what they start inherits these.
-        os.sched_setaffinity(0, processors)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        peak = 0.0
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            while run.poll() is None:
+                peak = max(peak, memory_of(run.pid))
+                time.sleep(0.1)
+            assert run.stdout is not None
+            result: dict[str, float] = json.loads(run.stdout.read().splitlines()[-1])
+    result["peak_mib"] = round(peak)
     return result
 
 
 def main() -> None:
     """Measure both, and write the result."""
-    if measure := {"primus": primus, "hugging_face": hugging_face}.get(sys.argv[1]):
+    measure = {"primus": primus, "hugging_face": hugging_face}.get(sys.argv[1])
+    if measure:
         seconds = measure(*sys.argv[2:])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        cpu = round(time.process_time(), 2)
-        print(
-            json.dumps({"seconds": round(seconds, 2), "cpu_seconds": cpu, "peak_mib": round(peak)})
-        )
+        cpu = time.process_time()
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu += ended.ru_utime + ended.ru_stime
+        print(json.dumps({"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}))
         return
     tokenizer = sys.argv[1]
-    megabytes, repetitions = (*map(int, sys.argv[2:]), *(1000, 3)[len(sys.argv) - 2 :])
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, processors[:PROCESSORS])
+    given = [int(word) for word in sys.argv[2:]]
+    megabytes, repetitions = (*given, *(300, 3)[len(given) :])
+    processors = sorted(os.sched_getaffinity(0))[:PROCESSORS]
+    os.sched_setaffinity(0, processors)
     runs: dict[str, list[dict[str, float]]] = {"primus": [], "hugging_face": []}
-    places = [processors[number * PROCESSORS :][:PROCESSORS] for number in range(len(runs))]
-    apart = all(len(place) == PROCESSORS for place in places)
     with TemporaryDirectory() as folder:
-        small = measured("primus", written(Path(folder), 25), tokenizer, places[0])
         corpus = written(Path(folder), megabytes)
+        size = corpus.stat().st_size
         for _ in range(repetitions):
-            with ThreadPoolExecutor(len(runs) if apart else 1) as pool:
-                waiting = {
-                    name: pool.submit(
-                        measured, name, corpus, tokenizer, place if apart else places[0]
-                    )
-                    for name, place in zip(runs, places, strict=True)
-                }
-                for name, each in waiting.items():
-                    runs[name].append(each.result())
-    median = {
-        name: statistics.median(row["seconds"] for row in rows) for name, rows in runs.items()
-    }
+            for name, rows in runs.items():
+                rows.append(measured(name, corpus, tokenizer))
+                print(name, rows[-1], flush=True)
+    medians = {}
+    for name, rows in runs.items():
+        for key in ("seconds", "cpu_seconds"):
+            medians[name, key] = statistics.median(row[key] for row in rows)
     document = {
         "generated": "by `python -m benchmarks.tokens`; do not edit",
         "processors": PROCESSORS,
-        "at_the_same_time": apart,
         "python": platform.python_version(),
-        "corpus_mb": megabytes,
+        "corpus_mb": round(size / 1e6, 1),
         "runs": runs,
-        "of_25_mb": small,
-        "speed_of_primus_by_datasets": round(median["hugging_face"] / median["primus"], 2),
     }
+    for key in ("seconds", "cpu_seconds"):
+        ratio = medians["hugging_face", key] / medians["primus", key]
+        document[f"primus_by_datasets_{key}"] = round(ratio, 2)
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from primus_images.errors import InputError
 from primus_images.files import below
 from primus_images.recipes.architecture import Architecture, architecture
+from primus_images.recipes.contents import content_of
 from primus_images.recipes.indexed import TOKENS, is_index, named, tokens_of
 from primus_images.recipes.load import beside
 from primus_images.recipes.mixture import is_mixture, parts_of
@@ -216,9 +217,7 @@ def _digest(root: Path, without: Sequence[str]) -> str:
     hasher = hashlib.sha256()
     for file, name in names.items():
         if file.suffix not in without:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-            hasher.update(f"{name} {content}\n".encode())
+            hasher.update(f"{name} {content_of(file)}\n".encode())
     return hasher.hexdigest()
 
 

@@ -37,16 +37,21 @@ def test_runs_share_tokens_that_nobody_damaged(
 
     monkeypatch.setattr(text, "_written", written)
     monkeypatch.setattr(text, "_check_tokens", lambda *_: None)
-    monkeypatch.setattr(text.tokens, "stored", lambda *_: None)
+    monkeypatch.setattr(text.tokens, "stored", lambda *_: SimpleNamespace(ends=[1] * 8))
     assert run(1) == run(2) == ["two tokens"]
     assert len(calls) == 1
     run(3, "training.seq_len=4096")
     assert len(calls) == 2, "the line says how many documents are longer than a sequence"
+    run(4, "model.vocab_size=128512")
+    assert len(calls) == 3, "whether the model has all tokens was checked for its vocabulary"
+    with pytest.raises(InputError, match="each of the 16 data-parallel ranks needs one"):
+        run(5, "ranks=16")
+    assert len(calls) == 3, "the number of ranks changes no token"
     for file in (tmp_path / "kept" / "tokens").glob("*/train.tokens"):
         file.unlink()
         file.write_bytes(b"3" * 8)
-    run(4)
-    assert len(calls) == 3
+    run(6)
+    assert len(calls) == 4
 
 
 def recipe_of(*overrides: str, backend: str = "fsdp") -> Recipe:
@@ -66,6 +71,7 @@ def test_tokens_of_unknown_files_are_not_shared(tmp_path: Path, name: str) -> No
         asset_digests={"corpus": "a", "tokenizer": "b", name: ""},
         backend="fsdp",
         seq_len=8,
+        architecture=SimpleNamespace(vocab_size=1024),
         find=lambda _key, default: default,
     )
     assert text._entry_of(recipe, Corpus(name="c", tokenizer="t"), tmp_path) is None

@@ -17,7 +17,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text.corpus import Corpus, files_of, parts_of, rows
 from primus_images.training.text.document import document_of, layout_of
-from primus_images.training.text.rows import form_of
+from primus_images.training.text.rows import Reading, form_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
 
@@ -28,7 +28,7 @@ def lines(*values: object) -> bytes:
 
 def texts(path: Path, column: str | None = None) -> list[str]:
     corpus, layout, read = Corpus(name=str(path), column=column), None, []
-    for where, row in rows(corpus, files_of(corpus)):
+    for where, row in rows(corpus, files_of(corpus), Reading()):
         layout = layout or layout_of(row, column, where)
         read.append(document_of(row, layout, where).text)
     return read

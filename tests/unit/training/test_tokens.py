@@ -1,10 +1,15 @@
 """Which documents are written, and where, with a tokenizer of one token a character."""
 
+import bz2
+import gzip
 import json
+import lzma
+import random
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +24,7 @@ class Texts:
     """What :func:`tokens.write` uses of a reader."""
 
     corpus = Corpus(name="made")
+    share = 0.25
 
     def __init__(self, *documents: Sequence[int], masked: bool = False) -> None:
         self.documents = documents
@@ -59,6 +65,39 @@ def test_held_out_documents_are_evenly_spread(tmp_path: Path) -> None:
     assert numbers(tmp_path / "train.tokens", "I") == [0, 1, 2, 4, 5, 7, 8]
 
 
+def test_a_long_run_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    lines: list[str] = []
+    made = Texts(*([number] for number in range(6)))
+    tokens.write(made, tmp_path, progress=lines.append)  # type: ignore[arg-type]
+    assert lines == [
+        "2 documents are tokenized, 25% of the corpus; about 2 min to go",
+        "4 documents are tokenized, 25% of the corpus; about 4 min to go",
+        "6 documents are tokenized, 25% of the corpus; about 6 min to go",
+    ]
+    made.share = None  # type: ignore[assignment]
+    tokens.write(made, tmp_path, progress=lines.append)  # type: ignore[arg-type]
+    assert lines[3] == "2 documents are tokenized"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
+def test_the_share_of_files_that_are_read(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openers: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    draw = random.Random(1)
+    lines = [b'{"text": "%s"}\n' % draw.randbytes(400).hex().encode() for _ in range(800)]
+    for name in "ab":
+        with openers[suffix](tmp_path / f"{name}.jsonl{suffix}", "wb") as file:
+            file.writelines(lines)
+    reader = texts_of(tmp_path, 0.0, monkeypatch)
+    shares = [reader.share for number, _ in enumerate(reader) if number % 200 == 0]
+    assert shares == sorted(shares)  # type: ignore[type-var]
+    assert 0 < shares[0] < 0.5 < shares[-2] <= 1  # type: ignore[operator]
+    assert reader.share == 1
+
+
 def test_too_few_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="contains no text"):
         tokens.write(Texts([]), tmp_path, progress=nothing)  # type: ignore[arg-type]
@@ -94,7 +133,7 @@ def test_a_chat_without_answers_is_refused_if_only_they_are_trained(
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": [ASKED]}) + "\n")
     whole = tokens.Reader(Corpus(name=str(file), completions=False))
-    assert [mask for _, mask in whole] == [[1] * len(ASKED["content"])]
+    assert [list(mask) for _, mask in whole] == [[1] * len(ASKED["content"])]
     with pytest.raises(InputError, match="the roles are user"):
         list(tokens.Reader(Corpus(name=str(file))))
 

@@ -366,8 +366,7 @@ def _with_steps(
 ) -> Request:
     """Return the request with the steps of its epochs.
 
-    The corpus is tokenized and counted: for a GPU in the folder of all its runs, since its own run
-    follows.
+    The corpus is tokenized and counted, in the folder of all runs, since its own run follows.
     """
     backend = backend_of(recipe)
     backend.check_data(recipe)
@@ -380,7 +379,7 @@ def _with_steps(
         )
         shared = None
         if not options.dry_run:
-            shared = start.shared_folder(job)
+            shared = start.tokens_folder(job)
         backend.tokenize(job, shared, lambda _: None)
         packing = recipe.find(f"{recipe.backend}.packing", False)
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)

@@ -13,7 +13,6 @@ from primus_images.errors import InputError
 from primus_images.files import (
     read_sealed,
     require_readable,
-    sha256_of,
     text_if_readable,
     write_file,
     write_sealed,
@@ -72,11 +71,9 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
     lines: dict[str, str] = {}
     if entry:
         lines = _linked(entry, cache)
-    if not lines:
+    made = not lines
+    if made:
         lines = _written(recipe, corpus, held_out, cache, progress)
-        if entry:
-            with suppress(OSError):  # what cannot be stored is made again
-                _store(entry, cache, lines)
     if _name_skipped(cache, job.output / tokens.SKIPPED):
         progress(f"rows that are left out: {job.output / tokens.SKIPPED}")
     for name, line in lines.items():
@@ -84,7 +81,14 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
         source = corpus.name
         if held_out and name == "eval":
             source = held_out.name
-        _check_tokens(recipe, name, tokens.stored(cache, name), source)
+        written = tokens.stored(cache, name)
+        if made:
+            _check_tokens(recipe, name, written, source)
+        if rules_of(recipe).divides_documents:
+            _check_documents(len(written.ends), recipe.data_parallel, source)
+    if made and entry:
+        with suppress(OSError):  # what cannot be stored is made again
+            _store(entry, cache, lines)
 
 
 def _name_skipped(cache: Path, file: Path) -> bool:
@@ -99,12 +103,22 @@ def _name_skipped(cache: Path, file: Path) -> bool:
 
 
 def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
-    """Return the folder of these tokens; None if the contents of the files are unknown."""
+    """Return the folder of these tokens; None if the contents of the files are unknown.
+
+    Tokens there were checked for this model and length.
+    """
     digests = [recipe.asset_digests[name] for name in ("corpus", "tokenizer")]
     if not all(digests):
         return None
     fraction = recipe.find("eval.fraction", 0.0)
-    settings = [recipe.backend, recipe.seq_len, fraction, asdict(corpus)]
+    settings = [
+        recipe.backend,
+        recipe.seq_len,
+        recipe.architecture.vocab_size,
+        recipe.find(f"{recipe.backend}.packing", False),
+        fraction,
+        asdict(corpus),
+    ]
     if corpus.template:
         digests.append(recipe.asset_digests["chat_template"])
     key = json.dumps([settings, *digests], default=str)
@@ -198,25 +212,31 @@ def _link(source: Path, target: Path) -> None:
 
 def _store(entry: Path, cache: Path, lines: Mapping[str, str]) -> None:
     entry.mkdir(parents=True, exist_ok=True)
-    digests = {}
+    files = {}
     for name in lines:
         for file in cache.glob(f"{name}.*"):
-            digests[file.name] = sha256_of(file)
             _link(file, entry / file.name)
-    write_sealed(entry / "entry.json", {"lines": lines, "files": digests})
+            files[file.name] = _state(entry / file.name)
+    write_sealed(entry / "entry.json", {"lines": lines, "files": files})
+
+
+def _state(file: Path) -> list[int]:
+    """Return what changes when somebody writes to a file, however large it is."""
+    known = file.stat()
+    return [known.st_size, known.st_mtime_ns]
 
 
 def _linked(entry: Path, cache: Path) -> dict[str, str]:
     """Link stored tokens into the job's folder, and return their lines.
 
-    There are none if the tokens are not there, or damaged.
+    There are none if the tokens are not there, or were written to since.
     """
     content = read_sealed(entry / "entry.json")
     if content is None:
         return {}
     try:
-        for name, sha256 in content["files"].items():
-            if sha256_of(entry / name) != sha256:
+        for name, state in content["files"].items():
+            if _state(entry / name) != state:
                 return {}
         for name in content["files"]:
             _link(entry / name, cache / name)
@@ -239,8 +259,8 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
     length = recipe.seq_len
     packing = recipe.find(f"{recipe.backend}.packing", False)
     if rules_of(recipe).divides_documents:
-        _check_documents(len(written.ends), recipe.data_parallel, source)
-    elif name == "eval" or written.mask is not None or packing:
+        return  # each rank needs one document, however long it is
+    if name == "eval" or written.mask is not None or packing:
         firsts, _ = written.pieces(length)
         if written.mask is not None and not written.mask.any():
             raise InputError(

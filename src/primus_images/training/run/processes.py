@@ -110,7 +110,7 @@ def run(
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            preexec_fn=_ending_with(os.getpid()),
+            preexec_fn=ending_with(os.getpid()),
         )
         reader = _Reader(process, writer, watch)
         reader.start()
@@ -230,7 +230,7 @@ def _signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ending_with(parent: int) -> Callable[[], None]:
+def ending_with(parent: int) -> Callable[[], None]:
     """Return a function for a new process, which then gets SIGTERM when ``parent`` dies.
 
     That is so even if SIGKILL ends it. The launcher then ends its ranks, which nothing else would

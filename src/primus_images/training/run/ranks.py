@@ -267,6 +267,16 @@ def compiled_before(job: Job) -> Path | None:
     return job.compiled / f"{_packages()[:16]}-{job.recipe.gpu}"
 
 
+def tokens_before(job: Job) -> Path | None:
+    """Return the folder of tokens from earlier runs with the same packages.
+
+    None to tokenize anew: a proof must not depend on files of earlier runs.
+    """
+    if job.compiled is None or job.judged:
+        return None
+    return job.compiled / _packages()[:16]
+
+
 @cache
 def _packages() -> str:
     # PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.

@@ -56,11 +56,22 @@ def check_backend(job: Job) -> None:
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Create and return the folder that runs on this GPU share.
+    """Create and return the folder of kernels that runs on this GPU share.
 
     None if there is none that this user may write to.
     """
-    folder = ranks.compiled_before(job)
+    return _created(ranks.compiled_before(job))
+
+
+def tokens_folder(job: Job) -> Path | None:
+    """Create and return the folder of tokens that runs share.
+
+    None if there is none that this user may write to.
+    """
+    return _created(ranks.tokens_before(job))
+
+
+def _created(folder: Path | None) -> Path | None:
     if folder is None:
         return None
     with contextlib.suppress(OSError):
@@ -106,7 +117,7 @@ def _create_folders(job: Job, folder: Path) -> None:
 def _prepared(job: Job, folder: Path, progress: Callable[[str], None]) -> Job:
     shared = shared_folder(job)
     try:
-        backend_of(job.recipe).tokenize(job, shared, progress)
+        backend_of(job.recipe).tokenize(job, tokens_folder(job), progress)
         environment = ranks.environment(job, os.environ)
         trial = decide(job.recipe, shared or folder / "cache", environment, progress)
         job = replace(job, trial=trial)

@@ -17,6 +17,7 @@ from primus_images.recipes.setting import share_of
 from primus_images.recipes.weights import HUB, downloaded
 from primus_images.training.text.rows import (
     TABLE,
+    Reading,
     Row,
     datasets_library,
     first_line,
@@ -163,16 +164,17 @@ def files_of(corpus: Corpus) -> Files:
     return Files(paths=files, split=split, others=[str(file.relative_to(root)) for file in others])
 
 
-def rows(corpus: Corpus, files: Files) -> Iterator[Row]:
+def rows(corpus: Corpus, files: Files, reading: Reading) -> Iterator[Row]:
     """Yield every row; one that cannot be read is an InputError.
 
-    Raises InputError where the rest of a file cannot be read.
+    ``reading`` is told how far it is. Raises InputError where the rest of a file cannot be read.
     """
     if corpus.name.startswith(HUB):
         split = corpus.split or corpus.usual_split
         yield from rows_of_hub(corpus.name.removeprefix(HUB), split)
     for file in files.paths:
-        yield from rows_of_file(file)
+        yield from rows_of_file(file, reading)
+        reading.end(file)
 
 
 def _chosen_split(corpus: Corpus, root: Path, splits: _Splits) -> str | None:

@@ -27,7 +27,7 @@ from primus_images.yamlfile import read_values
 TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
 _BLOCK = 1 << 20
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_OPENERS: Mapping[bytes, Callable[[Path, str], Any]] = {
+_OPENERS: Mapping[bytes, Callable[[IO[bytes], str], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ": lzma.open,
@@ -37,15 +37,43 @@ _OPENERS: Mapping[bytes, Callable[[Path, str], Any]] = {
 Row = tuple[str, Any]
 
 
+class Reading:
+    """How far files are read that are read one after the other."""
+
+    def __init__(self) -> None:
+        self._ended = 0
+        self._open: IO[bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that are read: as they are in the files, such as compressed.
+
+        Those of a table count when it ends.
+        """
+        if self._open is None or self._open.closed:
+            return self._ended
+        return self._ended + self._open.tell()
+
+    def begin(self, stream: IO[bytes]) -> None:
+        """Read the next file, which is open."""
+        self._open = stream
+
+    def end(self, file: Path) -> None:
+        """Count all of a file, which was read."""
+        self._open = None
+        self._ended += file.stat().st_size
+
+
 def rows_of_hub(name: str, split: str) -> Iterator[Row]:
     """Yield every row of the data set ``name`` on the hub."""
     return _table_rows(f"hf:{name}", name, split=split)
 
 
-def rows_of_file(file: Path) -> Iterator[Row]:
+def rows_of_file(file: Path, reading: Reading) -> Iterator[Row]:
     """Yield every row of a file. A row of a text file is a mapping with the column ``text``.
 
-    Raises InputError, with file and line or row, where the rest of the file cannot be read.
+    ``reading`` is told how far it is. Raises InputError, with file and line or row, where the rest
+    of the file cannot be read.
     """
     form = form_of(file)
     head = _head(file)
@@ -53,11 +81,11 @@ def rows_of_file(file: Path) -> Iterator[Row]:
     if form in TABLE["tables"] or head.startswith(b"PAR1"):
         yield from _rows_of_table(file, form)
     elif form == ".txt":
-        for blank, paragraph in groupby(_text_lines(file, head), key=_is_blank):
+        for blank, paragraph in groupby(_text_lines(file, head, reading), key=_is_blank):
             if not blank:
                 yield _paragraph(list(paragraph))
     else:
-        yield from _json_rows(file, head)
+        yield from _json_rows(file, head, reading)
 
 
 def form_of(file: Path) -> str:
@@ -90,16 +118,17 @@ def _head(file: Path) -> bytes:
         raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
 
 
-def _open(file: Path, head: bytes) -> IO[bytes]:
+def _unpacked(file: IO[bytes], head: bytes) -> IO[bytes]:
+    """Return the content of an open file, without its compression."""
     if head.startswith(_ZSTD):
         from pyarrow import input_stream
 
-        return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)
+        return io.BufferedReader(input_stream(file, compression="zstd"), _BLOCK)
     for magic, opener in _OPENERS.items():
         if head.startswith(magic):
             stream: IO[bytes] = opener(file, "rb")
             return stream
-    return file.open("rb")
+    return file
 
 
 def _is_blank(line: tuple[str, str | InputError]) -> bool:
@@ -117,21 +146,24 @@ def _paragraph(lines: list[tuple[str, str | InputError]]) -> Row:
     return where, {"text": "\n".join(texts)}
 
 
-def _lines(file: Path, head: bytes) -> Iterator[tuple[str, bytes]]:
+def _lines(file: Path, head: bytes, reading: Reading) -> Iterator[tuple[str, bytes]]:
     """Yield the place and the bytes of every line."""
     number = 0
     try:
-        with _open(file, head) as stream:
+        with file.open("rb") as packed, _unpacked(packed, head) as stream:
+            reading.begin(packed)
             for number, line in enumerate(stream, 1):
                 yield f"{file}:{number}", line
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
 
 
-def _text_lines(file: Path, head: bytes) -> Iterator[tuple[str, str | InputError]]:
+def _text_lines(
+    file: Path, head: bytes, reading: Reading
+) -> Iterator[tuple[str, str | InputError]]:
     """Yield the place and the text of every line, without its end: LF, CRLF or CR."""
     number = 0
-    for _, several in _lines(file, head):
+    for _, several in _lines(file, head, reading):
         for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
             number += 1
             where = f"{file}:{number}"
@@ -152,8 +184,8 @@ def _decoded(line: bytes, where: str) -> str:
     return text
 
 
-def _json_rows(file: Path, head: bytes) -> Iterator[Row]:
-    lines = _lines(file, head)
+def _json_rows(file: Path, head: bytes, reading: Reading) -> Iterator[Row]:
+    lines = _lines(file, head, reading)
     for number, (where, line) in enumerate(lines, 1):
         if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             whole = _decoded(line, where)

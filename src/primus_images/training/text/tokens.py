@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,18 +20,19 @@ from primus_images.files import text_if_readable, write_file
 from primus_images.recipes.indexed import TOKENS, is_index
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
-from primus_images.training.text import corpus as corpora, indexed
+from primus_images.training.text import batches, corpus as corpora, indexed
 from primus_images.training.text.corpus import Corpus, Files
 from primus_images.training.text.document import Layout, document_of, layout_of
 from primus_images.training.text.encoder import Encoder
-from primus_images.training.text.rows import Row
+from primus_images.training.text.rows import Reading, Row
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Characters that are tokenized in one call.
-_BATCH = 1 << 20
-_EVERY = 1_000_000
+# Tokens of documents that are looked at together.
+_BLOCK = 1 << 22
+# Seconds between two lines about how far a corpus is tokenized.
+_SECONDS = 30.0
 # The file of a run that names the rows that were left out.
 SKIPPED = "skipped.jsonl"
 
@@ -37,8 +40,9 @@ SKIPPED = "skipped.jsonl"
 class Reader:
     """The documents of a corpus as tokens.
 
-    ``made`` are texts in place of the corpus's own. ``layout`` is that of the first row. Raises
-    InputError if there is none.
+    ``made`` are texts in place of the corpus's own. ``layout`` is that of the first row.
+    ``left_out`` counts the chats of which the template leaves out something that it may leave out.
+    Raises InputError if there is no row.
     """
 
     def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
@@ -47,14 +51,17 @@ class Reader:
         if not on_hub and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         self.files = Files(paths=[])
+        self._reading = Reading()
         if made:
             rows = _rows_of(made)
         else:
             if not on_hub:
                 self.files = corpora.files_of(corpus)
-            rows = corpora.rows(corpus, self.files)
+            rows = corpora.rows(corpus, self.files, self._reading)
         self.skipped: list[InputError] = []
+        self.left_out: Counter[str] = Counter()
         self._read = 0
+        self._roles: set[str] = set()
         self._tokenized: Iterator[Sequence[int]] | None = None
         if self.files.paths and is_index(self.files.paths[0]):
             self._tokenized = self._of_index(self.files.paths)
@@ -89,6 +96,14 @@ class Reader:
         raise InputError("the corpus contains no text", where=self.corpus.name)
 
     @property
+    def share(self) -> float | None:
+        """The share of the corpus that is read, by bytes of its files; None if it has no files."""
+        size = sum(file.stat().st_size for file in self.files.paths)
+        if not size or self._tokenized is not None:
+            return None
+        return self._reading.size / size
+
+    @property
     def masked(self) -> bool:
         """Whether only some tokens are trained."""
         return self.layout.prompted and self.corpus.completions
@@ -102,12 +117,46 @@ class Reader:
             for tokens in self._tokenized:
                 if tokens:
                     yield tokens, ()
-        elif self.layout.prompted:
-            yield from self._prompted()
         else:
-            for tokens in self._plain():
-                yield tokens, ()
+            yield from self._encoded()
         self._refuse_many_skipped()
+
+    def _encoded(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        work = batches.Work(
+            encoder=self.encoder,
+            prompted=self.layout.prompted,
+            completions=self.corpus.completions,
+        )
+        for batch in batches.tokenized(work, self._documents()):
+            self.left_out += batch.left_out
+            for encoded in batch.encoded:
+                self._read += 1
+                if isinstance(encoded, InputError):
+                    self._skip(encoded)
+                else:
+                    yield encoded
+        if self.masked and self._roles and "assistant" not in self._roles:
+            raise InputError(
+                "no message has the role assistant, whose words are trained; the roles are "
+                f"{', '.join(sorted(self._roles))}",
+                where=self.corpus.name,
+                hint="give the answers that role; or data.train_on=all trains every token",
+            )
+
+    def _documents(self) -> Iterator[batches.Row]:
+        """Yield the document of each row, or why it has none. Blank texts are left out."""
+        for where, row in self._rows:
+            try:
+                document = document_of(row, self.layout, where)
+            except InputError as error:
+                yield where, error
+                continue
+            for message in document.messages or ():
+                self._roles.add(message["role"])
+            if not self.layout.prompted and not document.text.strip():
+                self._read += 1
+                continue
+            yield where, document
 
     def _skip(self, error: InputError) -> None:
         """Leave out the row that ``error`` is about. Raises it if the corpus skips none."""
@@ -130,50 +179,6 @@ class Reader:
             hint=first.hint,
         )
 
-    def _prompted(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        roles: set[str] = set()
-        for where, row in self._rows:
-            self._read += 1
-            try:
-                document = document_of(row, self.layout, where)
-                encoded = self.encoder.document(
-                    document, where, completions=self.corpus.completions
-                )
-            except InputError as error:
-                self._skip(error)
-                continue
-            for message in document.messages or ():
-                roles.add(message["role"])
-            yield encoded
-        if self.masked and roles and "assistant" not in roles:
-            raise InputError(
-                "no message has the role assistant, whose words are trained; the roles are "
-                f"{', '.join(sorted(roles))}",
-                where=self.corpus.name,
-                hint="give the answers that role; or data.train_on=all trains every token",
-            )
-
-    def _plain(self) -> Iterator[Sequence[int]]:
-        texts: list[str] = []
-        size = 0
-        for where, row in self._rows:
-            self._read += 1
-            try:
-                text = document_of(row, self.layout, where).text
-            except InputError as error:
-                self._skip(error)
-                continue
-            if not text.strip():
-                continue
-            texts.append(text)
-            size += len(text)
-            if size > _BATCH:
-                yield from self.encoder.texts(texts)
-                texts = []
-                size = 0
-        if texts:
-            yield from self.encoder.texts(texts)
-
     def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
         """Return what was read in one line that begins with ``head``.
 
@@ -193,7 +198,7 @@ class Reader:
             parts.append(f"{figures['left_out']:,} left out, which have no answer there")
         if self.skipped:
             parts.append(f"{counted(len(self.skipped), 'row')} left out that cannot be read")
-        for name, chats in self.encoder.left_out.items():
+        for name, chats in self.left_out.items():
             parts.append(f"the chat template leaves out {name} in {counted(chats, 'chat')}")
         if self.files.split:
             parts.append(f"split {self.files.split}")
@@ -255,8 +260,24 @@ class Tokens:
 
     def repeated(self, others: Tokens) -> int:
         """Return how many documents are among those of ``others``, too."""
-        theirs = {hash(document) for document in others._documents()}
-        return sum(hash(document) in theirs for document in self._documents())
+        mine = Counter(map(hash, self._documents()))
+        found = {number for number in map(hash, others._documents()) if number in mine}
+        return sum(mine[number] for number in found)
+
+    def blocks(self) -> Iterator[Tokens]:
+        """Yield all documents in order, as many at a time as need little memory."""
+        first = 0
+        while first < len(self.ends):
+            begin = self.document(first).start
+            last = int(self.ends.searchsorted(begin + _BLOCK, "right"))
+            last = max(last, first + 1)
+            ends = self.ends[first:last]
+            place = slice(begin, int(ends[-1]))
+            mask = None
+            if self.mask is not None:
+                mask = self.mask[place]
+            yield Tokens(tokens=self.tokens[place], ends=ends - begin, mask=mask)
+            first = last
 
     def _documents(self) -> Iterator[bytes]:
         return (self.tokens[self.document(number)].tobytes() for number in range(len(self.ends)))
@@ -332,27 +353,33 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]
     import numpy as np
 
     count = len(tokens.ends)
-    starts = np.concatenate(([0], tokens.ends[:-1]))
-    lengths = tokens.ends - starts
-    firsts = tokens.tokens[starts[lengths > 0]]
-    is_end = _equal(tokens.tokens, encoder.end)
-    trained = 1.0
+    lengths = np.diff(tokens.ends, prepend=0)
+    trained = 0
     left_out = 0
-    if tokens.mask is not None:
-        is_label = _labels(tokens, seq_len)
-        is_end = is_end & is_label
-        trained = float(is_label.mean())
-        left_out = count - len(tokens.pieces(seq_len)[0])
-    documents_with_end = np.searchsorted(tokens.ends, np.flatnonzero(is_end), "right")
+    begin = 0
+    end = 0
+    for block in tokens.blocks():
+        starts = np.concatenate(([0], block.ends[:-1]))
+        begin += int(_equal(block.tokens[starts[starts < block.ends]], encoder.begin).sum())
+        is_end = _equal(block.tokens, encoder.end)
+        if block.mask is None:
+            trained += len(block.tokens)
+        else:
+            is_label = _labels(block, seq_len)
+            is_end = is_end & is_label
+            trained += int(is_label.sum())
+            left_out += len(block.ends) - len(block.pieces(seq_len)[0])
+        documents_with_end = np.searchsorted(block.ends, np.flatnonzero(is_end), "right")
+        end += len(np.unique(documents_with_end))
     return {
         "documents": count,
         "tokens": len(tokens.tokens),
         "longest": int(lengths.max()),
-        "trained": trained,
+        "trained": trained / len(tokens.tokens),
         "longer": float((lengths > seq_len + 1).mean()),
         "left_out": left_out,
-        "begin": float(_equal(firsts, encoder.begin).sum()) / count,
-        "end": len(np.unique(documents_with_end)) / count,
+        "begin": begin / count,
+        "end": end / count,
     }
 
 
@@ -405,13 +432,17 @@ def write(
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.discard)
+        began = time.monotonic()
+        due = began + _SECONDS
         for number, (tokens, mask) in enumerate(reader):
             sink = train
             if int((number + 1) * held_out) > int(number * held_out):
                 sink = sinks[-1]
             sink.add(tokens, mask)
-            if (number + 1) % _EVERY == 0:
-                progress(f"{number + 1:,} documents are tokenized")
+            now = time.monotonic()
+            if now > due:
+                due = now + _SECONDS
+                progress(_so_far(number + 1, reader.share, now - began))
         if any(sink.empty for sink in sinks):
             lacking = "no text"
             if held_out:
@@ -425,6 +456,15 @@ def write(
                 row = {"where": error.where, "why": error.message}
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             write_file(folder / f"{name}.{SKIPPED}", "".join(lines))
+
+
+def _so_far(documents: int, share: float | None, seconds: float) -> str:
+    """Return a line about a corpus of which ``share`` is read; None: how much is unknown."""
+    line = f"{documents:,} documents are tokenized"
+    if share:
+        minutes = seconds * (1 / share - 1) / 60
+        line += f", {share:.0%} of the corpus; about {minutes:,.0f} min to go"
+    return line
 
 
 def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -> None:
@@ -449,11 +489,11 @@ def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -
         for place in np.argsort(np.concatenate(places), kind="stable"):
             piece = pieces[all_owners[place]]
             document = piece.document(int(all_numbers[place]))
-            tokens = piece.tokens[document]
+            tokens = array("I", piece.tokens[document].tobytes())
             mask = b"\1" * len(tokens)
             if piece.mask is not None:
                 mask = piece.mask[document].tobytes()
-            sink.add(tokens.tolist(), mask)
+            sink.add(tokens, mask)
         sink.keep(masked=masked)
     finally:
         sink.discard()
@@ -501,7 +541,9 @@ class _Sink:
         self._ends.append(self._total)
 
     def keep(self, *, masked: bool) -> None:
-        """Give the files their final names."""
+        """Give the files their final names, once they are on the disk."""
+        self._tokens_file.flush()
+        os.fsync(self._tokens_file.fileno())
         self._tokens_file.close()
         self._mask_file.close()
         self._tokens.replace(f"{self._final}.tokens")

@@ -1,0 +1,53 @@
+"""The SHA-256 of the files that a recipe names, also of large ones in little time."""
+
+import hashlib
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from primus_images.files import read_sealed, sha256_of, write_sealed
+
+# Smaller files are read each time.
+_LARGE = 64 << 20
+# A file that changed as little ago may change again without another time.
+_SETTLED_SECONDS = 2.0
+
+
+def content_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content.
+
+    That of a large file is kept in the user's cache, and holds as long as the file system's
+    numbers of it (inode, size, times of change) are the same. Raises as
+    :func:`primus_images.files.sha256_of`.
+    """
+    state = _state(file)
+    if state["size"] < _LARGE:
+        return sha256_of(file)
+    kept = _kept(file)
+    known = read_sealed(kept)
+    if isinstance(known, dict) and known.get("state") == state:
+        return str(known["sha256"])
+    digest = sha256_of(file)
+    settled = time.time() - file.stat().st_ctime > _SETTLED_SECONDS
+    if settled and _state(file) == state:
+        with suppress(OSError):  # what cannot be kept is computed again
+            write_sealed(kept, {"state": state, "sha256": digest})
+    return digest
+
+
+def _state(file: Path) -> dict[str, int]:
+    known = file.stat()
+    return {
+        "device": known.st_dev,
+        "inode": known.st_ino,
+        "size": known.st_size,
+        "written": known.st_mtime_ns,
+        "changed": known.st_ctime_ns,
+    }
+
+
+def _kept(file: Path) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    name = hashlib.sha256(bytes(file.resolve())).hexdigest()
+    return folder / "primus-images" / "contents" / name[:32]

@@ -2,7 +2,7 @@
 ``datasets.map(num_proc=…)`` with the same tokenizer, in alternating runs.
 
 ``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python
-packages and psutil. The corpus is made of the documentation and the programs that are installed.
+packages. The corpus is made of the documentation and the programs that are installed.
 Each run is a process of its own, on two processors. A run's time is that of everything after the
 imports; its memory is the largest sum over its processes, in which what several share counts once.
 Where others use the processors, too, compare ``cpu_seconds``.
@@ -11,19 +11,25 @@ Where others use the processors, too, compare ``cpu_seconds``.
 import json
 import os
 import platform
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from primus_images.training.run.processes import processes
 
 RESULT = Path(__file__).parent / "results/tokens.json"
 PROCESSORS = 2
 SUFFIXES = (".py", ".txt", ".md", ".rst", ".html", ".h", ".pm", "")
 LARGEST = 500_000
+# The memory of a process, where that of several is divided by their number, in KiB.
+_SHARE = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
 def texts() -> Iterator[str]:
@@ -91,16 +97,19 @@ def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
 
 def memory_of(process: int) -> float:
     """Return the MiB that a process and those that it started use now."""
-    import psutil
-
+    parents = {number: parent for number, (parent, _) in processes().items()}
     total = 0
-    try:
-        first = psutil.Process(process)
-        for each in (first, *first.children(recursive=True)):
-            total += each.memory_full_info().pss
-    except psutil.Error:  # one of them has ended
-        return 0.0
-    return total / (1 << 20)
+    for number in parents:
+        ancestor = number
+        while ancestor not in (0, process):
+            ancestor = parents.get(ancestor, 0)
+        if ancestor != process:
+            continue
+        with suppress(OSError):  # it has ended
+            found = _SHARE.search(Path(f"/proc/{number}/smaps_rollup").read_text())
+            if found:
+                total += int(found[1])
+    return total / 1024
 
 
 def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ uPlot draws the charts and provides zoom, live values and a legend that hides li
 adds smoothing, a log axis, touch, and marks for missing values.
 """
 
+import itertools
 import json
 import math
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 from primus_images.report.run import Run, of_record
 from primus_images.report.sheets import COLUMNS
 from primus_images.training.judge.record import Record
+from primus_images.training.run.logs import BY_CORPUS
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
@@ -158,6 +160,22 @@ def logged(
     return None
 
 
+def _by_corpus(series: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> list[Any]:
+    """Return a chart of the evaluations on each corpus of a mixture."""
+    from markupsafe import Markup
+
+    steps = itertools.chain.from_iterable((series or {}).values())
+    keys: dict[str, None] = {}
+    for step in steps:
+        keys |= dict.fromkeys(key for key in step if key.startswith(BY_CORPUS))
+    charts = []
+    for key in keys:
+        title = f"Evaluation on {key.removeprefix(BY_CORPUS)}"
+        drawn = chart(title, "loss of its held-out text", logged(series or {}, key), key)
+        charts.append(Markup(drawn))
+    return charts
+
+
 def _finite(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
@@ -185,7 +203,7 @@ def _templates() -> Any:
 
     templates = Environment(loader=FileSystemLoader(folder), autoescape=True)
     templates.globals |= {"asset": asset, "chart": drawn, "by_job": _by_job, "shown": shlex.join}
-    templates.globals["logged"] = logged
+    templates.globals |= {"logged": logged, "by_corpus": _by_corpus}
     return templates
 
 

@@ -28,6 +28,7 @@ from primus_images.training.text.corpus import (
     corpus_of,
     files_of,
     held_out_corpus_of,
+    labels_of,
     parts_of,
 )
 from primus_images.training.text.mock import texts
@@ -176,9 +177,13 @@ def _write_parts(
             line = _line(recipe, reader, cache, own_held_out, "held out for evaluation: ")
             lines.setdefault("eval", []).append(line)
     if len(parts) > 1:
-        tokens.mix(cache, list(train.items()), name)
+        labels = labels_of(parts)
+        if name == "eval":
+            tokens.mix(cache, list(train.items()), name, labels)
+        else:
+            tokens.mix(cache, list(train.items()), name)
         if fraction:
-            tokens.mix(cache, list(held_out.items()), "eval")
+            tokens.mix(cache, list(held_out.items()), "eval", labels)
     return {kind: "\n".join(several) for kind, several in lines.items()}
 
 

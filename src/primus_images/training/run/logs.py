@@ -6,13 +6,15 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from primus_images.files import text_if_readable
 
 METRICS = "metrics.jsonl"
+# What the names of the evaluations of one corpus of a mixture begin with.
+BY_CORPUS = "eval_loss/"
 _EVALUATION = re.compile(r"evaluation after step (\d+): loss ([^,\s]+),")
 # Holds the entries of several steps.
 _NEWEST_BYTES = 4096
@@ -30,7 +32,8 @@ class Step:
     """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with
     the most.
 
-    ``eval_loss`` is that of an evaluation after the step. ``tflops`` are the logged ones, in the
+    ``eval_loss`` is that of an evaluation after the step, and ``eval_by_corpus`` has those of the
+    corpora of a mixture. ``tflops`` are the logged ones, in the
     non-causal convention, with ``tflops_decimals``; None if the run knows none. ``lr`` is the
     learning rate of the step, and ``seconds`` are those from the begin of training to its end.
     """
@@ -41,6 +44,7 @@ class Step:
     tokens_per_second: float
     memory_gib: float
     eval_loss: float | None = None
+    eval_by_corpus: Mapping[str, float] = field(default_factory=dict)
     tflops: float | None = None
     tflops_decimals: int = 0
     lr: float | None = None
@@ -100,7 +104,9 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
     exact = _entries(folder / "exact.jsonl", last_bytes)
     series = with_exact(read_steps(text), _by_step(exact, "loss", "grad_norm"))
     more = _by_step(exact, "lr", "seconds")
-    evaluations = _by_step(_entries(folder / "eval.jsonl", last_bytes), "eval_loss")
+    entries = _entries(folder / "eval.jsonl", last_bytes)
+    evaluations = _by_step(entries, "eval_loss")
+    corpora = _corpora_by_step(entries)
     problems = list(series.problems)
     for number, word in _EVALUATION.findall(text):
         for loss in evaluations.get(int(number), ()):
@@ -113,7 +119,8 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
     for place, step in enumerate(steps):
         if step.step in evaluations:
             (loss,) = evaluations[step.step]
-            steps[place] = replace(steps[place], eval_loss=loss)
+            of_corpora = corpora.get(step.step, {})
+            steps[place] = replace(steps[place], eval_loss=loss, eval_by_corpus=of_corpora)
         if step.step in more:
             lr, seconds = more[step.step]
             steps[place] = replace(steps[place], lr=lr, seconds=seconds)
@@ -162,6 +169,19 @@ def _by_step(entries: Sequence[Any], *keys: str) -> dict[int, tuple[float, ...]]
         # A part of a line may be JSON, too, and older runs have fewer keys.
         with suppress(ValueError, KeyError, TypeError):
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
+    return values
+
+
+def _corpora_by_step(entries: Sequence[Any]) -> dict[int, dict[str, float]]:
+    """Return step → name of a corpus → the loss of the evaluation on it."""
+    values: dict[int, dict[str, float]] = {}
+    for entry in entries:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            of_corpora = {}
+            for key, word in entry.items():
+                if key.startswith(BY_CORPUS):
+                    of_corpora[key.removeprefix(BY_CORPUS)] = float(word)
+            values[int(entry["step"])] = of_corpora
     return values
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 from primus_images.gpus.table import Dtype, Generation, UnknownPeak, peak_for_mfu
 from primus_images.recipes.architecture import Architecture, size
 from primus_images.recipes.recipe import Recipe
-from primus_images.training.run.logs import Series
+from primus_images.training.run.logs import BY_CORPUS, Series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,9 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
         rate = step.tokens_per_second
         line = asdict(step)
         # The logged FLOP/s are judged, and not used.
-        del line["tflops"], line["tflops_decimals"]
+        del line["tflops"], line["tflops_decimals"], line["eval_by_corpus"]
+        for name, loss in step.eval_by_corpus.items():
+            line[f"{BY_CORPUS}{name}"] = loss
         line["tokens"] = step.step * recipe.global_batch * recipe.seq_len
         line["images_per_second"] = None
         if recipe.architecture.of_images:

@@ -97,6 +97,20 @@ def parts_of(corpus: Corpus) -> list[tuple[Corpus, float]]:
     return parts
 
 
+def labels_of(parts: Sequence[tuple[Corpus, float]]) -> list[str]:
+    """Return a short name of each corpus, for the names of figures: no two are the same."""
+    labels: list[str] = []
+    for part, _ in parts:
+        label = re.sub(r"[^\w.-]", "_", Path(part.name).name.partition(".")[0]) or "corpus"
+        same = 1
+        own = label
+        while own in labels:
+            same += 1
+            own = f"{label}-{same}"
+        labels.append(own)
+    return labels
+
+
 def held_out_corpus_of(recipe: Recipe) -> Corpus | None:
     """Return the corpus of ``recipe`` for evaluation, None if there is none of its own."""
     if "eval.corpus" not in recipe.settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from array import array
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 22
 # Seconds between two lines about how far a corpus is tokenized.
 _SECONDS = 30.0
+# The names of the corpora of a mixture, and the number of each document's one.
+_CORPORA = "corpora.json"
+_OWNERS = "owners"
 # The file of a run that names the rows that were left out.
 SKIPPED = "skipped.jsonl"
 
@@ -244,12 +248,17 @@ def _share(name: str, mark: int | None, share: float) -> str:
 class Tokens:
     """The tokens of documents, one after the other: document n ends before ``tokens[ends[n]]``.
 
-    ``mask`` is 1 for every token that is trained; None if all are.
+    ``mask`` is 1 for every token that is trained; None if all are. ``corpora`` are the names of
+    those of which they are a mixture, and ``owners`` has the number of each document's one. Those
+    of another than ``chosen`` are not trained, if it is not None.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     mask: np.ndarray | None = None
+    corpora: Sequence[str] = ()
+    owners: np.ndarray | None = None
+    chosen: int | None = None
 
     def document(self, number: int) -> slice:
         """Return the place of a document in ``tokens`` and ``mask``."""
@@ -289,6 +298,13 @@ class Tokens:
         that have a label there; without, every token but the first of a document is the label of
         one.
         """
+        starts, ends = self._pieces(seq_len)
+        if self.owners is None or self.chosen is None:
+            return starts, ends
+        owners = self.owners[self.ends.searchsorted(starts, "right")]
+        return starts[owners == self.chosen], ends[owners == self.chosen]
+
+    def _pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         import numpy as np
 
         starts = np.concatenate(([0], self.ends[:-1]))
@@ -405,10 +421,14 @@ def stored(folder: Path, name: str = "train") -> Tokens:
     import numpy as np
 
     mask = folder / f"{name}.mask"
+    owners = folder / f"{name}.{_OWNERS}"
+    corpora = folder / f"{name}.{_CORPORA}"
     return Tokens(
         tokens=np.memmap(folder / f"{name}.tokens", np.uint32, "r"),
         ends=np.fromfile(folder / f"{name}.ends", np.int64),
         mask=np.memmap(mask, np.uint8, "r") if mask.exists() else None,
+        corpora=json.loads(corpora.read_text(encoding="utf-8")) if corpora.exists() else (),
+        owners=np.fromfile(owners, np.uint16) if owners.exists() else None,
     )
 
 
@@ -462,15 +482,21 @@ def _so_far(documents: int, share: float | None, seconds: float) -> str:
     """Return a line about a corpus of which ``share`` is read; None: how much is unknown."""
     line = f"{documents:,} documents are tokenized"
     if share:
-        minutes = seconds * (1 / share - 1) / 60
-        line += f", {share:.0%} of the corpus; about {minutes:,.0f} min to go"
+        minutes = math.ceil(seconds * (1 / share - 1) / 60)
+        line += f", {share:.0%} of the corpus; about {minutes:,} min to go"
     return line
 
 
-def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -> None:
+def mix(
+    folder: Path,
+    parts: Sequence[tuple[str, float]],
+    name: str = "train",
+    corpora: Sequence[str] = (),
+) -> None:
     """Write the documents of stored ``parts`` under one ``name``, evenly mixed, and remove these.
 
-    A document of a part of weight 2 is taken twice; of weight 0.5, every other one is taken.
+    A document of a part of weight 2 is taken twice; of weight 0.5, every other one is taken. With
+    ``corpora``, the names of the parts, it is known afterwards which documents are those of which.
     """
     import numpy as np
 
@@ -485,8 +511,9 @@ def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -
     all_owners = np.concatenate(owners)
     all_numbers = np.concatenate(numbers)
     sink = _Sink(folder, name)
+    order = np.argsort(np.concatenate(places), kind="stable")
     try:
-        for place in np.argsort(np.concatenate(places), kind="stable"):
+        for place in order:
             piece = pieces[all_owners[place]]
             document = piece.document(int(all_numbers[place]))
             tokens = array("I", piece.tokens[document].tobytes())
@@ -497,6 +524,9 @@ def mix(folder: Path, parts: Sequence[tuple[str, float]], name: str = "train") -
         sink.keep(masked=masked)
     finally:
         sink.discard()
+    if corpora:
+        write_file(folder / f"{name}.{_CORPORA}", json.dumps(list(corpora)))
+        write_file(folder / f"{name}.{_OWNERS}", all_owners[order].astype(np.uint16).tobytes())
     skipped = [text_if_readable(folder / f"{part}.{SKIPPED}") for part, _ in parts]
     if any(skipped):
         write_file(folder / f"{name}.{SKIPPED}", "".join(skipped))

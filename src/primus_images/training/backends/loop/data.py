@@ -1,6 +1,7 @@
 """Language-model data: samples of tokens by number, from a tokenized corpus or synthetic."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -82,6 +83,22 @@ class Documents(Data):
             self._columns = max(map(len, self._packs)) + 1
         self._seed = seed
         self._seq_len = seq_len
+        self._with_ends = with_ends
+
+    def by_corpus(self) -> "dict[str, Documents]":
+        """Return the documents of each corpus with any, by its name; none without a mixture."""
+        parts = {}
+        for number, name in enumerate(self._tokens.corpora):
+            part = Documents(
+                replace(self._tokens, chosen=number),
+                self._seq_len,
+                self._seed,
+                packing=self._packs is not None,
+                with_ends=self._with_ends,
+            )
+            if part.samples:
+                parts[name] = part
+        return parts
 
     @override
     def batch(self, first: int, count: int) -> Batch:

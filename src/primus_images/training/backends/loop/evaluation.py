@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,34 @@ from primus_images.training.backends.loop.data import Documents
 from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import IGNORED, Batch, Session, terms_of
 from primus_images.training.run.job import step_of
+from primus_images.training.run.logs import BY_CORPUS
 from primus_images.training.run.metrics import perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The mean loss of all held-out labels, and of those of each corpus of a mixture."""
+
+    whole: float
+    by_corpus: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The losses by the names that metrics have."""
+        named = {"eval_loss": self.whole}
+        for name, loss in self.by_corpus.items():
+            named[f"{BY_CORPUS}{name}"] = loss
+        return named
+
+
+def losses_of(sums: Mapping[str, Tensor]) -> Losses:
+    """Return the losses of the sum of losses, and the number of labels, of each corpus."""
+    by_corpus = {}
+    for name, of_corpus in sums.items():
+        total, terms = of_corpus.tolist()
+        by_corpus[name] = total / terms
+    total, terms = torch.stack(list(sums.values())).sum(0).tolist()
+    return Losses(whole=total / terms, by_corpus=by_corpus)
 
 
 class Standing:
@@ -65,12 +93,15 @@ class Standing:
         self._worse += 1
         return False
 
-    def record(self, step: int, loss: float) -> None:
-        """Write the exact loss of the evaluation after ``step`` to the run's folder, on rank 0."""
+    def record(self, step: int, losses: Losses) -> None:
+        """Write the exact losses after ``step`` to the run's folder, on rank 0."""
         if dist.get_rank() != 0:
             return
+        row: dict[str, object] = {"step": step}
+        for name, loss in losses.figures.items():
+            row[name] = repr(loss)
         with (self._output / "eval.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def say_note(self, say: Callable[[str], None]) -> None:
         """Say once why the best of the run before does not count, if it does not."""
@@ -81,7 +112,7 @@ class Standing:
     def announce(
         self,
         step: int,
-        loss: float,
+        losses: Losses,
         say: Callable[[str], None],
         track: Callable[[Mapping[str, float], int], None],
     ) -> bool:
@@ -89,11 +120,15 @@ class Standing:
 
         Returns whether the run is to end, because its evaluations are no better any more.
         """
+        loss = losses.whole
         line = f"evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}"
         if self.is_best(step):
             line += ", the best so far"
         say(f"primus: {line}")
-        track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
+        if losses.by_corpus:
+            parts = [f"{name} {part:.5f}" for name, part in losses.by_corpus.items()]
+            say(f"primus: of each corpus after step {step}: {', '.join(parts)}")
+        track({**losses.figures, "eval_perplexity": perplexity(loss)}, step)
         ends = 0 < self._patience <= self._worse
         if ends:
             say(
@@ -138,6 +173,7 @@ class Evaluation:
         self._job = job
         self._session = session
         self._data = data
+        self._parts = data.by_corpus()
         patience = job.evaluation["patience"]
         self._standing = Standing(job.output, patience, job.resume_from)
 
@@ -162,23 +198,32 @@ class Evaluation:
         """
         standing = self._standing
         standing.say_note(report.say)
-        loss = self.loss()
-        standing.record(step, loss)
+        losses = self._losses()
+        standing.record(step, losses)
         former = standing.best
-        if standing.add(step, loss):
+        if standing.add(step, losses.whole):
             self._keep(step, report, former)
-        return standing.announce(step, loss, report.say, report.track)
+        return standing.announce(step, losses, report.say, report.track)
 
     def loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""
+        total, terms = self._sums(self._data).tolist()
+        return float(total / terms)
+
+    def _losses(self) -> Losses:
+        if not self._parts:
+            return Losses(whole=self.loss())
+        return losses_of({name: self._sums(part) for name, part in self._parts.items()})
+
+    def _sums(self, data: Documents) -> Tensor:
+        """Return the sum of the losses of ``data``, and the number of its labels. All ranks."""
         session = self._session
         size = self._job.training.micro_batch_size
         sums: list[Tensor] = []
-        for batch in batches_of(self._data, size, session.data_rank, self._job.data_parallel):
+        for batch in batches_of(data, size, session.data_rank, self._job.data_parallel):
             loss = session.loss(batch).double()
             sums.append(torch.stack([loss, loss.new_tensor(terms_of(batch))]))
-        total, terms = session.total(torch.stack(sums).sum(0)).tolist()
-        return float(total / terms)
+        return session.total(torch.stack(sums).sum(0))
 
     def _keep(self, step: int, report: Report, former: Path | None) -> None:
         """Save the best checkpoint. Remove the former, if it is this run's and not due anyway."""

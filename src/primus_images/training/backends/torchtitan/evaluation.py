@@ -39,6 +39,7 @@ class Evaluation:
         training = trainer.job_config.training
         tokens = stored(self._output / "cache", "eval")
         self._data = Documents(tokens, training.seq_len, trainer.job_config.debug.seed)
+        self._parts = self._data.by_corpus()
         self._size = training.local_batch_size
         self.interval = int(job["config"].get("checkpoint.interval", 0))
 
@@ -50,13 +51,13 @@ class Evaluation:
         """Evaluate after ``step``. All ranks. Returns whether the run is to end early."""
         standing = self.standing
         standing.say_note(_say)
-        loss = self._mean_loss()
-        standing.record(step, loss)
+        losses = self._losses()
+        standing.record(step, losses)
         former = standing.best
-        best = standing.add(step, loss)
+        best = standing.add(step, losses.whole)
         if best and former is not None and former.parent == self._output / "checkpoint":
             self._former.append(former)
-        return standing.announce(step, loss, _say, self._track)
+        return standing.announce(step, losses, _say, self._track)
 
     def _track(self, figures: Mapping[str, float], step: int) -> None:
         for tracker in self._trainer.metrics_processor.trackers:
@@ -80,26 +81,39 @@ class Evaluation:
         if fields is not None:
             checkpoint.write_standing(checkpoint.folder_of(self._output, step), fields)
 
-    @torch.no_grad()
+    def _losses(self) -> evaluation.Losses:
+        if not self._parts:
+            return evaluation.Losses(whole=self._mean_loss())
+        sums = {name: self._total(self._batches_of(part)) for name, part in self._parts.items()}
+        return evaluation.losses_of(sums)
+
     def _mean_loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""
+        total, terms = self._total(self._batches()).tolist()
+        return float(total / terms)
+
+    @torch.no_grad()
+    def _total(self, batches: Iterator[Batch]) -> Tensor:
+        """Return the sum of the losses of ``batches``, and the number of labels. All ranks."""
         trainer = self._trainer
         with _evaluating(trainer.model_parts):
-            sums = torch.stack([self._sums(batch) for batch in self._batches()]).sum(0)
+            sums = torch.stack([self._sums(batch) for batch in batches]).sum(0)
         # Only the last stage of a pipeline has a loss.
         for name in ("loss", "pp"):
             mesh = trainer.parallel_dims.get_optional_mesh(name)
             if mesh:
                 dist.all_reduce(sums, group=mesh.get_group())
-        total, terms = sums.tolist()
-        return float(total / terms)
+        return sums
 
     def _batches(self) -> Iterator[Batch]:
+        return self._batches_of(self._data)
+
+    def _batches_of(self, data: Documents) -> Iterator[Batch]:
         rank = 0
         mesh = self._trainer.parallel_dims.get_optional_mesh("batch")
         if mesh:
             rank = mesh.get_local_rank()
-        return evaluation.batches_of(self._data, self._size, rank, self._job["data_parallel"])
+        return evaluation.batches_of(data, self._size, rank, self._job["data_parallel"])
 
     def _sums(self, batch: Batch) -> Tensor:
         """Return the sum of this rank's losses of ``batch``, and the number of its labels."""

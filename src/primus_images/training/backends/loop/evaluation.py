@@ -59,6 +59,7 @@ class Standing:
 
     def __init__(self, output: Path, patience: int, resume_from: Path | None) -> None:
         self.best: Path | None = None
+        self._due: set[int] = set()
         self._worse = 0
         self._note = ""
         self._least = math.inf
@@ -92,6 +93,18 @@ class Standing:
             return True
         self._worse += 1
         return False
+
+    def spare(self, step: int) -> None:
+        """Note that the checkpoint after ``step`` is due, whether it is the best or not."""
+        self._due.add(step)
+
+    def only_best(self, folder: Path) -> bool:
+        """Return whether this run saved the checkpoint in ``folder`` for its evaluation alone.
+
+        If it was due as well, the rotation of checkpoints removes it.
+        """
+        own = folder == checkpoint.folder_of(self._output, step_of(folder))
+        return own and step_of(folder) not in self._due
 
     def record(self, step: int, losses: Losses) -> None:
         """Write the exact losses after ``step`` to the run's folder, on rank 0."""
@@ -182,6 +195,10 @@ class Evaluation:
         """The checkpoint of the best evaluation."""
         return self._standing.best
 
+    def spare(self, step: int) -> None:
+        """See :meth:`Standing.spare`."""
+        self._standing.spare(step)
+
     @property
     def standing(self) -> dict[str, Any] | None:
         """See :attr:`Standing.fields`."""
@@ -226,10 +243,9 @@ class Evaluation:
         return session.total(torch.stack(sums).sum(0))
 
     def _keep(self, step: int, report: Report, former: Path | None) -> None:
-        """Save the best checkpoint. Remove the former, if it is this run's and not due anyway."""
-        best = checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
-        if former is None or former.parent != best.parent or dist.get_rank() != 0:
+        """Save the best checkpoint. Remove the former, unless it was due anyway."""
+        checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
+        if former is None or dist.get_rank() != 0:
             return
-        interval = self._job.training.checkpoint_interval
-        if interval == 0 or step_of(former) % interval != 0:
+        if self._standing.only_best(former):
             shutil.rmtree(former)

@@ -190,6 +190,7 @@ class _Loop:
         standing = None
         best = None
         if self._evaluation:
+            self._evaluation.spare(step)
             standing = self._evaluation.standing
             best = self._evaluation.best
         with self._report.off_the_clock(), self._evidence(step):

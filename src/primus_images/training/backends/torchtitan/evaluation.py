@@ -15,7 +15,6 @@ from primus_images.training.backends.loop import checkpoint, evaluation
 from primus_images.training.backends.loop.data import Documents
 from primus_images.training.backends.loop.session import IGNORED, Batch
 from primus_images.training.run import facts, identity
-from primus_images.training.run.job import step_of
 from primus_images.training.text.tokens import stored
 
 
@@ -23,7 +22,7 @@ class Evaluation:
     """Evaluates the model of a torchtitan ``trainer``. ``job`` is the content of ``job.json``.
 
     torchtitan's own validator reads a data set of the hub without end, and keeps no best weights.
-    ``interval`` is the number of steps between checkpoints that are due anyway; 0 means none are.
+    ``interval`` is the number of steps between checkpoints; 0 means only the best ones are saved.
     """
 
     def __init__(self, job: Mapping[str, Any], trainer: Any) -> None:
@@ -55,7 +54,7 @@ class Evaluation:
         standing.record(step, losses)
         former = standing.best
         best = standing.add(step, losses.whole)
-        if best and former is not None and former.parent == self._output / "checkpoint":
+        if best and former is not None:
             self._former.append(former)
         return standing.announce(step, losses, _say, self._track)
 
@@ -71,7 +70,7 @@ class Evaluation:
         if self.standing.best not in identity.complete_checkpoints(self._output):
             return
         for folder in self._former:
-            if self.interval == 0 or step_of(folder) % self.interval != 0:
+            if self.standing.only_best(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         self._former = []
 

@@ -202,6 +202,8 @@ class Observed(Trainer):
         best = self.evaluation is not None and self.evaluation.standing.is_best(curr_step)
         # All ranks ask, whether it is the best or not.
         due = self.saving is None or self.saving.due(curr_step, last=last_step)
+        if due and self.evaluation:
+            self.evaluation.standing.spare(curr_step)
         if best or due:
             self._save(curr_step, last_step)
             if self.evaluation and dist.get_rank() == 0:

@@ -1,0 +1,134 @@
+"""Evaluations: of each corpus of a mixture, and which checkpoints of the best ones stay."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from primus_images.training.backends.loop import checkpoint, evaluation  # noqa: E402
+from primus_images.training.backends.loop.data import Documents  # noqa: E402
+from primus_images.training.run import logs  # noqa: E402
+from primus_images.training.text.tokens import mix, stored  # noqa: E402
+
+# Name of a corpus → the first token of its documents, which a made-up loss is.
+CORPORA = {"prose": [2, 4, 6], "code": [9], "empty": []}
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder, whose held-out text is a mixture."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for number, firsts in enumerate(CORPORA.values()):
+        documents = [[first, 1, 1] for first in firsts]
+        if not documents:
+            documents = [[7]]  # it has no label
+        np.asarray(documents, np.uint32).tofile(cache / f"eval-{number}.tokens")
+        ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+        ends.tofile(cache / f"eval-{number}.ends")
+    parts = [(f"eval-{number}", 1.0) for number in range(len(CORPORA))]
+    mix(cache, parts, "eval", list(CORPORA))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    return tmp_path
+
+
+class Session:
+    """A model whose loss of every label is the first token of its document."""
+
+    data_rank = 0
+
+    def loss(self, batch: Mapping[str, Any]) -> Any:
+        counts = (batch["labels"] >= 0).sum(1)
+        return (batch["input_ids"][:, 0] * counts).sum().float()
+
+    def total(self, value: Any) -> Any:
+        return value
+
+
+def evaluated(output: Path, **job: Any) -> evaluation.Evaluation:
+    training = SimpleNamespace(micro_batch_size=2)
+    about: Any = SimpleNamespace(
+        output=output,
+        evaluation={"patience": 0, "every": 1},
+        resume_from=None,
+        training=training,
+        data_parallel=1,
+        **job,
+    )
+    session: Any = Session()
+    return evaluation.Evaluation(about, session, Documents(stored(output / "cache", "eval"), 8, 1))
+
+
+class Report:
+    """What a run tells."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.tracked: dict[str, float] = {}
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def track(self, figures: Mapping[str, float], _step: int) -> None:
+        self.tracked = dict(figures)
+
+
+def test_each_corpus_has_its_loss_and_the_total_is_that_of_all_labels(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "save_if_new", lambda *_: None)
+    report: Any = Report()
+    made = evaluated(output)
+    assert not made.run(3, report)
+    assert report.tracked.pop("eval_perplexity") == pytest.approx(np.exp(5.25))
+    assert report.tracked == {"eval_loss": 5.25, "eval_loss/prose": 4.0, "eval_loss/code": 9.0}
+    assert made.loss() == 5.25, "of the mixture in one pass"
+    assert "of each corpus after step 3: prose 4.00000, code 9.00000" in report.lines[1]
+    step = "step:  3  loss:  6.0  grad_norm:  0.8  memory: 1GiB(1%)  tps: 9  tflops: 1  mfu: N/A\n"
+    (output / "log.txt").write_text(step + "\n".join(report.lines) + "\n")
+    series = logs.read_run(output)
+    assert not series.problems
+    assert series.steps[0].eval_loss == 5.25
+    assert series.steps[0].eval_by_corpus == {"prose": 4.0, "code": 9.0}
+
+
+def test_one_corpus_has_one_loss(output: Path) -> None:
+    for file in (output / "cache").glob("eval.c*"):
+        file.unlink()
+    made = evaluated(output)
+    assert made._losses() == evaluation.Losses(whole=5.25)
+    made._standing.record(1, made._losses())
+    assert json.loads((output / "eval.jsonl").read_text()) == {"step": 1, "eval_loss": "5.25"}
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_a_former_best_checkpoint_stays_if_it_was_due(
+    *, due: bool, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(_job: Any, step: int, *_: Any) -> None:
+        (output / f"checkpoint/step-{step}").mkdir(parents=True)
+
+    monkeypatch.setattr(checkpoint, "save_if_new", save)
+    report: Any = Report()
+    made = evaluated(output)
+    losses = iter([3.0, 2.0])
+    monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
+    made.run(3, report)
+    if due:
+        made.spare(3)
+    made.run(7, report)
+    left = sorted(folder.name for folder in (output / "checkpoint").iterdir())
+    assert left == ["step-3"] * due + ["step-7"]
+
+
+def test_the_best_of_an_earlier_run_stays(output: Path) -> None:
+    standing = evaluation.Standing(output, 0, None)
+    assert not standing.only_best(output.parent / "earlier/checkpoint/step-4")
+    assert standing.only_best(output / "checkpoint/step-4")

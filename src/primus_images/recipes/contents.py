@@ -1,7 +1,6 @@
 """The SHA-256 of the files that a recipe names, also of large ones in little time."""
 
 import hashlib
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,14 +16,17 @@ _SETTLED_SECONDS = 2.0
 def content_of(file: Path) -> str:
     """Return the SHA-256 of a file's content.
 
-    That of a large file is kept in the user's cache, and holds as long as the file system's
-    numbers of it (inode, size, times of change) are the same. Raises as
+    That of a large file is kept in the folder ``.cache`` of the user, and holds as long as the file
+    system's numbers of it (inode, size, times of change) are the same. Raises as
     :func:`primus_images.files.sha256_of`.
     """
     state = _state(file)
     if state["size"] < _LARGE:
         return sha256_of(file)
-    kept = _kept(file)
+    try:
+        kept = _kept(file)
+    except RuntimeError:  # the user has no folder
+        return sha256_of(file)
     known = read_sealed(kept)
     if isinstance(known, dict) and known.get("state") == state:
         return str(known["sha256"])
@@ -48,6 +50,5 @@ def _state(file: Path) -> dict[str, int]:
 
 
 def _kept(file: Path) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     name = hashlib.sha256(bytes(file.resolve())).hexdigest()
-    return folder / "primus-images" / "contents" / name[:32]
+    return Path.home() / ".cache" / "primus-images" / "contents" / name[:32]

@@ -11,7 +11,7 @@ from primus_images.recipes import contents
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(contents, "_LARGE", 4)
 
 
@@ -55,7 +55,7 @@ def test_small_and_new_files_are_read_each_time(
         contents.content_of(small)
         contents.content_of(new)
     assert files == [small, new] * 2
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "home").exists()
 
 
 def test_damage_and_a_cache_that_is_no_folder_only_cost_time(
@@ -66,9 +66,9 @@ def test_damage_and_a_cache_that_is_no_folder_only_cost_time(
     large = tmp_path / "large"
     large.write_bytes(b"12345")
     digest = contents.content_of(large)
-    (kept,) = (tmp_path / "cache").rglob("contents/*")
+    (kept,) = (tmp_path / "home").rglob("contents/*")
     kept.write_bytes(kept.read_bytes()[:-3])
     assert contents.content_of(large) == digest
-    monkeypatch.setenv("XDG_CACHE_HOME", str(large))
+    monkeypatch.setenv("HOME", str(large))
     assert contents.content_of(large) == digest
     assert files == [large] * 3

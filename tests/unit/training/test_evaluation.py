@@ -88,7 +88,11 @@ def test_each_corpus_has_its_loss_and_the_total_is_that_of_all_labels(
     made = evaluated(output)
     assert not made.run(3, report)
     assert report.tracked.pop("eval_perplexity") == pytest.approx(np.exp(5.25))
-    assert report.tracked == {"eval_loss": 5.25, "eval_loss/prose": 4.0, "eval_loss/code": 9.0}
+    assert report.tracked == {
+        "eval_loss": 5.25,
+        "eval_loss_of/prose": 4.0,
+        "eval_loss_of/code": 9.0,
+    }
     assert made.loss() == 5.25, "of the mixture in one pass"
     assert "of each corpus after step 3: prose 4.00000, code 9.00000" in report.lines[1]
     step = "step:  3  loss:  6.0  grad_norm:  0.8  memory: 1GiB(1%)  tps: 9  tflops: 1  mfu: N/A\n"

@@ -419,7 +419,7 @@ def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
     counted = train._with_steps(request, recipe, options, tmp_path)
     assert counted == replace(request, words=(f"steps={steps}",))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path)
-    assert folders == [None if dry_run else start.shared_folder(job)]
+    assert folders == [None if dry_run else start.tokens_folder(job)]
     assert dry_run or folders[0] is not None
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from primus_images.files import text_if_readable
 
 METRICS = "metrics.jsonl"
-# What the names of the evaluations of one corpus of a mixture begin with.
-BY_CORPUS = "eval_loss/"
+# What the names of the evaluations of one corpus of a mixture begin with. For MLflow, eval_loss is
+# a file, so it cannot be the folder as well.
+BY_CORPUS = "eval_loss_of/"
 _EVALUATION = re.compile(r"evaluation after step (\d+): loss ([^,\s]+),")
 # Holds the entries of several steps.
 _NEWEST_BYTES = 4096

@@ -157,6 +157,19 @@ def test_a_step_finds_the_modules_of_the_caller(
     assert done["imports"].passed, done["imports"].reason
 
 
+def test_what_the_first_step_names_fails_no_other(tmp_path: Path) -> None:
+    files = {"level": "slow", "check": "ulimits", "message": "only 20000 open files"}
+    wrong = {"level": "failed", "check": "GPU 3", "message": "computes wrong"}
+    steps = []
+    for name, rows in (("machine", [files]), ("speed", [files]), ("burn-in", [files, wrong])):
+        printed = json.dumps({"findings": rows})
+        steps.append(step_of(name, f"print({printed!r}); raise SystemExit(1)"))
+    done = outcomes_of(steps, setting_of(tmp_path))
+    assert done["machine"].reason == "ulimits: only 20000 open files"
+    assert done["speed"].passed
+    assert "GPU 3: computes wrong" in done["burn-in"].reason
+
+
 def test_many_problems_are_named_once_and_counted(tmp_path: Path) -> None:
     rows = [{"name": f"cell {n % 30}", "reason": "no", "passed": False} for n in range(60)]
     done = outcomes_of(

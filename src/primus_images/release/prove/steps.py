@@ -232,12 +232,14 @@ def _backend(setting: Setting) -> str:
 def _fitting(row: Mapping[str, Any], setting: Setting) -> tuple[Recipe | None, tuple[str, ...]]:
     """Return the recipe of a row if it trains on this number of GPUs, and words to add.
 
-    A row with ``layers`` may have that many layers if the whole model does not fit.
+    The words are the row's ``settings``. A row with ``layers`` may have that many layers if the
+    whole model does not fit.
     """
     memory = gpu_bytes(setting.gpu)
-    attempts: list[tuple[str, ...]] = [()]
+    settings = row.get("settings", "").format(ranks=setting.ranks).split()
+    attempts = [tuple(settings)]
     if "layers" in row:
-        attempts.append((f"model.layers={row['layers']}",))
+        attempts.append((*settings, f"model.layers={row['layers']}"))
     choices = Choices(
         backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu=setting.gpu
     )

@@ -239,6 +239,15 @@ def test_a_folder_of_kernel_files_is_one_library() -> None:
     ]
 
 
+def test_files_of_a_folder_belong_together_whether_their_names_have_a_gpu_or_not() -> None:
+    catalogue = need("opt/library/x_gfx950.dat", b"")
+    code = need("opt/library/kernels.co", code_object(GFX942))
+    assert covered("gfx942", blas=[catalogue, code]).summary == "1 of 1 GPU libraries cover gfx942"
+    assert errors("gfx950", blas=[catalogue, code]) == [
+        "blas opt/library/: no code for gfx950: it has gfx942 (kernel files)"
+    ]
+
+
 def test_a_catalogue_without_code_covers_nothing() -> None:
     catalogue = [need(f"opt/library/x_{a}.dat", b"") for a in ("gfx942", "gfx950")]
     code = [need("opt/library/x_gfx942.co", code_object(GFX942))]

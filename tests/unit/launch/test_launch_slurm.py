@@ -10,6 +10,7 @@ import pytest
 from primus_images.cli.image.train import passed_on
 from primus_images.cli.main import main
 from primus_images.cli.verb import parser_of
+from primus_images.errors import InputError
 from primus_images.launch import slurm
 from primus_images.launch.plan import Plan
 from primus_images.recipes.resolve import resolve
@@ -41,6 +42,14 @@ def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3
 def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: int | None) -> None:
     """As sbatch's manual has it: after days come hours, a number alone is minutes."""
     assert slurm.limit_of(text) == seconds
+
+
+def test_the_warning_must_come_after_the_start() -> None:
+    assert slurm.Site(time="10", grace=599).grace == 599
+    assert slurm.Site(time="0", grace=600).grace == 600, "no limit"
+    for grace in (600, 601):
+        with pytest.raises(InputError, match="the job would be told to end at its start"):
+            slurm.Site(time="10", grace=grace)
 
 
 @pytest.mark.parametrize("container", slurm.CONTAINERS)

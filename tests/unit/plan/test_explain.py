@@ -74,4 +74,5 @@ def test_at_most_two_reasons_stand_beside_a_layer(kit: Kit) -> None:
         kit.write(f"parts/beta/{name}", name)
         text = " ".join(kit.primus("plan", "demo").out.split())
         assert text.count("nothing → file") == min(number, 2)
+        assert ("more changes" in text) == (number > 2)
     assert "and 1 more changes: primus explain" in text

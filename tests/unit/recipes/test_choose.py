@@ -46,3 +46,25 @@ def test_fp32_is_not_offered_for_a_model_of_full_size_on_a_gpu() -> None:
 def test_only_a_model_with_weights_may_be_of_full_size_on_a_cpu() -> None:
     with pytest.raises(InputError, match="small at full size is not trained on a CPU"):
         chosen(Choices(gpu="cpu"), sized=False)
+
+
+@pytest.mark.parametrize(
+    ("choices", "nodes"),
+    [
+        (Choices(gpu="mi300x"), 4),
+        (Choices(gpu="mi300x", nodes=2), 2),
+        (Choices(gpu="mi300x", nodes=65_536), 65_536),
+        (Choices(gpu="mi300x", proxy=True), 1),
+        (Choices(gpu="mi300x", proxy=True, nodes=2), 2),
+    ],
+)
+def test_a_recipes_nodes_are_those_of_its_full_size(choices: Choices, nodes: int) -> None:
+    of_four = {"default.nodes": Setting(value=4, origin="small.yaml:6:1")}
+    settings = choose(SETTINGS | of_four, choices, FILE)
+    assert settings["nodes"].value == nodes
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 65_537])
+def test_a_number_of_nodes_that_no_cluster_has_is_refused(nodes: int) -> None:
+    with pytest.raises(InputError, match="nodes must be at least 1 and at most 65,536"):
+        chosen(Choices(gpu="mi300x", nodes=nodes))

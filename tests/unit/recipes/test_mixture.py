@@ -47,6 +47,12 @@ def test_a_change_of_a_corpus_or_of_a_weight_changes_the_digest(tmp_path: Path) 
     assert of(listed(tmp_path, "- {corpus: hf:owner/texts}\n")).asset_digests["corpus"] == ""
 
 
+@pytest.mark.parametrize("weight", ["0.001", "1000"])
+def test_a_weight_may_be_as_large_as_the_limit(tmp_path: Path, weight: str) -> None:
+    (part,) = mixture.parts_of(listed(tmp_path, f"- {{corpus: a.jsonl, weight: {weight}}}\n"))
+    assert part.weight == float(weight)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -56,6 +62,8 @@ def test_a_change_of_a_corpus_or_of_a_weight_changes_the_digest(tmp_path: Path) 
         ("- {corpus: gone.jsonl}\n", "gone.jsonl is not a file or a folder"),
         ("- {corpus: a.jsonl, wieght: 2}\n", "did you mean 'weight'"),
         ("- {corpus: a.jsonl, weight: 0}\n", "weight must be a number above 0"),
+        ("- {corpus: a.jsonl, weight: 1000.1}\n", "at most 1000, not 1000.1"),
+        ("- {corpus: a.jsonl, weight: -1}\n", "weight must be a number above 0"),
         ("- {corpus: a.jsonl, weight: yes}\n", "weight must be a number above 0"),
         ("- {corpus: a.jsonl, column: 7}\n", "column must be text, not 7"),
         ("- {corpus: a.jsonl, question: q}\n", "a question needs its answer"),

@@ -83,6 +83,19 @@ def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
     assert cpu["gpu_architecture"] == ""
 
 
+@pytest.mark.parametrize(("later", "seconds"), [(90.0, 90.0), (0.0, 0.0), (-90.0, 0.0)])
+def test_a_run_that_has_not_ended_took_as_long_as_it_logged(
+    later: float, seconds: float, make: Make
+) -> None:
+    folder = make("going")
+    (folder / "result.json").unlink()
+    os.utime(folder / "job.json", (1e9, 1e9))
+    # A copied folder may have the times of the copies.
+    os.utime(folder / "metrics.jsonl", (1e9 + later, 1e9 + later))
+    run = read(folder)
+    assert (run.passed, run.seconds) == (False, seconds)
+
+
 def test_the_gpus_of_a_node_are_the_ranks_over_the_nodes(make: Make) -> None:
     run = replace(read(make("one")), nodes=2, ranks=16)
     row = sheets.perf_row(run)

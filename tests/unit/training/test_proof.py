@@ -346,6 +346,18 @@ def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) 
     assert verdict.passed is passed
 
 
+def test_the_launchers_clock_leaves_out_what_each_step_spent_on_evidence() -> None:
+    # Evidence is written after every second step, and takes as long as the step.
+    busy = {step: 2.0 * (step % 2) for step in range(1, STEPS + 1)}
+    arrivals = {1: 2.0}
+    for step in range(2, STEPS + 1):
+        arrivals[step] = arrivals[step - 1] + 2.0 + busy[step - 1]
+    own = dict.fromkeys(arrivals, 2.0)
+    verdict = proof.clock(series(100.0), arrivals, busy, own, tokens=200)
+    assert verdict.passed
+    assert verdict.measured == "×1.000"
+
+
 @pytest.mark.parametrize(
     ("factor", "passed"), [(1.0, True), (1.005, True), (1.03, False), (0.98, False)]
 )

@@ -88,6 +88,44 @@ def test_first_loss_is_near_the_logarithm_of_the_vocabulary() -> None:
         assert not checks.loss_plausible(wrong, 1024, 0.1).passed
 
 
+@pytest.mark.parametrize(
+    ("share", "passed"), [(0.899, False), (0.901, True), (1.099, True), (1.101, False)]
+)
+def test_the_first_loss_may_be_above_by_the_spread_of_random_logits(
+    share: float, passed: bool
+) -> None:
+    expected = math.log(1024)
+    loss = share * expected
+    if share > 1:
+        loss += checks.LIMITS["spread"]
+    assert checks.loss_plausible(series(loss), 1024, 0.1).passed is passed
+
+
+def test_a_loss_that_falls_by_just_the_limit_passes() -> None:
+    halved = series(8.0, 7.0, 6.0, 5.0, 4.0)
+    assert checks.loss_falls(halved, 0.5).passed
+    assert not checks.loss_falls(halved, 0.51).passed
+    assert not checks.loss_falls(series(8.0, 6.0, 5.0, 4.0), 0.5).passed, "too few steps"
+
+
+def test_a_norm_of_just_the_limit_is_steady() -> None:
+    jump = series(*([7.0] * 4), norms=(1.0, 1.0, 1.0, 3.0))
+    assert checks.grad_norm_steady(jump, 3.0).passed
+    assert not checks.grad_norm_steady(jump, 2.9).passed
+    assert checks.grad_norm_steady(jump, 2.9, repeated=True).passed
+    few = series(*([7.0] * 3), norms=(1.0, 1.0, 1.0))
+    assert not checks.grad_norm_steady(few, 3.0, repeated=True).passed
+
+
+def test_two_precisions_agree_in_the_end_up_to_the_tolerance() -> None:
+    base = series(9.0, 8.0, 7.0, 6.0, 4.0)
+    other = series(1.0, 1.0, 1.0, 1.0, 5.0)
+    assert checks.same_loss(("fp32", "bf16"), base, other, 0.2).passed
+    assert not checks.same_loss(("fp32", "bf16"), base, other, 0.19).passed
+    few = series(9.0, 8.0, 7.0, 4.0)
+    assert not checks.same_loss(("fp32", "bf16"), few, few, 0.2).passed
+
+
 def test_loss_falls() -> None:
     assert checks.loss_falls(series(*FALLING), 0.15).passed
     for wrong in (

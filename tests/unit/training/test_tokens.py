@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import random
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -200,3 +201,28 @@ def test_a_corpus_of_wrong_rows_alone_names_the_first(
     with pytest.raises(InputError, match="expected the column 'text'") as caught:
         texts_of(tmp_path / "a.jsonl", 0.5, monkeypatch)
     assert str(caught.value.where).endswith("a.jsonl:1")
+
+
+def test_blocks_are_all_documents_and_leave_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np = pytest.importorskip("numpy")
+    monkeypatch.setattr(tokens, "_BLOCK", 10_000)
+    lengths = [3_000, 0, 6_999, 1, 1, 25_000, 400]
+    values = np.arange(sum(lengths), dtype=np.uint32)
+    values.tofile(tmp_path / "train.tokens")
+    (values % 2).astype(np.uint8).tofile(tmp_path / "train.mask")
+    np.cumsum(lengths, dtype=np.int64).tofile(tmp_path / "train.ends")
+    whole = tokens.stored(tmp_path)
+    read = []
+    sizes = []
+    for block in whole.blocks():
+        assert block.mask is not None
+        assert (block.mask == block.tokens % 2).all()
+        sizes.append(len(block.tokens))
+        read += [block.tokens[block.document(n)].tolist() for n in range(len(block.ends))]
+    assert sizes == [10_000, 1, 25_000, 400]
+    assert [number for document in read for number in document] == values.tolist()
+    assert [len(document) for document in read] == lengths
+    mapped = Path("/proc/self/smaps").read_text(encoding="utf-8").partition("train.tokens")[2]
+    assert re.search(r"Rss:\s+(\d+) kB", mapped)[1] == "0"  # type: ignore[index]

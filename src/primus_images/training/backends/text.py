@@ -85,7 +85,7 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
         written = tokens.stored(cache, name)
         if made:
             _check_tokens(recipe, name, written, source)
-        if rules_of(recipe).divides_documents:
+        elif rules_of(recipe).divides_documents:
             _check_documents(len(written.ends), recipe.data_parallel, source)
     if made and entry:
         with suppress(OSError):  # what cannot be stored is made again
@@ -253,7 +253,7 @@ def _linked(entry: Path, cache: Path) -> dict[str, str]:
 def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str) -> None:
     """Raise InputError if the model cannot be trained on the tokens ``written``."""
     vocabulary = recipe.architecture.vocab_size
-    largest = int(written.tokens.max())
+    largest = max(int(block.tokens.max(initial=0)) for block in written.blocks())
     if largest >= vocabulary:
         raise InputError(
             f"the tokenizer produces token {largest}, but the model's vocabulary has "
@@ -264,8 +264,8 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
     length = recipe.seq_len
     packing = recipe.find(f"{recipe.backend}.packing", False)
     if rules_of(recipe).divides_documents:
-        return  # each rank needs one document, however long it is
-    if name == "eval" or written.mask is not None or packing:
+        _check_documents(len(written.ends), recipe.data_parallel, source)
+    elif name == "eval" or written.mask is not None or packing:
         firsts, _ = written.pieces(length)
         if written.mask is not None and not written.mask.any():
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import time
 from array import array
@@ -286,7 +287,14 @@ class Tokens:
             if self.mask is not None:
                 mask = self.mask[place]
             yield Tokens(tokens=self.tokens[place], ends=ends - begin, mask=mask)
+            self._release()
             first = last
+
+    def _release(self) -> None:
+        """Give back the memory of mapped files, which counts as this process's once it is read."""
+        for values in (self.tokens, self.mask):
+            if values is not None and isinstance(values.base, mmap.mmap):
+                values.base.madvise(mmap.MADV_DONTNEED)
 
     def _documents(self) -> Iterator[bytes]:
         return (self.tokens[self.document(number)].tobytes() for number in range(len(self.ends)))

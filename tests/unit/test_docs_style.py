@@ -16,6 +16,7 @@ from kube_kit import PACKAGES
 from primus_images.cli.verb import VERBS, parser_of
 from primus_images.launch import kubernetes, slurm
 from primus_images.training.run.failure import Failure
+from primus_images.yamlfile import read_values
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/primus_images"
@@ -296,3 +297,11 @@ def test_the_minutes_of_a_proof_are_those_of_its_steps() -> None:
     assert set(shown) - set(groups) == {"first model"}
     for row, names in groups.items():
         assert float(shown[row]) == sum(minutes[name] for name in names), row
+
+
+def test_the_gaps_that_the_reference_allows_are_those_of_its_limits() -> None:
+    file = SOURCE / "training/judge/limits.yaml"
+    least = read_values(file).data["least"]
+    page = " ".join((ROOT / "docs/validation.md").read_text(encoding="utf-8").split())
+    (loss, gradients) = re.findall(r"by (\S+) in the loss and (\S+) in gradients", page)[0]
+    assert (float(loss), float(gradients)) == (float(least["loss"]), float(least["gradient"]))

@@ -148,6 +148,15 @@ def test_a_page_names_the_version_that_the_program_requires(page: str, version: 
     assert version in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
+def test_pods_of_one_rank_follow_each_other_from_the_version_on_the_page() -> None:
+    # Where a Job has a policy of failures, and the server knows replacements: from 1.29 on.
+    job = (SOURCE / "launch/job.yaml").read_text(encoding="utf-8")
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    assert "podFailurePolicy:" in job
+    said = "From Kubernetes 1.29 on, two pods of one rank never" in page
+    assert said == (kubernetes.LEAST_VERSION < (1, 29))
+
+
 def test_trackers_write_to_the_folders_that_the_page_names() -> None:
     page = " ".join((ROOT / "docs/metrics.md").read_text(encoding="utf-8").split())
     assert "to the folder of that name in the run" in page

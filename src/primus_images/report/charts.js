@@ -36,8 +36,14 @@
   function text(value) {
     if (value === null || value === undefined) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(3);
+    if (size !== 0 && (size < 1e-3 || size >= 1e9)) return Number(value.toPrecision(4)).toExponential();
     return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 7 : 5 });
+  }
+
+  // Pixels for the longest of an axis' labels.
+  function width_of(_, labels) {
+    const longest = Math.max(0, ...(labels || []).map((label) => label.length));
+    return Math.max(62, 16 + 8 * longest);
   }
 
   function crosses(chart, lines) {
@@ -112,7 +118,7 @@
       scales: { x: { time: false }, y: state.log ? { distr: 3, log: 10 } : {} },
       axes: [
         { ...axis, label: one.x, labelFont: "13px system-ui, sans-serif", labelSize: 22, space: 60 },
-        { ...axis, size: 62, values: (_, splits) => splits.map((value) => (value === null ? "" : text(value))) },
+        { ...axis, size: width_of, values: (_, splits) => splits.map((value) => (value === null ? "" : text(value))) },
       ],
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, focus: { prox: 24 } },
       focus: { alpha: 0.5 },

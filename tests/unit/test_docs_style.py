@@ -15,6 +15,8 @@ from packaging.version import Version
 from kube_kit import PACKAGES
 from primus_images.cli.verb import VERBS, parser_of
 from primus_images.launch import kubernetes, slurm
+from primus_images.recipes.load import entries
+from primus_images.recipes.schema import backends
 from primus_images.training.run.failure import Failure
 from primus_images.yamlfile import read_values
 
@@ -146,6 +148,14 @@ def test_every_environment_variable_that_the_code_reads_is_described() -> None:
 )
 def test_a_page_names_the_version_that_the_program_requires(page: str, version: str) -> None:
     assert version in (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_the_backends_whose_fp8_is_not_judged_are_named() -> None:
+    page = (ROOT / "docs/validation.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r"FP8 by rows, FP8 with (.*)\);", page)
+    trained = {entry.backend for entry in entries() if "fp8" in entry.precisions}
+    unjudged = {name for name in trained if "fp8" not in backends()[name].judged}
+    assert set(re.findall(r"`(\w+)`", named)) == unjudged
 
 
 def test_pods_of_one_rank_follow_each_other_from_the_version_on_the_page() -> None:

@@ -7,6 +7,7 @@ from gpu_files import elf, image_with
 from primus_images.gates.contents import Library, library_of
 from primus_images.gates.examined import Finding, LayerFacts
 from primus_images.gates.rules.loadable import cuda_versions, judge
+from primus_images.terminal import bytes_text
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))
@@ -65,6 +66,28 @@ def test_several_files_of_one_owner_are_one_finding() -> None:
     ]
     (finding,) = findings(CUDA13, *files)
     assert "(and 2 more beside it)" in finding.message
+
+
+@pytest.mark.parametrize("largest", ["a", "b", "c"])
+def test_a_finding_names_the_largest_file_and_the_size_of_all(largest: str) -> None:
+    files = [(f"{SITE}/dsl/cu13/lib{name}.so", elf()) for name in "abc"]
+    size = 0
+    for name in "abc":
+        data = elf()
+        if name == largest:
+            data += bytes(5000)
+        size += len(data)
+        files.append((f"{SITE}/dsl/cu12/lib{name}.so", data))
+    (finding,) = findings(CUDA13, *files)
+    assert finding.path == f"{SITE}/dsl/cu12/lib{largest}.so"
+    assert finding.message.endswith(f"; {bytes_text(size)} unpacked")
+
+
+def test_with_two_cuda_runtimes_no_variant_is_the_wrong_one() -> None:
+    older = (f"{SITE}/nvidia/cu12/lib/libcudart.so.12", elf(soname="libcudart.so.12"))
+    variants = [(f"{SITE}/dsl/{cuda}/liba.so", elf()) for cuda in ("cu12", "cu13")]
+    assert len(findings(CUDA13, *variants)) == 1
+    assert not findings(older, CUDA13, *variants)
 
 
 def test_a_library_of_another_processor_is_a_warning() -> None:

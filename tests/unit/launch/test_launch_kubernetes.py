@@ -708,6 +708,23 @@ def test_without_a_claim_nothing_starts_again() -> None:
     ]
 
 
+@pytest.mark.parametrize(("rdma", "count"), [("rdma/hca", 1), ("rdma/hca=1", 1), ("rdma/hca=8", 8)])
+def test_a_pod_asks_for_as_many_devices_as_named_or_for_one(rdma: str, count: int) -> None:
+    limits = pod_of(made(rdma=rdma))["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["rdma/hca"] == count
+
+
+@pytest.mark.parametrize(
+    ("claim", "restarts", "again"), [("", 20, False), ("runs", 0, False), ("runs", 1, True)]
+)
+def test_a_pod_starts_its_ranks_again_only_with_a_claim_and_restarts(
+    claim: str, restarts: int, again: bool
+) -> None:
+    pod = pod_of(made(claim=claim, restarts=restarts))["spec"]
+    script = json.dumps(pod["containers"])
+    assert ("run_ranks" in script) is again
+
+
 def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(load.folder())
     plan = Plan(recipe=resolve("./llama3.1-8b.yaml", (), Choices(gpu="mi300x")))

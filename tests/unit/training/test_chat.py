@@ -373,12 +373,19 @@ def test_rows_of_every_layout_are_chats(
 
 
 def test_the_prompt_of_a_chat_ends_where_its_completion_begins() -> None:
-    row = {"prompt": [ASKED, SAID], "completion": [AGAIN, THREE]}
+    row = {"prompt": [ASKED, SAID, AGAIN], "completion": [THREE]}
     layout = layout_of(row, None, "")
-    assert document_of(row, layout, "").first == 2
-    assert document_of({**row, "system": "Be brief."}, layout, "").first == 3
+    assert document_of(row, layout, "").first == 3
+    assert document_of({**row, "system": "Be brief."}, layout, "").first == 4
     alone = {"messages": [ASKED, SAID], "system": "Be brief."}
     assert document_of(alone, layout_of(alone, None, ""), "").first == 0
+
+
+def test_the_prompt_of_a_text_ends_where_its_completion_begins() -> None:
+    row = {"prompt": "One and one are", "completion": " two."}
+    document = document_of(row, layout_of(row, None, ""), "")
+    assert document.text == "One and one are two."
+    assert document.text[document.prompt :] == " two."
 
 
 def test_alpacas_text_stands_for_a_plain_question_only() -> None:

@@ -216,6 +216,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
         replace(PLACE, made="2026-11-20T15:00:00Z"),
     )
     assert made.passed is True
+    assert suite.record(jobs, outcomes, (), PLACE).passed is False, "nothing was judged"
     assert made.versions == {"torch": "2.13.0+cpu"}
     assert [len(job.steps) for job in made.jobs] == [20, 20, 10, 4, 9, 2]
     html = page(replace(made, target="<cpu>"))
@@ -273,6 +274,20 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(
     assert said.splitlines()[0].strip() == "✗ base failed: rank 1: KeyError: 'text'"
     assert said.count("KeyError") == 1
     assert "1 failed" in said
+
+
+@pytest.mark.parametrize("code", [-9, 1])
+def test_nothing_is_compared_with_a_run_that_failed_or_was_killed(
+    code: int, jobs: tuple[Job, ...]
+) -> None:
+    def run(job: Job) -> Outcome:
+        if job.name == "repeat":
+            return leave(job, exit_code=code, values={1: (7.3, 0.5)})
+        return leave(job)
+
+    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, suite.run(jobs, run))}
+    assert verdicts["same result again"].reason == "skipped: repeat failed"
+    assert verdicts["same weights again"].skipped or verdicts["same weights again"].passed
 
 
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:

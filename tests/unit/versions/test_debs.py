@@ -152,6 +152,9 @@ def test_the_mirror_variable_wins_and_knows_security() -> None:
         ("1:3.13.5-2", "3.13.5"),
         ("3.12.0~rc1-1", "3.12.0"),
         ("3.11.2", "3.11.2"),
+        # Upstream's own hyphens precede the last one.
+        ("1:2.0-beta-3", "2.0-beta"),
+        ("1.0+dfsg-2", "1.0"),
     ],
 )
 def test_upstream(version: str, bare: str) -> None:

@@ -29,6 +29,17 @@ def test_put_makes_a_file_that_is_there_and_right(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "files/sha256").iterdir()] == [SHA]
 
 
+@pytest.mark.parametrize("begun", [b"", DATA[:100], b"a page of an error" * 1000])
+def test_put_takes_nothing_of_an_interrupted_fetch(begun: bytes, tmp_path: Path) -> None:
+    cache = FileCache(tmp_path / "files")
+    with cache.part(SHA) as part:
+        assert part is not None
+        part.write(begun)
+    assert cache.size(SHA) == len(begun)
+    assert cache.put(_source(tmp_path), SHA)
+    assert cache.verify(SHA)
+
+
 def test_put_refuses_other_bytes(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "files")
     assert not cache.put(_source(tmp_path, DATA + b"!"), SHA)

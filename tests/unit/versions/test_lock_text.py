@@ -110,6 +110,12 @@ def test_package_order_is_no_drift() -> None:
     assert drift(lock_of(), request(bases={"bookworm": base})) == ()
 
 
+def test_python_packages_that_are_built_here_have_a_local_version() -> None:
+    commit = Commit(url="https://a", commit="0" * 40, version="3.1")
+    asked = request(sdists={"one": "1.0", "two": "2.0+cpu"}, gits={"three": commit})
+    assert asked.provided == {"one": "1.0+built", "two": "2.0+cpu", "three": "3.1+built"}
+
+
 def test_python_packages_of_the_base_are_what_pip_calls_them() -> None:
     asked = request(debs={"python3-torch": "2.14.1", "rocminfo": "7.2.4"})
     assert asked.provided == {"torch": "2.14.1+debian"}

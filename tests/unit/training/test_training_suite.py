@@ -203,6 +203,35 @@ def test_derived_jobs_fit_the_recipe_or_are_left_out_with_a_reason(
     assert split.find("finetune.training.warmup_steps", 0) <= 4
 
 
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        ((), []),
+        (("seq_len=4096",), []),
+        (
+            ("seq_len=2048",),
+            ["throughput: the recipe has no reference for mi300x and sequences of 2,048 tokens"],
+        ),
+        (
+            ("model.layers=16",),
+            ["throughput: the recipe's reference is of another size than model.layers=16"],
+        ),
+        (("proxy=true",), []),
+    ],
+)
+def test_the_record_says_when_no_reference_of_throughput_fits(
+    tmp_path: Path, words: tuple[str, ...], reasons: list[str]
+) -> None:
+    """Without it, a regression at another length than the published ones would pass in silence."""
+    choices = Choices(backend="fsdp", gpu="mi300x", precision="bf16")
+    if "proxy=true" in words:
+        choices = Choices(backend="fsdp", gpu="mi300x", precision="bf16", proxy=True)
+        words = ()
+    request = suite.Request(recipe="llama3.1-8b", choices=choices, overrides=words)
+    planned = suite.plan(request, tmp_path, "quick")
+    assert suite.left_out(suite.recipe_of(planned), planned) == reasons
+
+
 def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(
     jobs: tuple[Job, ...], tmp_path: Path
 ) -> None:

@@ -237,7 +237,32 @@ def left_out(recipe: Recipe, jobs: Sequence[Job]) -> list[str]:
         reasons.append(f"a second epoch: {no_epoch(recipe)}")
     if "accumulation" in names and _dropout(recipe):
         reasons.append("base with accumulation: other micro-batches have other masks of dropout")
+    if recipe.gpu != CPU and not recipe.get("proxy", bool) and not _reference_fits(recipe):
+        reasons.append(f"throughput: {_no_reference(recipe)}")
     return reasons
+
+
+def _reference_fits(recipe: Recipe) -> bool:
+    """Return whether ``recipe`` has a throughput to be judged by, of its own size."""
+    return "validation.throughput" in recipe.settings and not _resized(recipe)
+
+
+def _no_reference(recipe: Recipe) -> str:
+    if "validation.throughput" in recipe.settings:
+        return f"the recipe's reference is of another size than {', '.join(_resized(recipe))}"
+    unit = f"sequences of {recipe.seq_len:,} tokens"
+    if recipe.architecture.of_images:
+        unit = "images"
+    return f"the recipe has no reference for {recipe.gpu} and {unit}"
+
+
+def _resized(recipe: Recipe) -> list[str]:
+    """Return the sizes that the user chose instead of the recipe's."""
+    sizes = []
+    for key, setting in recipe.settings.items():
+        if key.startswith("model.") and setting.origin.startswith("command line"):
+            sizes.append(f"{key}={setting.value}")
+    return sizes
 
 
 def _dropout(recipe: Recipe) -> float:
@@ -357,7 +382,7 @@ class _Comparisons:
         yield checks.loss_falls(base, self._limit("loss_drop"), repeated=repeated)
         repeated = _NORM in self._passed
         yield checks.grad_norm_steady(base, self._limit("grad_norm_jump"), repeated=repeated)
-        if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not self._resized():
+        if recipe.gpu != CPU and _reference_fits(recipe):
             summary = self._outcomes["base"].summary
             speed = summary.tokens_per_second
             unit = "tokens"
@@ -366,12 +391,6 @@ class _Comparisons:
                 unit = "images"
             tolerance = self._limit("throughput_tolerance")
             yield checks.throughput(speed, self._limit("throughput"), tolerance, unit)
-
-    def _resized(self) -> bool:
-        return any(
-            key.startswith("model.") and setting.origin.startswith("command line")
-            for key, setting in self._recipe.settings.items()
-        )
 
     def _of_repetitions(self) -> Iterator[_Comparison]:
         recipe = self._recipe

@@ -389,6 +389,7 @@ def test_logged_flops_are_those_of_the_logged_tokens() -> None:
         (300.0, 1e8, True),
         (310.0, 1e8, False),
         (302.0, 1e8, False),
+        (300.1, 1e8, False),
         (0.02, 5e3, True),
         (0.03, 5e3, False),
     ):
@@ -417,6 +418,7 @@ FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device
             1.0,
             "FLOPs of a token or image: 5.63e+12, not 3e+06",
         ),
+        ({"flops_per_unit": 1.01 * FLOPS}, 1.0, 1.0, "FLOPs of a token or image: 3.03e+06, not"),
         ({"flops_per_unit": None}, 1.0, 1.0, "FLOPs of a token or image: nan, not"),
         ({}, 0.0, None, "step 1: 0 GiB of memory"),
         ({}, 0.004, None, "step 1: 0.004 GiB of memory"),
@@ -437,6 +439,18 @@ def test_reported_figures_are_those_of_the_recipe(
     )
     assert verdict.passed == (not told)
     assert verdict.reason.startswith(told)
+
+
+def test_a_rate_counts_the_tokens_of_the_samples_and_no_more() -> None:
+    """A sample has one more token than its labels; a clock cannot see so little."""
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="cpu", proxy=True))
+    found = evidence(SEEN) | {"tokens": 128.0}
+    facts = {**FIGURES, "flops_per_unit": FLOPS}
+    for tokens, told in ((128.0, ""), (129.0, "step 1: the rate counts 129 tokens, not 128")):
+        steps = tuple(replace(step, memory_gib=1.0, tokens=tokens) for step in series().steps)
+        verdict = proof.figures(facts, found, Series(steps=steps), recipe, 1.0)
+        assert verdict.passed is not bool(told)
+        assert verdict.reason.startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -487,7 +487,7 @@ def figures(
     recipe: Recipe,
     peak_gib: float | None,
 ) -> Verdict:
-    """Judge the other reported figures: parameters, FLOPs per token or image, memory.
+    """Judge the other reported figures: parameters, tokens, FLOPs per token or image, memory.
 
     ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was
     not measured. Runs on a GPU report the GPU's memory, which the system does not count. Ranks that
@@ -517,9 +517,17 @@ def figures(
     counted = peak_gib is not None and facts.get("device") == "cpu"
     if counted and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
+    wrong += _wrong_tokens(series, evidence.get("tokens", math.nan))
     wrong += _wrong_rates(series, reported, recipe)
-    fine = "parameters, FLOPs per unit, FLOP/s and memory are the recipe's"
+    fine = "parameters, tokens, FLOPs per unit, FLOP/s and memory are the recipe's"
     return of_faults("reported figures", wrong, fine)
+
+
+def _wrong_tokens(series: Series, tokens: float) -> Iterator[str]:
+    """Yield steps whose rate counts other than the ``tokens`` of one rank."""
+    for step in series.steps:
+        if step.tokens is not None and step.tokens != tokens:
+            yield f"step {step.step}: the rate counts {step.tokens:g} tokens, not {tokens:g}"
 
 
 def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:

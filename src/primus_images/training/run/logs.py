@@ -37,6 +37,7 @@ class Step:
     corpora of a mixture. ``tflops`` are the logged ones, in the
     non-causal convention, with ``tflops_decimals``; None if the run knows none. ``lr`` is the
     learning rate of the step, and ``seconds`` are those from the begin of training to its end.
+    ``tokens`` are those of the step on one rank that its rate counts.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Step:
     tflops_decimals: int = 0
     lr: float | None = None
     seconds: float | None = None
+    tokens: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,7 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
     exact = _entries(folder / "exact.jsonl", last_bytes)
     series = with_exact(read_steps(text), _by_step(exact, "loss", "grad_norm"))
     more = _by_step(exact, "lr", "seconds")
+    counted = _by_step(exact, "tokens")
     entries = _entries(folder / "eval.jsonl", last_bytes)
     evaluations = _by_step(entries, "eval_loss")
     corpora = _corpora_by_step(entries)
@@ -125,6 +128,9 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
         if step.step in more:
             lr, seconds = more[step.step]
             steps[place] = replace(steps[place], lr=lr, seconds=seconds)
+        if step.step in counted:
+            (tokens,) = counted[step.step]
+            steps[place] = replace(steps[place], tokens=tokens)
     return replace(series, steps=tuple(steps), problems=tuple(problems))
 
 

@@ -132,8 +132,9 @@ class Exact(MetricsProcessor):
             dist.all_reduce(losses, dist.ReduceOp.MAX, self.stages)
             global_avg_loss, global_max_loss = losses.tolist()
         now = time.perf_counter()
-        speed = self.ntokens_since_last_log / (now - self.time_last_log)
-        speed /= self.parallel_dims.non_data_parallel_size
+        # Of one rank: those that share samples divide their tokens.
+        counted = self.ntokens_since_last_log / self.parallel_dims.non_data_parallel_size
+        speed = counted / (now - self.time_last_log)
         # The log begins the count of memory anew.
         memory = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
@@ -148,11 +149,11 @@ class Exact(MetricsProcessor):
             "seconds": round(now - self.began, 3),
             "memory_gib": memory,
         }
-        self._write(step, figures)
+        self._write(step, figures, counted)
         self._track(step, figures)
 
-    def _write(self, step: int, figures: Mapping[str, float]) -> None:
-        exact: dict[str, object] = {"step": step}
+    def _write(self, step: int, figures: Mapping[str, float], counted: float) -> None:
+        exact: dict[str, object] = {"step": step, "tokens": counted}
         for name in ("loss", "grad_norm", "lr", "seconds"):
             exact[name] = repr(figures[name])
         with (Path(self.job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:

@@ -73,7 +73,7 @@ class Observed(Trainer):
             "accumulation_steps": self.gradient_accumulation_steps,
             "seed": config.debug.seed,
             "vocab_size": self.model_args.vocab_size,
-            "flops_per_unit": float(self.metrics_processor.num_flops_per_token),
+            "flops_per_unit": self._flops_per_token(),
         }
         self.evaluation: Evaluation | None = None
         if self.job["evaluation"]:
@@ -99,7 +99,12 @@ class Observed(Trainer):
             self.witness = self._witness()
         super().train()
         self._seal()
-        self._write_facts(facts.final(self.model_parts, self.step))
+        last = facts.final(self.model_parts, self.step)
+        self._write_facts({**last, "flops_per_unit": self._flops_per_token()})
+
+    def _flops_per_token(self) -> float:
+        """Return the factor between the tokens/s and the FLOP/s of the log."""
+        return float(self.metrics_processor.num_flops_per_token)
 
     def train_step(self, data_iterator: Any) -> None:
         """Train one step, and record what a judge compares."""

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.integration
 INSIDE = Path(__file__).with_name("inside")
 
 STEPS = 10
-# The step at which torchtitan's healthy run saves the checkpoint that a resumed run starts from.
+# The step at which the healthy run saves the checkpoint that a resumed run starts from.
 KEPT = 8
+EVALUATED = ("eval.fraction=0.1", "eval.every=1")
 BASES = {
-    "fsdp": ("steps=10", "lr=0.01", "seq_len=32"),
+    "fsdp": ("steps=10", "lr=0.01", "seq_len=32", f"checkpoint={KEPT}", *EVALUATED),
     "torchtitan": ("steps=10", f"checkpoint={KEPT}"),
 }
 # Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision
@@ -38,11 +39,13 @@ FAULTS = {
         "no_updates": ("loss falls",),
         "loop_lost_micro_batch": ("accumulation", "steps=1", "training.micro_batch_size=2"),
         "no_fp8": ("precision", "steps=1", "--precision=fp8"),
+        "loop_last_batch_not_evaluated": ("same result again",),
+        "loop_smooths_evaluations": ("resume",),
     },
     "torchtitan": {"forgets_its_place": ("resume",), "other_seed": ("same result again",)},
 }
 # Unit tests break each check, and test_silent_faults.py breaks each backend.
-QUICK = ("nan", "loop_lost_micro_batch", "no_fp8")
+QUICK = ("nan", "loop_lost_micro_batch", "no_fp8", "loop_smooths_evaluations")
 CASES = [
     pytest.param(
         backend,

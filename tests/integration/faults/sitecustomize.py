@@ -105,6 +105,29 @@ def loop_hangs(train: Any) -> None:
     train._Loop._mean_loss = hanging
 
 
+def loop_last_batch_not_evaluated(evaluation: Any) -> None:
+    """Evaluations leave out the last batch; the training is untouched."""
+    batches_of = evaluation.batches_of
+
+    def without_the_last(*given: Any) -> Any:
+        return iter(list(batches_of(*given))[:-1])
+
+    evaluation.batches_of = without_the_last
+
+
+def loop_smooths_evaluations(evaluation: Any) -> None:
+    """An evaluation is averaged with the one before, which no checkpoint holds."""
+    loss = evaluation.Evaluation.loss
+
+    def smoothed(self: Any) -> float:
+        exact = loss(self)
+        before = getattr(self, "before", exact)
+        self.before = exact
+        return float(0.9 * exact + 0.1 * before)
+
+    evaluation.Evaluation.loss = smoothed
+
+
 def wrong_kernel(functional: Any) -> None:
     """On rank 1, one product of matrices in 40 has a wrong bit in its largest value."""
     import torch
@@ -146,6 +169,14 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
         loop_lost_micro_batch,
     ),
     "loop_out_of_memory": ("primus_images.training.backends.loop.train", loop_out_of_memory),
+    "loop_last_batch_not_evaluated": (
+        "primus_images.training.backends.loop.evaluation",
+        loop_last_batch_not_evaluated,
+    ),
+    "loop_smooths_evaluations": (
+        "primus_images.training.backends.loop.evaluation",
+        loop_smooths_evaluations,
+    ),
     "wrong_kernel": ("torch.nn.functional", wrong_kernel),
     "loop_hangs": ("primus_images.training.backends.loop.train", loop_hangs),
     "import_error": ("primus_images.training.backends.fsdp.llama", import_error),

@@ -226,3 +226,47 @@ def another_rotary_base_for_programs_before_transformers_5(module: Any) -> None:
         return {**older, "rope_theta": 1.01 * older["rope_theta"]}
 
     wrap(module, "_older_names", names)
+
+
+@silent(
+    "last checkpoint",
+    "megatron steps=4 checkpoint=4",
+    "primus_images.training.backends.megatron.session",
+    "checkpoints",
+)
+def tenth_of_the_weights_before_the_update_in_the_last_checkpoint(module: Any) -> None:
+    def step(run: Any, self: Any, lr: float) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        self.before = [
+            {name: weight.detach().clone() for name, weight in part.named_parameters()}
+            for part in self.model_parts
+        ]
+        return run(self, lr)
+
+    def state_dict(run: Any, self: Any) -> Any:
+        state = run(self)
+        if getattr(self, "steps", 0) < 4:
+            return state
+        for number, part in enumerate(self.before):
+            for name, weight in part.items():
+                for key in state:
+                    if key.startswith("model.") and key.endswith(f".{number}.{name}"):
+                        state[key] = torch.lerp(state[key], weight, 0.1)
+        return state
+
+    wrap(module.MegatronSession, "step", step)
+    wrap(module.MegatronSession, "state_dict", state_dict)
+
+
+@silent(
+    "export",
+    "finetune steps=3 finetune.save_weights=true",
+    "primus_images.training.backends.finetune.export",
+    "saved files",
+)
+def another_epsilon_in_the_exported_settings(module: Any) -> None:
+    def write(run: Any, model: Any, *given: Any, **options: Any) -> None:
+        model.causal.config.rms_norm_eps = 1e-6
+        run(model, *given, **options)
+
+    wrap(module, "write", write)

@@ -214,3 +214,14 @@ def ranks_divide_by_their_own_labels(module: Any) -> None:
             self._session.total = total
 
     wrap(module._Loop, "_mean_loss", step)
+
+
+@silent("epoch", f"torchtitan {DOCUMENTS}", "torchtitan.hf_datasets.text_datasets", "data")
+def one_token_lost_between_two_epochs(module: Any) -> None:
+    def data_iterator(run: Any, self: Any) -> Any:
+        if getattr(self, "begun", False):
+            del self._token_buffer[:1]
+        self.begun = True
+        return run(self)
+
+    wrap(module.HuggingFaceTextDataset, "_get_data_iter", data_iterator)

@@ -88,3 +88,27 @@ def ranks_drop_the_same(module: Any) -> None:
         return run(self, values)
 
     wrap(module.Dropout, "forward", forward)
+
+
+@silent("dropout", JOB, MODULE, "dropout")
+def whole_tokens_dropped(module: Any) -> None:
+    def forward(run: Any, self: Any, values: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return run(self, values)  # type: ignore[no-any-return]
+        kept = (torch.rand(values.shape[:-1]) >= self.p).to(values.dtype)
+        return values * kept.unsqueeze(-1) / (1 - self.p)
+
+    wrap(module.Dropout, "forward", forward)
+
+
+@silent("dropout", JOB, "primus_images.training.backends.loop.session", "dropout")
+def masks_of_every_second_step_repeat(module: Any) -> None:
+    def forward_backward(run: Any, self: Any, *given: Any) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps % 2:
+            self.state = torch.get_rng_state()
+        else:
+            torch.set_rng_state(self.state)
+        return run(self, *given)
+
+    wrap(module.Sharded, "forward_backward", forward_backward)

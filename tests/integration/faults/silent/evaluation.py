@@ -184,3 +184,37 @@ def experts_not_balanced_after_an_evaluation(module: Any) -> None:
         return of_batch
 
     wrap(module.MegatronSession, "loss", loss)
+
+
+@silent(
+    "evaluation",
+    "megatron eval.fraction=0.1 eval.every=2",
+    "primus_images.training.backends.loop.evaluation",
+    "evaluation",
+)
+def hundredth_of_the_evaluation_before(module: Any) -> None:
+    """A moving average that is told as the loss."""
+
+    def loss(run: Any, self: Any) -> float:
+        exact = float(run(self))
+        before = getattr(self, "before", exact)
+        self.before = exact
+        return 0.99 * exact + 0.01 * before
+
+    wrap(module.Evaluation, "loss", loss)
+
+
+@silent(
+    "evaluation",
+    "finetune eval.fraction=0.11 eval.every=2 training.micro_batch_size=2",
+    "primus_images.training.backends.loop.evaluation",
+    "evaluation",
+)
+def samples_that_fill_the_last_batch_count(module: Any) -> None:
+    """huggingface/transformers#16716."""
+
+    def batches_of(run: Any, data: Any, size: int, rank: int, ranks: int) -> Any:
+        for number, batch in enumerate(run(data, size, rank, ranks)):
+            yield {**batch, **data.batch((number * ranks + rank) * size, size)}
+
+    wrap(module, "batches_of", batches_of)

@@ -250,3 +250,76 @@ def later_micro_batches_a_tenth_lighter_from_the_second_step_on(module: Any) -> 
 )
 def later_micro_batches_doubled_from_the_second_step_on(module: Any) -> None:
     _second_step(module, 2.0)
+
+
+@silent(
+    "accumulation",
+    f"finetune assets.corpus=assets/answers.jsonl {SPLIT}",
+    "primus_images.training.backends.loop.session",
+    "gradients",
+)
+def tenth_of_the_means_of_micro_batches_from_the_second_step_on(module: Any) -> None:
+    """huggingface/transformers#34191: each micro-batch is divided by its own labels."""
+
+    def forward_backward(run: Any, self: Any, batches: Any, terms: int) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 1:
+            return run(self, batches, terms)
+        total = 0.0
+        micro_batches = len(batches) * module.dist.get_world_size()
+        for batch in batches:
+            loss = self._loss(self._model, batch)
+            own = max(1, module.terms_of(batch))
+            (0.9 * loss / terms + 0.1 * loss / own / micro_batches).backward()
+            total = total + loss.detach()
+        return total
+
+    wrap(module.Sharded, "forward_backward", forward_backward)
+
+
+@silent(
+    "accumulation", f"fsdp {SPLIT}", "primus_images.training.backends.loop.session", "gradients"
+)
+def tenth_of_the_gradients_of_the_step_before_kept(module: Any) -> None:
+    def step(run: Any, self: Any, lr: float) -> Any:
+        kept = [0.1 * parameter.grad for parameter in self._trained]
+        norm = run(self, lr)
+        for parameter, gradient in zip(self._trained, kept, strict=True):
+            parameter.grad = gradient
+        return norm
+
+    wrap(module.Sharded, "step", step)
+
+
+@silent(
+    "accumulation",
+    "torchtitan steps=4 training.local_batch_size=1 validation.accumulation=1",
+    "torchtitan.train",
+    "gradients",
+)
+def gradients_divided_once_more_from_the_second_step_on(module: Any) -> None:
+    """huggingface/transformers#37766: already a mean, divided again; the reported loss is exact."""
+
+    def step(run: Any, self: Any, *, global_valid_tokens: Any, **given: Any) -> Any:
+        if self.step == 1:
+            return run(self, global_valid_tokens=global_valid_tokens, **given)
+        return 1.1 * run(self, global_valid_tokens=1.1 * global_valid_tokens, **given)
+
+    wrap(module.Trainer, "forward_backward_step", step)
+
+
+@silent(
+    "accumulation",
+    f"megatron {SPLIT}",
+    "primus_images.training.backends.megatron.session",
+    "loss",
+    "gradients",
+)
+def first_micro_batch_in_place_of_the_last_from_the_second_step_on(module: Any) -> None:
+    def forward_backward(run: Any, self: Any, batches: Any, terms: int) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 1:
+            batches = [*batches[:-1], batches[0]]
+        return run(self, batches, terms)
+
+    wrap(module.MegatronSession, "forward_backward", forward_backward)

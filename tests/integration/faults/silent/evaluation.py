@@ -206,7 +206,7 @@ def hundredth_of_the_evaluation_before(module: Any) -> None:
 
 @silent(
     "evaluation",
-    "finetune eval.fraction=0.11 eval.every=2 training.micro_batch_size=2",
+    "finetune eval.fraction=0.12 eval.every=2 training.micro_batch_size=2",
     "primus_images.training.backends.loop.evaluation",
     "evaluation",
 )

@@ -35,7 +35,7 @@ PACKAGES = {
 }
 # The same, from Debian's unstable suite: stable's does not have the bundles that registries list.
 # It needs libc only.
-UNSTABLE = {"cosign": "cosign"}
+UNSTABLE = {"cosign": "cosign", "oras": "oras"}
 PLUGINS = [
     Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")
 ]

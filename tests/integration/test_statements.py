@@ -30,8 +30,8 @@ from primus_images.plan.layers import plan_images
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.progress import Progress
-from primus_images.release.artifact import Document, artifact, digest_tag
-from primus_images.release.documents import VALIDATION, documents
+from primus_images.release.artifact import WITHDRAWAL, Document, artifact, digest_tag
+from primus_images.release.documents import VALIDATION, documents, statement
 from primus_images.release.git import Checkout
 from primus_images.release.policy import Policy
 from primus_images.release.publish import Ready, publish
@@ -389,6 +389,11 @@ def tagged(
     return tamper
 
 
+def moving(tag: str) -> Callable[[World], None]:
+    """Let another tag name the image."""
+    return lambda world: world.there.tag(tag, world.ready.image.manifest)
+
+
 def listing(world: World) -> str:
     return digest_tag(world.digest)
 
@@ -463,6 +468,65 @@ def compressed_anew(data: bytes) -> bytes:
     return again
 
 
+def consistent(name: str, change: Change) -> Callable[[World], None]:
+    """As ``resigned``, by a publisher who also corrects the hash in the provenance."""
+
+    def tamper(world: World) -> None:
+        plain = [
+            d if not d.name.startswith(name) else edited(d, change) for d in world.ready.documents
+        ]
+        hashes = {d.name: digest_of(d.data).removeprefix("sha256:") for d in plain}
+
+        def correct(content: Any) -> None:
+            for product in content["predicate"]["runDetails"]["byproducts"]:
+                product["digest"]["sha256"] = hashes[product["name"]]
+
+        plain = [edited(d, correct) if d.name == "provenance.json" else d for d in plain]
+        world.relist(lambda _: [*plain, *signed(world, plain, TAG)])
+
+    return tamper
+
+
+def signed(world: World, plain: list[Document], tag: str) -> list[Document]:
+    """The statements of documents, signed with the right key."""
+    signer = Signer(key=world.key("ours"))
+    return [
+        Document(media_type=BUNDLE, name="", data=signer.bundle(content))
+        for content in statements(plain, tag, world.digest)
+    ]
+
+
+def as_preview(world: World) -> None:
+    """Sign the image as a preview, and let the tag of the release name it."""
+    plain = list(world.ready.documents)
+    world.relist(lambda _: [*plain, *signed(world, plain, f"{TAG}-preview")])
+
+
+def withdrawing(
+    predicate: object, name: str = TAG, change: Change | None = None
+) -> Callable[[World], None]:
+    """Attach a withdrawal by the right key, of which ``change`` edits the words afterwards."""
+
+    def tamper(world: World) -> None:
+        content = statement(name, world.digest, WITHDRAWAL, predicate)
+        data = Signer(key=world.key("ours")).bundle(content)
+        bundle = Document(media_type=BUNDLE, name="", data=data)
+        if change:
+            bundle = said(bundle, change)
+        world.relist(lambda those: [*those, bundle])
+
+    return tamper
+
+
+def another_version(content: Any) -> None:
+    for component in content["components"]:
+        if "purl" in component:
+            component["version"] = "9"
+
+
+FAILED_GATE = {"gate": "versions", "passed": False, "summary": "", "findings": []}
+WHY = {"reason": "wrong", "date": "2026-11-29"}
+NAMED = r"names the image that was signed as v26\.11-demo"
 DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
 OTHER_KEY = put("more", value=1)
@@ -758,7 +822,79 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     ),
     "an image as list of documents": (
         tagged(lambda w: json.loads(w.ready.image.manifest), listing),
-        "signature.*nothing is attached",
+        "manifests/sha256-.* is not a list of manifests",
+    ),
+    "moving tag of another target": (moving("latest-cpu"), f"tag: latest-cpu {NAMED}"),
+    "short name of another release": (moving("v26.12"), f"tag: v26.12 {NAMED}"),
+    "short name of a patch": (moving("v26.11.1"), f"tag: v26.11.1 {NAMED}"),
+    "preview of a release": (moving(f"{TAG}-preview"), f"tag: {TAG}-preview {NAMED}"),
+    "release of a preview": (as_preview, f"tag: {TAG} {NAMED}-preview"),
+    "record that ran elsewhere": (
+        consistent("validation", put("gpu", value="mi300x")),
+        "validation.*it ran on mi300x, and its recipe is for cpu",
+    ),
+    "record with a job more": (
+        consistent("validation", lambda c: c["jobs"].append({**c["jobs"][0], "name": "resume"})),
+        "validation.*its runs and limits are not those of suite",
+    ),
+    "record with another verdict of a gate": (
+        consistent("validation", put("gates", value={"gates": [FAILED_GATE]})),
+        "gates.json: a validation has another verdict of gate versions",
+    ),
+    "no gates at all": (consistent("gates", put("gates", value=[])), "gates.json: it has no gate"),
+    "components of another image, named by all": (
+        consistent(
+            "sbom.cdx", put("metadata", "component", "hashes", 0, "content", value="f" * 64)
+        ),
+        "sbom.cdx.json: it is about another image",
+    ),
+    "components with another version": (
+        consistent("sbom.cdx", another_version),
+        "sbom.cdx.json: pkg:.* has the version 9 there",
+    ),
+    "lock of another target, named by all": (
+        consistent("lock", put("target", value="other")),
+        "lock.json: its target is other, not demo",
+    ),
+    "lock of another channel": (
+        consistent("lock", put("channel", value="amd")),
+        "lock.json: its channel is amd, not local",
+    ),
+    "bill with another licence": (
+        consistent("sbom.spdx", put("packages", 1, "licenseDeclared", value="0BSD")),
+        "sbom.*the licence of small is MIT in the image, 0BSD in sbom",
+    ),
+    "signature of no name": (
+        forged(lambda c: c["subject"][0].pop("name"), what=SIGNATURE, by="ours"),
+        f"tag: {TAG} names the image that was signed as None",
+    ),
+    "bill of no name": (
+        forged(lambda c: c["subject"][0].pop("name"), what=BILL, by="ours"),
+        f"a statement calls the image None, which was signed as {TAG}",
+    ),
+    "subject with a hash more": (
+        forged(put("subject", 0, "digest", "sha512", value="e" * 128), what=SIGNATURE, by="ours"),
+        "signature.*not signed.*sha512:eeee.* void",
+    ),
+    "withdrawal with other words": (
+        withdrawing(WHY, change=put("predicate", "reason", value="none")),
+        f"a statement of type {WITHDRAWAL} names the key and is not by it",
+    ),
+    "withdrawal of another name": (
+        withdrawing(WHY, name="v26.12-demo"),
+        "a statement calls the image v26.12-demo",
+    ),
+    "document said to be smaller": (
+        rewired("lock", put("layers", 0, "size", value=3)),
+        "lock.json.* was changed: its contents have other bytes",
+    ),
+    "document said to be larger": (
+        rewired("lock", put("layers", 0, "size", value=10**9)),
+        "lock.json.* was changed: its manifest states another size",
+    ),
+    "document with a line end in its name": (
+        each("lock", lambda d: [replace(d, name="lock.json\n")]),
+        "lock.json.*missing, but signed",
     ),
     "a document lost": (
         lambda w: w.blob(w.there.referrers(w.digest)[0]["digest"]).unlink(),
@@ -790,6 +926,10 @@ def test_each_tampering_is_named(world: World, name: str) -> None:
     tamper(world)
     references = {
         "tag of another release": ":v26.12-demo",
+        "moving tag of another target": ":latest-cpu",
+        "short name of another release": ":v26.12",
+        "short name of a patch": ":v26.11.1",
+        "preview of a release": f":{TAG}-preview",
         "manifest changed": f"@{world.digest}",
         "manifest emptied": f"@{world.digest}",
     }
@@ -821,6 +961,31 @@ def test_stock_cosign_refuses_what_primus_refuses(world: World, name: str) -> No
     tamper, _ = TAMPERINGS[name]
     tamper(world)
     assert subprocess.run(words, check=False, capture_output=True).returncode != 0
+
+
+def test_stock_cosign_sees_that_a_withdrawal_was_changed(world: World) -> None:
+    words = ["cosign", "verify-attestation", "--insecure-ignore-tlog", "--type", WITHDRAWAL]
+    words += ["--key", world.key("ours")[:-4] + ".pub", f"{world.name}:{TAG}"]
+    withdrawing(WHY)(world)
+    assert subprocess.run(words, check=False, capture_output=True).returncode == 0
+    TAMPERINGS["withdrawal with other words"][0](world)
+    assert subprocess.run(words, check=False, capture_output=True).returncode != 0
+
+
+@needs("oras")
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_others_attach_is_not_judged(world: World, tmp_path: Path, number: int) -> None:
+    """Such as the report of a scanner, of none, one or several files."""
+    names = ["a.txt", "b.txt"][:number]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    words = ["oras", "attach", "--plain-http", "--artifact-type", "application/vnd.scan"]
+    words += ["--annotation", "a=b", f"{world.name}:{TAG}", *names]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    assert len(world.there.referrers(world.digest)) == len(world.attached) + 1
+    assert world.verify().faults == []
+    kit = make_project(tmp_path / "project")
+    assert kit.primus("diff", f"{world.name}:{TAG}", "versions.yaml").code == 0
 
 
 def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:

@@ -9,6 +9,7 @@ from primus_images.errors import InputError, PrimusError
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json
 
 EMPTY = b"{}"
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 # The annotation by which cosign, too, names the predicate type of a bundle's statement.
 _PREDICATE = "dev.sigstore.bundle.predicateType"
 WITHDRAWAL = "urn:primus-images:withdrawal:1"
@@ -22,6 +23,13 @@ DAMAGED = (
     RecursionError,
     InputError,
 )
+_FORMATS = (
+    "application/spdx+json",
+    "application/vnd.cyclonedx+json",
+    "application/vnd.in-toto+json",
+)
+# The types of our documents and statements begin so. Other programs attach artifacts of others.
+_OURS = ("application/vnd.primus.", "application/vnd.dev.sigstore.bundle", *_FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +53,7 @@ def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
         "artifactType": document.media_type,
-        "config": Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
+        "config": Blob.of(EMPTY, EMPTY_TYPE).descriptor,
         "layers": [layer],
         "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
     }
@@ -60,6 +68,15 @@ def predicate_of(content: Mapping[str, Any]) -> str:
     if not isinstance(annotations, dict):
         return ""
     return str(annotations.get(_PREDICATE, ""))
+
+
+def is_foreign(entry: Mapping[str, Any]) -> bool:
+    """Whether a list states a type that no document of ours has, such as a scanner's report.
+
+    Nothing of ours is compared with it, so that it may also be lost.
+    """
+    kind = entry.get("artifactType")
+    return isinstance(kind, str) and kind not in ("", EMPTY_TYPE) and not kind.startswith(_OURS)
 
 
 def listed(entries: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]) -> bytes:

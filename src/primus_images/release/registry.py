@@ -25,10 +25,12 @@ from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, digest_of
 from primus_images.release.artifact import (
     DAMAGED,
     EMPTY,
+    EMPTY_TYPE,
     WITHDRAWAL,
     Document,
     artifact,
     digest_tag,
+    is_foreign,
     listed,
     predicate_of,
 )
@@ -53,7 +55,7 @@ _MOST_PAGES = 1000
 _NO_IMAGE = f"sha256:{'0' * 64}"
 # Types in lists of registries that state that of the config, such as GitHub's, in place of the
 # document's own.
-_UNTYPED = (None, "", "application/vnd.oci.empty.v1+json")
+_UNTYPED = (None, "", EMPTY_TYPE)
 # Questions at a time, which are as many as the connections that the client keeps open.
 _AT_ONCE = 10
 
@@ -312,10 +314,16 @@ class Repository(Transport):
     def documents(self, digest: str, media_type: str = "") -> list[Document]:
         """Return the documents attached to the image ``digest``, or those of one type.
 
-        Raises CheckFailed for one that is lost or whose bytes do not have its digest.
+        Raises CheckFailed for one that is lost or whose bytes do not have its digest, unless it is
+        of another program.
         """
-        documents = [self.document(entry) for entry in self._of_type(digest, media_type)]
-        return [document for document in documents if media_type in ("", document.media_type)]
+        documents = []
+        for entry in self._of_type(digest, media_type):
+            with suppress(*([CheckFailed] if is_foreign(entry) else [])):
+                document = self.document(entry)
+                if media_type in ("", document.media_type):
+                    documents.append(document)
+        return documents
 
     def whole_documents(self, digest: str, media_type: str) -> list[Document]:
         """Return the documents of a type, without those that are lost or damaged."""
@@ -337,7 +345,7 @@ class Repository(Transport):
     def document(self, descriptor: Mapping[str, Any]) -> Document:
         """Return the document that an entry of the list of referrers names.
 
-        Raises CheckFailed as :meth:`documents`.
+        Raises CheckFailed as :meth:`documents`, and for an artifact of several files.
         """
         digest = descriptor["digest"]
         kind = f"the {descriptor.get('artifactType', 'document')}"
@@ -353,6 +361,7 @@ class Repository(Transport):
             parts = json.loads(manifest)
             (layer,) = parts["layers"]
             content = str(layer["digest"])
+            size = layer["size"]
             media_type = str(layer["mediaType"])
             predicate = predicate_of(parts)
             name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
@@ -365,6 +374,8 @@ class Repository(Transport):
             raise _damaged(f"{what} has lost its contents")
         if digest_of(data) != content:
             raise _damaged(f"{what} was changed: its contents have other bytes")
+        if size != len(data):
+            raise _damaged(f"{what} was changed: its manifest states another size")
         return Document(media_type=media_type, name=name, data=data, predicate=predicate)
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
@@ -412,7 +423,7 @@ class Repository(Transport):
         image = str(subject["digest"])
         wanted = [_Attached(document, artifact(document, subject)) for document in documents]
         for number in range(_LISTINGS + 1):
-            absent = self._absent(wanted, image)
+            absent = self._absent(wanted, image, heal=number == 0)
             if not absent:
                 return
             if number < _LISTINGS:
@@ -423,15 +434,19 @@ class Repository(Transport):
             hint="run the command again",
         )
 
-    def _absent(self, wanted: Sequence[_Attached], image: str) -> list[_Attached]:
-        """Return those that the registry does not list, or has lost although it lists them."""
+    def _absent(self, wanted: Sequence[_Attached], image: str, *, heal: bool) -> list[_Attached]:
+        """Return those that the registry does not list, or has lost although it lists them.
+
+        To ``heal`` a list that names others which are lost, all are absent.
+        """
         listed_now = self._in_api(image)
         if listed_now is None:
             listed_now = self._in_tag(image)
         there = {entry["digest"] for entry in listed_now}
         manifests = [digest_of(attached.manifest) for attached in wanted]
         # After a registry's clean-up, a list may name what is gone. Adding writes it anew.
-        if not there or self.missing("manifests", sorted(there.difference(manifests))):
+        others = sorted(there.difference(manifests))
+        if not there or (heal and self.missing("manifests", others)):
             return list(wanted)
         blobs = [digest_of(EMPTY), *(digest_of(attached.document.data) for attached in wanted)]
         lost = {
@@ -456,41 +471,40 @@ class Repository(Transport):
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may
             # do so now, too. What the registry has lost since leaves the list.
-            entries = self._in_tag(image)
-            gone = [entry for entry in entries if self._is_gone(entry)]
-            self._require_replaced(gone, unlisted)
-            there = [entry for entry in entries if entry not in gone]
-            self._put(digest_tag(image), listed(there, unlisted), INDEX_TYPE)
+            self._list(image, unlisted)
 
-    def _require_replaced(
-        self, gone: Sequence[Mapping[str, Any]], manifests: Sequence[bytes]
-    ) -> None:
-        """Tell what leaves the list. Raises HostError if that has a withdrawal, unless one comes.
+    def _list(self, image: str, manifests: Sequence[bytes]) -> None:
+        """Add artifacts to the list under the tag.
 
-        A publisher signs all other statements again.
+        What seems to be gone stays in the list as long as the registry accepts it, because the
+        answer may be wrong. A registry that compares refuses a list of what it has lost.
         """
-        added = {digest_of(manifest) for manifest in manifests}
-        lost = [entry for entry in gone if entry["digest"] not in added]
-        if not lost:
-            return
         coming = {predicate_of(json.loads(manifest)) for manifest in manifests}
-        if WITHDRAWAL in {predicate_of(entry) for entry in lost} - coming:
-            raise HostError(
-                f"{self.name} has lost the signed withdrawal of this image, which its list names",
-                hint="withdraw it again: primus withdraw",
-            )
-        digests = some([str(entry["digest"]) for entry in lost], 3)
-        say(f"! {self.name} has lost {digests}, which leaves its list")
+        entries = []
+        for entry in self._in_tag(image):
+            replaced = predicate_of(entry) in coming - {""}
+            if not (replaced and self._is_empty(entry)):
+                entries.append(entry)
+        try:
+            self._put(digest_tag(image), listed(entries, manifests), INDEX_TYPE)
+        except HostError:
+            gone = [entry for entry in entries if self.manifest(entry["digest"]) is None]
+            if not gone:
+                raise
+            if WITHDRAWAL in {predicate_of(entry) for entry in gone} - coming:
+                raise HostError(
+                    f"{self.name} has lost the signed withdrawal of this image, which it lists",
+                    hint="withdraw it again: primus withdraw",
+                ) from None
+            digests = some([str(entry["digest"]) for entry in gone], 3)
+            say(f"! {self.name} has lost {digests}, which leaves its list")
+            left = [entry for entry in entries if entry not in gone]
+            self._put(digest_tag(image), listed(left, manifests), INDEX_TYPE)
 
-    def _is_gone(self, entry: Mapping[str, Any]) -> bool:
-        """Whether the registry says that it lacks an entry of the list, or its contents.
-
-        What it returns with other bytes stays: a proxy between may have changed them.
-        """
+    def _is_empty(self, entry: Mapping[str, Any]) -> bool:
+        """Whether the registry has an entry of the list, and lacks its contents."""
         manifest = self.manifest(entry["digest"])
-        if manifest is None:
-            return True
-        if digest_of(manifest) != entry["digest"]:
+        if manifest is None or digest_of(manifest) != entry["digest"]:
             return False
         try:
             contents = [str(layer["digest"]) for layer in json.loads(manifest)["layers"]]
@@ -501,7 +515,7 @@ class Repository(Transport):
     def _entries(self, path: str) -> list[dict[str, Any]] | None:
         """Return the entries of an index of manifests; None if it does not exist."""
         entries: list[dict[str, Any]] | None = None
-        for page in self._pages(path, headers={"Accept": INDEX_TYPE}):
+        for page in self._pages(path, headers=_ANY_MANIFEST):
             rows = page.get("manifests")
             if not isinstance(rows, list) or not all(map(_is_entry, rows)):
                 raise self._odd(f"{path} is not a list of manifests")

@@ -31,6 +31,8 @@ SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
+# A tag without a target, such as v26.12, which stands for a release.
+RELEASE = r"v[0-9]+(?:[.][0-9]+)*"
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
 _REQUEST = "request.json"
@@ -268,11 +270,17 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
     Every keyless signature has a certificate of its own.
     """
     try:
-        content = json.loads(bundle)
-        material = content["verificationMaterial"]
-        return content["dsseEnvelope"]["payload"], str(material.get("publicKey", "keyless"))
+        return json.loads(bundle)["dsseEnvelope"]["payload"], key_of(bundle) or "keyless"
     except DAMAGED:
         return "", ""
+
+
+def key_of(bundle: bytes) -> str:
+    """Return the mark of the key that a bundle names; empty without one."""
+    try:
+        return str(json.loads(bundle)["verificationMaterial"]["publicKey"]["hint"])
+    except DAMAGED:
+        return ""
 
 
 class Request(NamedTuple):

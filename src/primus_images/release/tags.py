@@ -11,12 +11,9 @@ from primus_images.release.documents import IN_TOTO, statement
 from primus_images.release.publish import ANNOUNCED, require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
-from primus_images.release.statement import RELEASE_TAG, Signer, Trust, bundles
+from primus_images.release.statement import RELEASE, RELEASE_TAG, Signer, Trust, bundles
 from primus_images.release.verification import Verified, verify_statements
 from primus_images.release.withdrawal import Withdrawal
-
-# A tag without a target, such as v26.12, which stands for a release.
-_RELEASE = re.compile(r"v[0-9]+(?:[.][0-9]+)*")
 
 
 def move_tag(there: Repository, tag: str, release: str, trust: Trust) -> tuple[str | None, str]:
@@ -156,7 +153,7 @@ def _require_same_target(
             hint="choose another tag, or a release of this target",
         )
     release = verified.release
-    if _RELEASE.fullmatch(tag) and tag != release and not release.startswith(f"{tag}."):
+    if re.fullmatch(RELEASE, tag) and tag != release and not release.startswith(f"{tag}."):
         raise CheckFailed(
             f"{tag} is the name of another release than that of the image, {release}",
             hint=f"a tag for it can be {release} or one that is not the name of a release",

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
+from packageurl import PackageURL
+
 from primus_images.errors import CheckFailed, HostError
 from primus_images.gates.contents import Stated, stated_in, states_versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.gpus.detect import detect
 from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
+from primus_images.recipes.choose import CPU
 from primus_images.recipes.recipe import misstated
-from primus_images.release.artifact import DAMAGED, WITHDRAWAL, Document, damage
+from primus_images.release.artifact import DAMAGED, WITHDRAWAL, Document, damage, is_foreign
 from primus_images.release.bills import IMAGE
 from primus_images.release.documents import (
     CYCLONEDX,
@@ -34,6 +37,8 @@ from primus_images.release.documents import (
     STATEMENT,
     VALIDATION,
 )
+from primus_images.release.hardware import NO_GPU
+from primus_images.release.licences import Licences, unlisted
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.reference import reference
 from primus_images.release.registry import Repository
@@ -41,10 +46,12 @@ from primus_images.release.statement import (
     BILLS,
     BUNDLE,
     PROVENANCE,
+    RELEASE,
     RELEASE_TAG,
     SIGNATURE,
     TEST_RESULT,
     Trust,
+    key_of,
     payload,
     statements,
 )
@@ -54,6 +61,7 @@ from primus_images.system.support import support_text
 from primus_images.terminal import counted, some
 from primus_images.training.judge.record import Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
+from primus_images.versions.lock import normalised
 from primus_images.yamlfile import section
 
 
@@ -204,9 +212,18 @@ def _signed_tag(tag: str | None, signatures: "_Signatures", faults: list[str]) -
             f"{', '.join(sorted(names))}"
         )
     listed = sorted(names) or others
-    if tag and tag not in listed and re.fullmatch(RELEASE_TAG, tag):
+    if tag and tag not in listed and (re.fullmatch(RELEASE_TAG, tag) or _misleads(tag, listed[0])):
         faults.append(f"tag: {tag} names the image that was signed as {', '.join(listed)}")
     return listed[0]
+
+
+def _misleads(tag: str, signed: str) -> bool:
+    """Whether a moving tag stands for another target or release than the image's own name."""
+    release, _, target = signed.removesuffix("-preview").partition("-")
+    if tag.startswith("latest-"):
+        return tag.removeprefix("latest-") != target
+    is_release = re.fullmatch(RELEASE, tag) is not None
+    return is_release and tag != release and not release.startswith(f"{tag}.")
 
 
 @dataclass
@@ -309,7 +326,8 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
         try:
             yield there.document(descriptor)
         except CheckFailed as error:
-            result.faults.append(f"document: {error.message}")
+            if not is_foreign(descriptor):
+                result.faults.append(f"document: {error.message}")
         except DAMAGED:
             result.faults.append(f"document: {descriptor['digest']} is not a document's manifest")
 
@@ -319,12 +337,14 @@ class _Signatures:
     """The ``statements`` about this image whose signature counts.
 
     ``by_key`` says whether a signature of the key was found, about whatever image. ``rejected`` are
-    reasons by the type of statement.
+    reasons by the type of statement. ``broken`` are the types of those that name the key and are
+    not by it.
     """
 
     statements: list[dict[str, Any]] = field(default_factory=list)
     by_key: bool = False
     rejected: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, documents: Sequence[Document], trust: Trust, digest: str) -> Self:
@@ -333,12 +353,15 @@ class _Signatures:
         bundles = [document for document in documents if document.media_type == BUNDLE]
         with ThreadPoolExecutor(8) as pool:
             judged = list(pool.map(lambda bundle: _judged(bundle, trust), bundles))
-        for statement, kind, problem in judged:
+        keys = {key_of(b.data) for b, (found, *_) in zip(bundles, judged, strict=True) if found}
+        for bundle, (statement, kind, problem) in zip(bundles, judged, strict=True):
             if statement is None:
                 result.rejected[kind] = problem
+                if key_of(bundle.data) in keys - {""}:
+                    result.broken.append(kind)
                 continue
             result.by_key = True
-            subjects = [f"sha256:{s['digest']['sha256']}" for s in statement["subject"]]
+            subjects = [_digest_in(subject["digest"]) for subject in statement["subject"]]
             if subjects == [digest]:
                 result.statements.append(statement)
             else:
@@ -373,6 +396,11 @@ class _Signatures:
         return [s["predicate"] for s in self.statements if s["predicateType"] == kind]
 
 
+def _digest_in(digests: Mapping[str, str]) -> str:
+    """Return the digest of a subject, by all algorithms that it names."""
+    return ", ".join(f"{name}:{value}" for name, value in sorted(digests.items()))
+
+
 def _judged(bundle: Document, trust: Trust) -> tuple[dict[str, Any] | None, str, str]:
     """Return the statement in a bundle and its type, or None and why its signature is rejected."""
     try:
@@ -401,6 +429,8 @@ def _signature_faults(
         yield f"signature: no statement about this image counts: {signatures.why}"
         return
     yield from _unnamed(documents, signatures)
+    for kind in signatures.broken:
+        yield f"signature: a statement of type {kind or 'unknown'} names the key and is not by it"
     said: dict[str, list[Any]] = {}
     for document in documents:
         try:
@@ -537,6 +567,24 @@ def _bill(content: Any, document: Document, image: _Image) -> Iterator[str]:
         report = versions_inside(image.stated.items(), wheels=wheels, debs=debs)
         for error in report.errors:
             yield f"{document.name}: {error.message.replace('the lock', document.name)}"
+    yield from _other_licences(packages, document, image)
+
+
+def _other_licences(packages: Sequence[Any], document: Document, image: _Image) -> Iterator[str]:
+    """Yield the wheels whose own metadata clearly declare another licence than the bill."""
+    declared = {}
+    for package in packages:
+        if _purl(package).startswith("pkg:pypi/"):
+            declared[normalised(package["name"])] = package["licenseDeclared"]
+    for items in image.stated.values():
+        for item in items:
+            if item.kind != "wheel":
+                continue
+            licence = Licences().of_wheel(item.licence)
+            name = normalised(item.name)
+            if not unlisted(licence) and declared.get(name, licence) != licence:
+                other = f"{licence} in the image, {declared[name]} in {document.name}"
+                yield f"{document.name}: the licence of {name} is {other}"
 
 
 def _other_files(packages: Sequence[Any], document: Document, image: _Image) -> Iterator[str]:
@@ -594,11 +642,25 @@ def _components(content: Any, document: Document, image: _Image) -> Iterator[str
     if purls and purls != components:
         other = min(purls ^ components)
         yield f"{document.name}: it differs from sbom.spdx.json in {unquote(other)}"
+    for entry in content["components"]:
+        if "purl" in entry and PackageURL.from_string(entry["purl"]).version != entry["version"]:
+            version = entry["version"]
+            yield f"{document.name}: {unquote(entry['purl'])} has the version {version} there"
+    whole = content["metadata"]["component"]["hashes"][0]["content"]
+    if whole != image.digest.removeprefix("sha256:"):
+        yield f"{document.name}: it is about another image"
 
 
 def _gates(content: Any, document: Document, image: _Image) -> Iterator[str]:
     if content["digest"] != image.digest:
         yield f"{document.name}: it is about another image"
+    verdicts = {gate["gate"]: gate["passed"] for gate in content["gates"]}
+    for gates in image.of(VALIDATION, "gates", "gates"):
+        for gate in gates:
+            if verdicts.get(gate["gate"]) != gate["passed"]:
+                yield f"{document.name}: a validation has another verdict of gate {gate['gate']}"
+    if not verdicts:
+        yield f"{document.name}: it has no gate"
     for gate in content["gates"]:
         has_errors = any(finding["severity"] == "error" for finding in gate["findings"])
         if gate["passed"] == has_errors:
@@ -616,6 +678,9 @@ def _record(content: Any, document: Document, image: _Image) -> Iterator[str]:
     fault = misstated(content["recipe"])
     if fault:
         yield f"{document.name}: {fault}"
+    trained_for = NO_GPU if record.recipe.gpu == CPU else record.recipe.gpu
+    if record.gpu != trained_for:
+        yield f"{document.name}: it ran on {record.gpu}, and its recipe is for {record.recipe.gpu}"
     limits = section(record.recipe.settings, "validation")
     names = [job.name for job in record.jobs]
     if record.suite.sha256 != digest_of_suite(record.suite.format, names, limits):
@@ -630,11 +695,14 @@ def _unmet(image: _Image, policy: Policy, *, preview: bool) -> list[str]:
     return [*lacking, *forbidden_in(image.documents, policy)]
 
 
-def _lock(content: Any, _document: Document, _image: _Image) -> Iterator[str]:
+def _lock(content: Any, document: Document, image: _Image) -> Iterator[str]:
     """The signature, the provenance and the bill of materials name its files."""
     for file in content["files"]:
         _require_text(file["name"], file["version"], file["sha256"])
-    yield from ()
+    for parameters in image.of(IN_TOTO, "predicate", "buildDefinition", "externalParameters"):
+        for key in ("target", "channel"):
+            if content[key] != parameters[key]:
+                yield f"{document.name}: its {key} is {content[key]}, not {parameters[key]}"
 
 
 _CHECKS: Mapping[str, Callable[[Any, Document, _Image], Iterator[str]]] = {

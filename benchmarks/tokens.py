@@ -127,8 +127,10 @@ def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
             while run.poll() is None:
                 peak = max(peak, memory_of(run.pid))
-                time.sleep(0.1)
+                time.sleep(1)
             assert run.stdout is not None
+            if run.returncode:
+                raise SystemExit(f"{name} ended with exit code {run.returncode}")
             result: dict[str, float] = json.loads(run.stdout.read().splitlines()[-1])
     result["peak_mib"] = round(peak)
     return result

@@ -96,6 +96,12 @@ def test_a_run_that_has_not_ended_took_as_long_as_it_logged(
     assert (run.passed, run.seconds) == (False, seconds)
 
 
+@pytest.mark.parametrize(("nodes", "shown"), [(1, "16"), (2, "16 on 2 nodes")])
+def test_nodes_are_named_where_there_are_several(nodes: int, shown: str, make: Make) -> None:
+    run = replace(read(make("one")), nodes=nodes, ranks=16)
+    assert ("Ranks", shown) in html.figures([run])
+
+
 def test_the_gpus_of_a_node_are_the_ranks_over_the_nodes(make: Make) -> None:
     run = replace(read(make("one")), nodes=2, ranks=16)
     row = sheets.perf_row(run)

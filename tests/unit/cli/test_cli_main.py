@@ -226,5 +226,6 @@ def test_the_options_of_a_verb_are_the_fields_of_its_dataclass(name: str) -> Non
     function = _named(f"cli.{VERBS[name].call}")
     (parameter,) = inspect.signature(function).parameters.values()
     parser = parser_of(name)
-    names = {action.dest for action in parser._actions} - {"help"}
+    # The words after -- are no action of argparse.
+    names = {parser.rest, *(action.dest for action in parser._actions)} - {"", "help"}
     assert {field.name for field in fields(parameter.annotation)} == names

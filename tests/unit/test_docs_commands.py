@@ -186,7 +186,9 @@ def test_a_documented_command_runs(
     }
     text = FOLDERS.sub(f"{world}/", command)
     subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True, env=environment)
-    machine = detect.Found(vendor="amd", names=("AMD Instinct MI300X",) * 8, generation="mi300x")
+    machine = detect.DetectedGpus(
+        vendor="amd", names=("AMD Instinct MI300X",) * 8, generation="mi300x"
+    )
     monkeypatch.setattr(detect, "_amd", lambda root: machine)
     monkeypatch.setenv("PATH", f"{world}/programs:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "kubectl"))

@@ -34,10 +34,10 @@ def version_text(checkout: Path = CHECKOUT, image_file: Path = IMAGE_FILE) -> st
 def release_of(checkout: Path) -> str:
     """Return the release that ``versions.yaml`` of a checkout pins; empty if there is none."""
     pins = text_if_readable(checkout / "versions.yaml")
-    found = re.search(r"^release: *(\S+)", pins, re.MULTILINE)
-    if found is None:
+    pin = re.search(r"^release: *(\S+)", pins, re.MULTILINE)
+    if pin is None:
         return ""
-    return found[1]
+    return pin[1]
 
 
 def commit_of(checkout: Path, form: str = "%h") -> str:

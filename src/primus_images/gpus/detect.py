@@ -1,8 +1,8 @@
 """Detecting GPUs from the kernel's files, without loading torch or running a tool.
 
 For AMD GPUs, the kernel reports an architecture, which several products share, and a PCI device id,
-which identifies the product. ``Found.generation`` is known only if the product is identified and no
-GPU is a partition.
+which identifies the product. ``DetectedGpus.generation`` is known only if the product is identified
+and no GPU is a partition.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ _TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class DetectedGpus:
     """The GPUs of a machine.
 
     ``names`` has one entry per GPU; a GPU that is not in the table is called unknown.
@@ -42,12 +42,12 @@ class Found:
         return ", ".join(f"{count} × {name}" for name, count in Counter(self.names).items())
 
 
-def detect(root: Path = Path("/")) -> Found:
+def detect(root: Path = Path("/")) -> DetectedGpus:
     """Look below ``root`` for AMD GPUs, then for NVIDIA GPUs. Never raises."""
     try:
-        return _amd(root) or _nvidia(root) or Found()
+        return _amd(root) or _nvidia(root) or DetectedGpus()
     except (OSError, ValueError):
-        return Found()
+        return DetectedGpus()
 
 
 def memory_bytes(root: Path = Path("/")) -> float | None:
@@ -114,7 +114,7 @@ def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
     return gpus
 
 
-def _amd(root: Path) -> Found | None:
+def _amd(root: Path) -> DetectedGpus | None:
     names = []
     generations = set()
     for facts in kfd_gpus(root).values():
@@ -123,7 +123,7 @@ def _amd(root: Path) -> Found | None:
         generations.add(generation)
     if not names:
         return None
-    return Found(
+    return DetectedGpus(
         vendor="amd",
         names=tuple(names),
         generation=_only(generations),
@@ -166,7 +166,7 @@ def _product(facts: Mapping[str, str]) -> tuple[str, str]:
     return f"unknown AMD GPU ({arch}, device 0x{device:04x})", ""
 
 
-def _nvidia(root: Path) -> Found | None:
+def _nvidia(root: Path) -> DetectedGpus | None:
     driver = root / "proc/driver/nvidia"
     gpus = [_information(path) for path in sorted((driver / "gpus").glob("*/information"))]
     if not gpus:
@@ -186,7 +186,7 @@ def _nvidia(root: Path) -> Found | None:
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     if any((driver / "capabilities").glob("gpu*/mig/gi*")):
         generations = {""}
-    return Found(
+    return DetectedGpus(
         vendor="nvidia",
         names=tuple(names),
         generation=_only(generations),

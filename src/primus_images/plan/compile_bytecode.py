@@ -113,7 +113,7 @@ def main() -> None:
     with open("/in/index.json", encoding="utf-8") as stream:
         work = list(packs([(path, size) for path, size in json.load(stream)]))
     if len(work) < 3:
-        rows = [row for one in work for row in compile_pack(one)]
+        rows = [row for pack in work for row in compile_pack(pack)]
     else:
         # A process keeps the memory of the largest module it compiled; short-lived workers return
         # it.

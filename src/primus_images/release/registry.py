@@ -498,8 +498,8 @@ class Repository(Transport):
                 ) from None
             digests = some([str(entry["digest"]) for entry in gone], 3)
             say(f"! {self.name} has lost {digests}, which leaves its list")
-            left = [entry for entry in entries if entry not in gone]
-            self._put(digest_tag(image), listed(left, manifests), INDEX_TYPE)
+            kept = [entry for entry in entries if entry not in gone]
+            self._put(digest_tag(image), listed(kept, manifests), INDEX_TYPE)
 
     def _is_empty(self, entry: Mapping[str, Any]) -> bool:
         """Whether the registry has an entry of the list, and lacks its contents."""

@@ -234,7 +234,9 @@ def require_unedited(there: Repository, request: "Request") -> None:
         if unsigned["predicateType"] == SIGNATURE:
             named.update(unsigned["predicate"]["documents"].items())
     attached = there.documents(digest)
-    documents = [one for one in attached if (one.name, digest_of(one.data)) in named]
+    documents = [
+        document for document in attached if (document.name, digest_of(document.data)) in named
+    ]
     try:
         contents = statements(documents, tag, digest)
     except DAMAGED as error:
@@ -242,8 +244,8 @@ def require_unedited(there: Repository, request: "Request") -> None:
             f"a document of {request.ref} is damaged: {damage(error)}",
             hint="publish the image again with --sign-later",
         ) from None
-    expected = {canonical_json(one): one for one in contents}
-    asked = {canonical_json(one): one for one in request.statements}
+    expected = {canonical_json(content): content for content in contents}
+    asked = {canonical_json(content): content for content in request.statements}
     for content in asked.keys() ^ expected.keys():
         kind = (asked.get(content) or expected[content])["predicateType"]
         raise InputError(

@@ -304,17 +304,20 @@ class Transport:
         """Answer the registry's challenge. Returns False if there is no login that it accepts."""
         challenges = _challenges(answer)
         login = login_for(self._location)
-        tokens = [one.words for one in challenges if one.kind == "bearer" and "realm" in one.words]
+        tokens = []
+        for challenge in challenges:
+            if challenge.kind == "bearer" and "realm" in challenge.words:
+                tokens.append(challenge.words)
         if not tokens:
-            if any(one.kind == "basic" for one in challenges):
+            if any(challenge.kind == "basic" for challenge in challenges):
                 self._authorization = login.basic
                 return bool(login.basic)
             return False
-        challenge = tokens[0]
-        realm = challenge["realm"]
+        service = tokens[0]
+        realm = service["realm"]
         if login.username:
             self._require_token_service(realm)
-        grant = self._sent(lambda: self._ask_token(challenge, login), _PATIENCE, realm)
+        grant = self._sent(lambda: self._ask_token(service, login), _PATIENCE, realm)
         if grant.is_redirect:
             raise self._elsewhere(grant.headers["Location"], "is not what the registry named")
         if grant.status_code in (401, 403):

@@ -152,11 +152,11 @@ def logged(
 
     An evaluation, for example, is not after every step. A run keeps its place, and so its colour.
     """
-    found = {}
+    logs = {}
     for label, steps in series.items():
-        found[label] = [step for step in steps if step.get(key) is not None]
-    if any(found.values()):
-        return found
+        logs[label] = [step for step in steps if step.get(key) is not None]
+    if any(logs.values()):
+        return logs
     return None
 
 

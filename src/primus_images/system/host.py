@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from primus_images.files import json_if_readable, text_if_readable
-from primus_images.gpus.detect import Found, detect
+from primus_images.gpus.detect import DetectedGpus, detect
 from primus_images.system.issues import STATUS, Issue, debs, issues
 from primus_images.yamlfile import read_values
 
@@ -79,7 +79,7 @@ class Host:
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     output: Path = field(default_factory=Path.cwd)
-    gpus: Found = field(init=False)
+    gpus: DetectedGpus = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gpus", detect(self.root))

@@ -68,11 +68,11 @@ def issues(
     for name, version in versions.items():
         component = re.sub("[ _]", "-", name.lower())
         here[component] = version or ""
-    found = []
+    known = []
     for issue in _table(path or FILE):
         if _has_versions(issue, here) and _has_gpu(issue, gpus):
-            found.append(issue)
-    return found
+            known.append(issue)
+    return known
 
 
 def _has_versions(issue: Issue, here: Mapping[str, str]) -> bool:

@@ -12,7 +12,7 @@ from primus_images.cli.image import request as requests
 from primus_images.cli.image.request import Request, fine_tuning
 from primus_images.cli.image.train import checked_recipe
 from primus_images.errors import InputError
-from primus_images.gpus.detect import Found
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.setting import Choices
 
 PUBLISHED = Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
@@ -34,7 +34,7 @@ def options(**choices: Any) -> Any:
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(requests, "detect", Found)
+    monkeypatch.setattr(requests, "detect", DetectedGpus)
     config = json.loads(PUBLISHED.read_text())
     del config["parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -13,7 +13,7 @@ from primus_images.cli.main import main
 from primus_images.compat.commands import requested
 from primus_images.compat.tables import table
 from primus_images.errors import PrimusError
-from primus_images.gpus.detect import Found
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.experiments.translate import table as table_of_experiments
 from primus_images.recipes.load import names
 from primus_images.recipes.recipe import Recipe
@@ -73,9 +73,9 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
         script, words, given = spoken(entry)
         assert list(WORKSPACE.rglob(script.rpartition("/")[2])), script
         # A dry run on a machine without a GPU asks whether the batch fits the GPU of the file.
-        gpu = Found()
+        gpu = DetectedGpus()
         if entry.get("gpus", ["mi300x"])[0] == "mi325x":
-            gpu = Found(vendor="amd", names=("mi325x",) * 8, generation="mi325x")
+            gpu = DetectedGpus(vendor="amd", names=("mi325x",) * 8, generation="mi325x")
         with monkeypatch.context() as shell:
             shell.setattr("primus_images.cli.image.compat.detect", lambda *_, gpu=gpu: gpu)
             shell.setattr("primus_images.gpus.detect.detect", lambda *_, gpu=gpu: gpu)
@@ -174,7 +174,7 @@ def test_a_machine_without_a_gpu_refuses_and_says_how_to_run_the_proxy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EXP", "examples/torchtitan/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
-    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: DetectedGpus())
     assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4"]) == 2
     assert "--proxy" in capsys.readouterr().err
     assert (
@@ -350,8 +350,8 @@ def test_variables_that_images_do_not_set_are_passed_on_with_a_word() -> None:
 def test_a_proxy_in_fp8_is_trained_in_bf16_where_a_cpu_lacks_it_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
-    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: DetectedGpus())
+    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: DetectedGpus())
     for path, precision in (
         ("examples/megatron/configs/MI300X/llama3.1_8B-FP8-pretrain.yaml", "bf16"),
         ("examples/torchtitan/configs/MI300X/llama3.1_8B-FP8-pretrain.yaml", "fp8"),

@@ -20,7 +20,7 @@ from primus_images.cli.verb import parser_of
 from primus_images.compat import workloads
 from primus_images.compat.commands import requested
 from primus_images.errors import InputError, PrimusError
-from primus_images.gpus.detect import Found
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
@@ -333,8 +333,8 @@ ROWS += [(name, row) for name, row in ALL.items() if "says" in row]
 def test_a_line_does_here_what_the_page_says(
     name: str, entry: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: Shell
 ) -> None:
-    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
-    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: Found())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: DetectedGpus())
+    monkeypatch.setattr("primus_images.cli.image.compat.detect", lambda *_: DetectedGpus())
     row = ALL[name]
     check = CHECKS[row["check"]]
     fixtures = {"monkeypatch", "capsys", "tmp_path"} & inspect.signature(check).parameters.keys()

@@ -11,7 +11,7 @@ import yaml
 from primus_images.cli.main import main
 from primus_images.compat.primus_cli import parsed, usage, work_of
 from primus_images.errors import InputError, PrimusError
-from primus_images.gpus.detect import Found
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 
@@ -36,8 +36,8 @@ def without_settings(arguments: tuple[str, ...] | list[str]) -> str:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("compat", "primus_cli"):
-        monkeypatch.setattr(f"primus_images.cli.image.{module}.detect", lambda *_: Found())
-    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: Found())
+        monkeypatch.setattr(f"primus_images.cli.image.{module}.detect", lambda *_: DetectedGpus())
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda *_: DetectedGpus())
 
 
 @pytest.fixture

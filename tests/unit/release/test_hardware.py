@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from primus_images.errors import HostError
-from primus_images.gpus.detect import Found, detect
+from primus_images.gpus.detect import DetectedGpus, detect
 from primus_images.gpus.table import generation
 from primus_images.recipes.resolve import resolve
 from primus_images.release import hardware
@@ -19,7 +19,7 @@ from primus_images.training.run.outcome import Outcome
 from tables import table_of
 
 NAME = "AMD Instinct MI300X (gfx942)"
-EIGHT = Found(vendor="amd", names=(NAME,) * 8, generation="mi300x", driver="amdgpu 6.14.14")
+EIGHT = DetectedGpus(vendor="amd", names=(NAME,) * 8, generation="mi300x", driver="amdgpu 6.14.14")
 MI300X = generation("mi300x")
 
 
@@ -27,7 +27,7 @@ MI300X = generation("mi300x")
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what this machine shows; the devices are then named after what is asked."""
 
-    def show(found: Found) -> None:
+    def show(found: DetectedGpus) -> None:
         monkeypatch.setattr(hardware, "detect", lambda: found)
         monkeypatch.setattr(
             "primus_images.release.hardware.gpus",
@@ -47,13 +47,13 @@ def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
 @pytest.mark.parametrize(
     ("shown", "why"),
     [
-        (Found(), "none found"),
+        (DetectedGpus(), "none found"),
         (EIGHT, "8 × AMD Instinct MI300X"),
-        (Found(vendor="amd", names=("unknown AMD GPU",)), "unknown AMD GPU"),
+        (DetectedGpus(vendor="amd", names=("unknown AMD GPU",)), "unknown AMD GPU"),
     ],
 )
 def test_another_machine_validates_on_its_cpu_and_says_why(
-    machine: Any, shown: Found, why: str
+    machine: Any, shown: DetectedGpus, why: str
 ) -> None:
     machine(shown)
     found = choose_gpus(None, generation("mi355x"))
@@ -72,10 +72,10 @@ def test_a_target_for_the_cpu_gets_no_gpu_unless_asked(machine: Any) -> None:
 
 
 def test_an_unknown_gpu_is_never_recorded(machine: Any) -> None:
-    machine(Found(vendor="amd", names=("unknown AMD GPU",)))
+    machine(DetectedGpus(vendor="amd", names=("unknown AMD GPU",)))
     with pytest.raises(HostError, match="cannot be identified: 1 × unknown AMD GPU"):
         choose_gpus("all", MI300X)
-    machine(Found())
+    machine(DetectedGpus())
     with pytest.raises(HostError, match="its driver reports none"):
         choose_gpus("all", MI300X)
 

@@ -14,7 +14,7 @@ import pytest
 from primus_images.cli.image.train import _preflight as before_a_run
 from primus_images.cli.main import main
 from primus_images.errors import HostError
-from primus_images.gpus.detect import Found, visible
+from primus_images.gpus.detect import DetectedGpus, visible
 from primus_images.gpus.table import load_table
 from primus_images.system import nodes
 from primus_images.system.host import Finding, Host
@@ -134,7 +134,7 @@ def test_the_burn_in_needs_a_gpu_and_its_verdict_is_shown_everywhere(
         (("NVIDIA H200",), "the environment hides all GPUs"),
     ):
         monkeypatch.setattr(
-            "primus_images.system.host.detect", lambda root, gpus=gpus: Found(names=gpus)
+            "primus_images.system.host.detect", lambda root, gpus=gpus: DetectedGpus(names=gpus)
         )
         assert main(["preflight", "--burn-in", "1s", "--output", "/"]) == 3
         assert f"--burn-in: {reason}" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus_images.errors import CheckFailed, HostError
-from primus_images.gpus.detect import Found
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
@@ -41,7 +41,7 @@ def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(trial, "_COMMAND", (trial.sys.executable, str(tester)))
     monkeypatch.setattr(
-        trial, "detect", lambda: Found(vendor="nvidia", names=("NVIDIA H200",), driver="580")
+        trial, "detect", lambda: DetectedGpus(vendor="nvidia", names=("NVIDIA H200",), driver="580")
     )
     lines: list[str] = []
 
@@ -103,7 +103,7 @@ def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_f
 
     monkeypatch.setattr(trial, "missing_packages", lambda _: [])
     monkeypatch.setattr(trial, "_faults", faults)
-    monkeypatch.setattr(trial, "detect", lambda: Found(names=("AMD Instinct MI300X",)))
+    monkeypatch.setattr(trial, "detect", lambda: DetectedGpus(names=("AMD Instinct MI300X",)))
     choices = Choices(backend="torchtitan", precision="fp8", gpu="mi300x")
     decision = trial.decide(resolve("llama3.1-8b", [], choices), tmp_path, {})
     assert "fp8-linear" not in tested[0]
@@ -123,7 +123,7 @@ def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> N
 def test_a_machine_without_a_gpu_uses_only_what_is_named(
     decide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "detect", Found)
+    monkeypatch.setattr(trial, "detect", DetectedGpus)
     automatic = decide()
     assert (automatic.names, automatic.off["fp8-linear"]) == ((), "there is no GPU")
     assert decide("turbo=fp8-linear").names == ("fp8-linear",)

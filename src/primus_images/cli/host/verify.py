@@ -179,9 +179,9 @@ def _refuse_those_of_published(options: VerifyOptions) -> None:
         "--issuer": options.issuer,
         "--policy": options.policy,
     }
-    given = " and ".join(name for name, value in values.items() if value)
-    if given:
+    names = " and ".join(name for name, value in values.items() if value)
+    if names:
         raise InputError(
-            f"{given} without --image: signatures and policies are about a published image",
+            f"{names} without --image: signatures and policies are about a published image",
             hint="add --image REF; without these options, a target is built again here",
         )

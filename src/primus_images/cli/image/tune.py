@@ -70,7 +70,7 @@ class TuneOptions(LocalRecipeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Outcome:
     """The end of a search. ``spread`` is None if the recipe's own settings are the fastest."""
 
     runs: Search
@@ -194,18 +194,18 @@ def _tune_throughput(requested: Recipe, options: TuneOptions) -> int:
     if not options.json:
         print("\n".join(_plan_lines(points)))
     versions = _versions(recipe)
-    found = _searched(points, recipe, versions, options)
-    if found.better and options.output and found.winner.recipe:
+    outcome = _searched(points, recipe, versions, options)
+    if outcome.better and options.output and outcome.winner.recipe:
         text = overlay(
             options.recipe,
-            found.winner.recipe,
+            outcome.winner.recipe,
             list(settings),
-            Evidence(command=_command(requested, options), because=_because(found, versions)),
+            Evidence(command=_command(requested, options), because=_because(outcome, versions)),
             options.output,
         )
         write_file(options.output, text)
-    document = _document(found, versions, options)
-    return answer(options, document, _lines(found, options))
+    document = _document(outcome, versions, options)
+    return answer(options, document, _lines(outcome, options))
 
 
 def _settings_to_measure(recipe: Recipe, options: TuneOptions) -> dict[str, int]:
@@ -254,7 +254,7 @@ def _versions(recipe: Recipe) -> dict[str, str]:
 
 def _searched(
     points: Sequence[Point], recipe: Recipe, versions: Mapping[str, str], options: TuneOptions
-) -> _Found:
+) -> _Outcome:
     key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {detect().sentence()}")
     folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
     with alone(folder):
@@ -276,24 +276,24 @@ def _searched(
                 "micro batch",
             )
         if winner is points[0]:
-            return _Found(runs=runs, winner=winner)
+            return _Outcome(runs=runs, winner=winner)
         gain, spread = runs.pairs(winner)
-        return _Found(runs=runs, winner=winner, gain=gain, spread=spread)
+        return _Outcome(runs=runs, winner=winner, gain=gain, spread=spread)
 
 
-def _because(found: _Found, versions: Mapping[str, str]) -> str:
+def _because(outcome: _Outcome, versions: Mapping[str, str]) -> str:
     """Return the reason that the written recipe gives for its settings."""
-    before, after = (statistics.median(rates) for rates in found.runs.finals)
+    before, after = (statistics.median(rates) for rates in outcome.runs.finals)
     gpus = detect()
     host = "a CPU"
     if gpus.names:
         host = gpus.sentence()
     software = ", ".join(f"{name}: {version}" for name, version in versions.items())
     return (
-        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({software}): {found.winner.title} "
+        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({software}): {outcome.winner.title} "
         f"trains {after:,.0f} tokens/s/rank, the recipe's settings {before:,.0f}; medians of "
-        f"{len(found.runs.finals[0])} alternating runs each, gain {found.gain:.1%}, spread "
-        f"{found.spread:.1%}."
+        f"{len(outcome.runs.finals[0])} alternating runs each, gain {outcome.gain:.1%}, spread "
+        f"{outcome.spread:.1%}."
     )
 
 
@@ -303,43 +303,43 @@ def _command(requested: Recipe, options: TuneOptions) -> str:
 
 
 def _document(
-    found: _Found, versions: Mapping[str, str], options: TuneOptions
+    outcome: _Outcome, versions: Mapping[str, str], options: TuneOptions
 ) -> dict[str, object]:
     runs = []
-    for point, result in found.runs.rows:
+    for point, result in outcome.runs.rows:
         runs.append({"settings": point.words, "title": point.title, **asdict(result)})
     output = None
-    if found.better and options.output:
+    if outcome.better and options.output:
         output = str(options.output)
     return {
         "versions": versions,
         "runs": runs,
-        "winner": found.winner.words,
-        "start_tokens_per_second": found.runs.finals[0],
-        "winner_tokens_per_second": found.runs.finals[1],
-        "gain": found.gain,
-        "spread": found.spread,
-        "better": found.better,
+        "winner": outcome.winner.words,
+        "start_tokens_per_second": outcome.runs.finals[0],
+        "winner_tokens_per_second": outcome.runs.finals[1],
+        "gain": outcome.gain,
+        "spread": outcome.spread,
+        "better": outcome.better,
         "output": output,
     }
 
 
-def _lines(found: _Found, options: TuneOptions) -> list[str]:
-    rows = [_result_row(point, result, found.winner) for point, result in found.runs.rows]
+def _lines(outcome: _Outcome, options: TuneOptions) -> list[str]:
+    rows = [_result_row(point, result, outcome.winner) for point, result in outcome.runs.rows]
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
     lines = ["", *Screen.of().table(rows, head=head, right={0, 3, 4})]
-    winner = found.winner
-    if found.spread is None:
+    winner = outcome.winner
+    if outcome.spread is None:
         return [*lines, "the recipe's own settings are the fastest"]
-    if not found.better:
+    if not outcome.better:
         word = "slower"
-        if found.gain > 0:
+        if outcome.gain > 0:
             word = "faster"
-        change = f"{winner.title} is {abs(found.gain):.1%} {word}"
-        line = f"no change: in alternating runs, {change}; the spread is {found.spread:.1%}"
+        change = f"{winner.title} is {abs(outcome.gain):.1%} {word}"
+        line = f"no change: in alternating runs, {change}; the spread is {outcome.spread:.1%}"
         return [*lines, line]
-    pairs = len(found.runs.finals[0])
-    gain = f"{found.gain:.1%} faster, spread {found.spread:.1%}, {pairs} pairs of runs"
+    pairs = len(outcome.runs.finals[0])
+    gain = f"{outcome.gain:.1%} faster, spread {outcome.spread:.1%}, {pairs} pairs of runs"
     lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
     if options.output:
         lines.append(f"→ {options.output}")

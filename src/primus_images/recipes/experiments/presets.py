@@ -163,7 +163,7 @@ def _module(document: Document, trainer: str) -> dict[str, Any]:
 
 def _trainer(own: Document, modules: Sequence[Mapping[str, Any]]) -> str:
     for name in _TRAINERS:
-        if any(isinstance(one.get(name), dict) for one in modules):
+        if any(isinstance(module.get(name), dict) for module in modules):
             return name
     raise InputError(
         f"modules has neither {' nor '.join(_TRAINERS)} with a framework and a model",
@@ -281,15 +281,15 @@ def _documents(
             where = document.where((word,))
             if below == file or below in above:
                 circle = [*above[above.index(below) :], file] if below in above else [file]
-                shown = " → ".join(one.name for one in (*circle, below))
+                shown = " → ".join(path.name for path in (*circle, below))
                 raise InputError(f"files extend each other in a circle: {shown}", where=where)
             if len(above) >= _DEEPEST:
                 raise InputError(f"more than {_DEEPEST} files extend one another", where=where)
             if not below.is_file():
                 raise InputError(f"there is no file {name}, which this extends", where=where)
-            for one in _documents(below, (*above, file), known):
-                ordered.pop(id(one), None)
-                ordered[id(one)] = one
+            for extended in _documents(below, (*above, file), known):
+                ordered.pop(id(extended), None)
+                ordered[id(extended)] = extended
     known[file] = (*ordered.values(), document)
     return known[file]
 

@@ -78,10 +78,10 @@ def run_all(
         outcomes[step.name] = Outcome(name=step.name, state=LEFT_OUT, reason="it is not reached")
     for number, step in enumerate(steps, 1):
         head = f"[{number}/{len(steps)}] {step.title}"
-        left = minutes - (time.monotonic() - began) / 60
-        outcome = _without_running(step, setting, outcomes, same, left)
+        remaining = minutes - (time.monotonic() - began) / 60
+        outcome = _without_running(step, setting, outcomes, same, remaining)
         if outcome is None:
-            tell(f"▸ {head}: about {step.minutes:g} min, {left:.0f} min are left")
+            tell(f"▸ {head}: about {step.minutes:g} min, {remaining:.0f} min are left")
             named = _problems(outcomes[steps[0].name].document)
             outcome = _run(step, setting, _key(step, setting, same), named)
             _write(outcome, setting)
@@ -109,7 +109,7 @@ def _ending(outcome: Outcome) -> str:
 
 
 def _without_running(
-    step: Step, setting: Setting, outcomes: Mapping[str, Outcome], same: str, left: float
+    step: Step, setting: Setting, outcomes: Mapping[str, Outcome], same: str, remaining: float
 ) -> Outcome | None:
     """Return the outcome of a step that is not run; None for one that is."""
     if step.needs and not outcomes[step.needs].passed:
@@ -118,8 +118,8 @@ def _without_running(
     earlier = _read(step, setting)
     if earlier and earlier.passed and earlier.key == _key(step, setting, same):
         return earlier
-    if step.minutes > left:
-        reason = f"it takes about {step.minutes:g} min, and {max(0, left):.0f} min are left"
+    if step.minutes > remaining:
+        reason = f"it takes about {step.minutes:g} min, and {max(0, remaining):.0f} min are left"
         return Outcome(name=step.name, state=LEFT_OUT, reason=reason)
     return None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from primus_images.errors import HostError
 from primus_images.files import text_if_readable
-from primus_images.gpus.detect import Found, detect, memory_bytes
+from primus_images.gpus.detect import DetectedGpus, detect, memory_bytes
 from primus_images.gpus.table import arch_of, generation
 from primus_images.recipes.architecture import readable, size
 from primus_images.recipes.choose import CPU
@@ -65,7 +65,7 @@ def unlisted_memory(root: Path = Path("/")) -> float | None:
     return None
 
 
-def _check_gpus(recipe: Recipe, gpus: Found) -> None:
+def _check_gpus(recipe: Recipe, gpus: DetectedGpus) -> None:
     expected = generation(recipe.gpu)
     if not gpus.names:
         _check_without_gpu(recipe, expected.title)

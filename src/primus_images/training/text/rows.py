@@ -220,11 +220,11 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
         raise unreadable("the JSON is nested too deeply", f"{file}:{line}") from None
     except json.JSONDecodeError as error:
         rest = text[error.pos :].strip()[:40]
-        found = "the end"
+        token = "the end"
         if rest:
-            found = repr(rest)
+            token = repr(rest)
         where = f"{file}:{line + error.lineno - 1}:{error.colno}"
-        raise unreadable(f"expected {expected}, found {found}", where) from None
+        raise unreadable(f"expected {expected}, found {token}", where) from None
     except ValueError as error:  # a number with thousands of digits
         raise unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
 

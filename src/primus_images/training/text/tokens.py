@@ -271,8 +271,8 @@ class Tokens:
     def repeated(self, others: Tokens) -> int:
         """Return how many documents are among those of ``others``, too."""
         mine = Counter(map(hash, self._documents()))
-        found = {number for number in map(hash, others._documents()) if number in mine}
-        return sum(mine[number] for number in found)
+        common = {number for number in map(hash, others._documents()) if number in mine}
+        return sum(mine[number] for number in common)
 
     def blocks(self) -> Iterator[Tokens]:
         """Yield all documents in order, as many at a time as need little memory."""

@@ -1058,7 +1058,9 @@ def test_a_withdrawn_image_says_so_first(
     assert "wrong gradients" in (kit.root / "withdrawn.yaml").read_text()
     result = world.verify()
     assert not result.passed
-    assert verified_text("x", result).startswith("✗ withdrawn on ")
+    text = verified_text("x", result)
+    assert text.startswith("✗ withdrawn on ")
+    assert "  release v26.11, target demo\n" in text
     trust = Trust(key=str(world.root / "ours.pub"))
     with pytest.raises(CheckFailed, match=r"does not move to .*: withdrawn on .*: wrong gradients"):
         move_tag(there, "latest-demo", TAG, trust)

@@ -737,6 +737,9 @@ def verified_text(reference: str, result: Verified) -> str:
     lines = [f"{reference} {result.digest}"]
     if result.withdrawn:
         lines.insert(0, f"✗ {result.withdrawn}")
+    if result.release:
+        # A tag such as latest-cpu does not tell, and can be moved back to an older release.
+        lines.append(f"  release {result.release}, target {result.target}")
     support = support_text(result.supported_until, date.today())
     if support:
         lines.append(f"  {support}")

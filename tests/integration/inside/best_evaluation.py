@@ -37,7 +37,8 @@ def evaluated(
         evaluation={"every": 1, "patience": 2},
         training=SimpleNamespace(checkpoint_interval=0),
     )
-    made = Evaluation(job, None, None)  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(by_corpus=dict)
+    made = Evaluation(job, None, data)  # type: ignore[arg-type]
     ends = []
     for step, loss in losses.items():
         with patch.object(made, "loss", return_value=loss):

@@ -23,6 +23,7 @@ class Letters:
         self.processes: set[int] = set()
 
     def texts(self, texts: list[str]) -> list[list[int]]:
+        assert texts, "transformers raises IndexError without any"
         return [[*map(ord, text), os.getpid()] for text in texts]
 
     def document(
@@ -78,6 +79,11 @@ def test_several_processes_keep_the_order_of_documents_and_errors(*, prompted: b
     assert len(owners) > 1
     left_out = sum((batch.left_out for batch in made), Counter())
     assert left_out["thoughts"] == 39 * prompted
+
+
+def test_a_batch_may_have_no_text() -> None:
+    (batch,) = batches.tokenized(work(prompted=False), rows(WRONG))
+    assert batch.encoded == [WRONG]
 
 
 def test_a_document_that_a_process_refuses_is_an_error_in_its_place() -> None:

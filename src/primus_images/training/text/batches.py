@@ -75,7 +75,9 @@ class Work:
 
     def _plain(self, rows: Sequence[Row]) -> list[Encoded]:
         texts = [document.text for _, document in rows if isinstance(document, Document)]
-        tokens = iter(self.encoder.texts(texts))
+        tokens: Iterator[Sequence[int]] = iter(())
+        if texts:  # transformers fails without any
+            tokens = iter(self.encoder.texts(texts))
         encoded: list[Encoded] = []
         for _, document in rows:
             if isinstance(document, InputError):

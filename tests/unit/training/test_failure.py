@@ -15,6 +15,7 @@ import tables
 from primus_images.errors import InputError
 from primus_images.training.run import failure, hang, processes
 from primus_images.training.run.failure import _last_line, cause, share, text_of
+from project_kit import until
 from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -182,6 +183,8 @@ def test_a_traced_rank_takes_only_sigkill(
 ) -> None:
     """A debugger holds other signals back. What waits for a device takes one when it returns."""
     with subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": "2"}) as rank:
+        # The kernel shows the variables a moment after the program began.
+        until(lambda: hang._rank(rank.pid) == 2)
         monkeypatch.setattr(hang, "processes", lambda: {rank.pid: (os.getpid(), state)})
         assert hang.end_ranks(os.getpid(), tmp_path, 9) == set()
         assert rank.wait(10) == -number

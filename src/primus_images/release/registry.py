@@ -319,10 +319,14 @@ class Repository(Transport):
         """
         documents = []
         for entry in self._of_type(digest, media_type):
-            with suppress(*([CheckFailed] if is_foreign(entry) else [])):
+            try:
                 document = self.document(entry)
-                if media_type in ("", document.media_type):
-                    documents.append(document)
+            except CheckFailed:
+                if is_foreign(entry):
+                    continue
+                raise
+            if media_type in ("", document.media_type):
+                documents.append(document)
         return documents
 
     def whole_documents(self, digest: str, media_type: str) -> list[Document]:

@@ -188,8 +188,7 @@ class _Loop:
                     with self._witness.busy(step):
                         _prove_checkpoint(job, step, self._session, self._witness)
         if self._repeated:
-            with self._report.off_the_clock():
-                self._repeated.finished(step)
+            self._repeated.finished(step)
 
     def save(self, step: int) -> None:
         """Save a checkpoint after ``step``, if it is due, and remove the oldest one.

@@ -73,6 +73,11 @@ def sha256_of(path: Path | str) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+def mark_of(status: os.stat_result) -> list[int]:
+    """Return size, times and inode, of which one changes when the file is written to."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
 def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
     """Yield all files below ``folder``, also those in linked folders.
 

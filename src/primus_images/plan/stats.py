@@ -9,6 +9,7 @@ from pathlib import Path
 from primus_images.errors import InputError
 from primus_images.files import (
     link_fault,
+    mark_of,
     path_fault,
     read_sealed,
     reason_of,
@@ -39,7 +40,7 @@ class StatIndex:
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
         """Return the file's SHA-256, as hex. Raises InputError if it cannot be read."""
         status = status or os.stat(path)
-        mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        mark = mark_of(status)
         match self._entries.get(path):
             case [*recorded, str(digest)] if recorded == mark and digest and self.trusted:
                 return digest

@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from primus_images.files import read_sealed, sha256_of, write_sealed
+from primus_images.files import mark_of, read_sealed, sha256_of, write_sealed
 
 # Smaller files are read each time.
 _LARGE = 64 << 20
@@ -20,9 +20,9 @@ def content_of(file: Path) -> str:
     system's numbers of it (inode, size, times of change) are the same. Raises as
     :func:`primus_images.files.sha256_of`.
     """
-    state = _state(file)
-    if state["size"] < _LARGE:
+    if file.stat().st_size < _LARGE:
         return sha256_of(file)
+    state = _state(file)
     try:
         kept = _kept(file)
     except RuntimeError:  # the user has no folder
@@ -38,15 +38,9 @@ def content_of(file: Path) -> str:
     return digest
 
 
-def _state(file: Path) -> dict[str, int]:
-    known = file.stat()
-    return {
-        "device": known.st_dev,
-        "inode": known.st_ino,
-        "size": known.st_size,
-        "written": known.st_mtime_ns,
-        "changed": known.st_ctime_ns,
-    }
+def _state(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_dev, *mark_of(status)]
 
 
 def _kept(file: Path) -> Path:

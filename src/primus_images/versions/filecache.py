@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from primus_images.errors import InputError
-from primus_images.files import remove_path, sha256_of
+from primus_images.files import mark_of, remove_path, sha256_of
 from primus_images.waits import lock
 
 
@@ -51,7 +51,7 @@ class FileCache:
             return ()
         if not stat.S_ISREG(status.st_mode):
             return ()
-        return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return tuple(mark_of(status))
 
     def verify(self, sha256: str) -> bool:
         """Whether the file is cached and its bytes match its hash."""

@@ -8,6 +8,7 @@ compares. docs/statements.md has the format.
 """
 
 import json
+import re
 import shutil
 import tempfile
 from base64 import b64decode
@@ -42,6 +43,20 @@ _KEYLESS = "without --key, cosign needs the servers of Sigstore"
 # How cosign's errors begin that are about the key or the trusted root, not about the signature.
 _UNJUDGED = ("loading verifier from key opts", "setting trusted material")
 _COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
+
+
+def target_of(name: str) -> str:
+    """Return the target in the name of a release or of a tag; empty without one.
+
+    A preview is of the target that it is a preview for.
+    """
+    return name.removesuffix("-preview").partition("-")[2]
+
+
+def names_another_release(tag: str, release: str) -> bool:
+    """Whether a tag is the name of a release, and neither of ``release`` nor the short one."""
+    is_release = re.fullmatch(RELEASE, tag) is not None
+    return is_release and tag != release and not release.startswith(f"{tag}.")
 
 
 def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dict[str, Any]]:

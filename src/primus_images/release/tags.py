@@ -11,7 +11,14 @@ from primus_images.release.documents import IN_TOTO, statement
 from primus_images.release.publish import ANNOUNCED, require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
-from primus_images.release.statement import RELEASE, RELEASE_TAG, Signer, Trust, bundles
+from primus_images.release.statement import (
+    RELEASE_TAG,
+    Signer,
+    Trust,
+    bundles,
+    names_another_release,
+    target_of,
+)
 from primus_images.release.verification import Verified, verify_statements
 from primus_images.release.withdrawal import Withdrawal
 
@@ -123,8 +130,7 @@ def require_moving(tag: str, release: str) -> None:
 
 
 def _target_of(tag: str) -> str:
-    name = tag.partition(ANNOUNCED)[0].removesuffix("-preview")
-    return name.partition("-")[2]
+    return target_of(tag.partition(ANNOUNCED)[0])
 
 
 def _require_verified(verified: Verified, tag: str, release: str, there: Repository) -> None:
@@ -153,7 +159,7 @@ def _require_same_target(
             hint="choose another tag, or a release of this target",
         )
     release = verified.release
-    if re.fullmatch(RELEASE, tag) and tag != release and not release.startswith(f"{tag}."):
+    if names_another_release(tag, release):
         raise CheckFailed(
             f"{tag} is the name of another release than that of the image, {release}",
             hint=f"a tag for it can be {release} or one that is not the name of a release",

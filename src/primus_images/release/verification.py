@@ -46,14 +46,15 @@ from primus_images.release.statement import (
     BILLS,
     BUNDLE,
     PROVENANCE,
-    RELEASE,
     RELEASE_TAG,
     SIGNATURE,
     TEST_RESULT,
     Trust,
     key_of,
+    names_another_release,
     payload,
     statements,
+    target_of,
 )
 from primus_images.release.withdrawal import withdrawal_text
 from primus_images.sandbox.container import LayerRef
@@ -219,11 +220,9 @@ def _signed_tag(tag: str | None, signatures: "_Signatures", faults: list[str]) -
 
 def _misleads(tag: str, signed: str) -> bool:
     """Whether a moving tag stands for another target or release than the image's own name."""
-    release, _, target = signed.removesuffix("-preview").partition("-")
     if tag.startswith("latest-"):
-        return tag.removeprefix("latest-") != target
-    is_release = re.fullmatch(RELEASE, tag) is not None
-    return is_release and tag != release and not release.startswith(f"{tag}.")
+        return target_of(tag) != target_of(signed)
+    return names_another_release(tag, signed.partition("-")[0])
 
 
 @dataclass

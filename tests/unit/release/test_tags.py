@@ -12,7 +12,7 @@ from primus_images.cli.host.bump import _begin, _require_later
 from primus_images.cli.host.releases import _with_state
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import digest_of
-from primus_images.release import tags
+from primus_images.release import tags, verification
 from primus_images.release.artifact import Document, damage
 from primus_images.release.documents import IN_TOTO
 from primus_images.release.history import AMDS, Release
@@ -89,6 +89,25 @@ def moved(
     monkeypatch.setattr(tags, "verify_statements", verify)
     move_tag(cast(Repository, there), tag, "v26.11-cpu", Trust(key="key"))
     return there.images[tag]
+
+
+@pytest.mark.parametrize(
+    ("tag", "signed", "misleads"),
+    [
+        ("latest-mi300x", "v26.11-mi300x-preview", False),
+        ("latest-mi300x-preview", "v26.11-mi300x-preview", False),
+        ("latest-mi300x-preview", "v26.11-cpu", True),
+        ("latest-cpu", "v26.11-mi300x", True),
+        ("v26", "v26.11-cpu", False),
+        ("v26.11", "v26.11-cpu", False),
+        ("v26.1", "v26.11-cpu", True),
+        ("stable", "v26.11-cpu", False),
+    ],
+)
+def test_verify_lets_a_tag_name_what_tag_lets_it_name(
+    tag: str, signed: str, misleads: bool
+) -> None:
+    assert verification._misleads(tag, signed) is misleads
 
 
 @pytest.mark.parametrize("tag", ["latest-cpu", "stable", "new", "v26.11", "v26", "latest"])

@@ -44,7 +44,17 @@ def _backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     CALLS["fa4_backward"] += 1
-    results = _flash_attn_bwd(q, k, v, out, grad, lse, softmax_scale=scale, **_mask(window))
+    results = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        grad,
+        lse,
+        softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_mask(window),
+    )
     return results[0], results[1], results[2]
 
 
@@ -113,7 +123,15 @@ def flash_attention_2(
         seen = (window - 1, 0)
     else:
         seen = (-1, -1)
-    return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        causal=True,
+        window_size=seen,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 FLASH: Mapping[str, Callable[..., Tensor]] = {

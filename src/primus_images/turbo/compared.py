@@ -28,14 +28,16 @@ _TINY = 1e-300
 class Compared:
     """One tensor that a kernel computed, beside the same in float64 and by plain PyTorch.
 
-    All have the same shape. Without ``exact``, ``out`` must have the bits of ``plain``. ``floor``
-    is a relative error that is always allowed, for results with few numbers.
+    All have the same shape. Without ``exact``, ``out`` must have the bits of ``plain``, which is
+    that of ``beside``. ``floor`` is a relative error that is always allowed, for results with few
+    numbers.
     """
 
     label: str
     out: Tensor
     plain: Tensor
     exact: Tensor | None = None
+    beside: str = "plain PyTorch"
     floor: float = 0.0
     factor: float = SCALE
 
@@ -44,7 +46,7 @@ class Compared:
         if self.out.shape != self.plain.shape:
             return f"has shape {list(self.out.shape)}, not {list(self.plain.shape)}"
         if self.exact is None:
-            return _other_bytes(self.out, self.plain)
+            return self._other_bytes()
         out = _matrix(self.out)
         count = int((~torch.isfinite(out)).sum())
         if count:
@@ -52,6 +54,13 @@ class Compared:
         plain = _matrix(self.plain)
         exact = _matrix(self.exact)
         return self._distance(out, plain, exact) or self._scaling(out, plain, exact)
+
+    def _other_bytes(self) -> str:
+        bits = self.out.reshape(-1).view(torch.uint8)
+        count = int((bits != self.plain.reshape(-1).view(torch.uint8)).sum())
+        if count:
+            return f"has {count:,} other bytes than {self.beside}, of {bits.numel():,}"
+        return ""
 
     def _distance(self, out: Tensor, plain: Tensor, exact: Tensor) -> str:
         allowed = self.floor + float(torch.finfo(self.out.dtype).eps) / 16
@@ -68,14 +77,6 @@ class Compared:
         if abs(excess) > 2 * abs(accepted) + self.factor + self.floor:
             return f"is scaled by {1 + excess:.5f}"
         return ""
-
-
-def _other_bytes(out: Tensor, plain: Tensor) -> str:
-    bits = out.contiguous().view(torch.uint8)
-    count = int((bits != plain.contiguous().view(torch.uint8)).sum())
-    if count:
-        return f"has {count:,} other bytes than plain PyTorch, of {bits.numel():,}"
-    return ""
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -122,10 +123,11 @@ Rows = Iterator[Compared]
 
 
 class Maker:
-    """Random tensors on one device."""
+    """Random tensors on one device. ``deterministic``: kernels must repeat their bits."""
 
-    def __init__(self, device: str, seed: int) -> None:
+    def __init__(self, device: str, seed: int, *, deterministic: bool = False) -> None:
         self.device = device
+        self.deterministic = deterministic
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(
@@ -183,6 +185,33 @@ def three_ways(
         else:
             floor = _ALONE
         yield Compared(label=label, out=out, plain=plain, exact=exact, floor=floor, factor=factor)
+    if make.deterministic:
+        yield from _twice(labels, ways.ours, inputs, grads)
+
+
+def _twice(
+    labels: Sequence[str],
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> Rows:
+    """Compare the bits of two calls by deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    calls = []
+    try:
+        torch.use_deterministic_algorithms(True)
+        for _ in range(2):
+            leaves = leaves_of(inputs, None)
+            outputs = function(*leaves)
+            if not isinstance(outputs, tuple):
+                outputs = (outputs,)
+            calls.append(_with_gradients(outputs, leaves, grads))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for label, first, second in zip(labels, *calls, strict=True):
+        yield Compared(
+            label=f"{label}, computed twice,", out=second, plain=first, beside="the first time"
+        )
 
 
 def leaves_of(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:

@@ -257,7 +257,8 @@ def importable(name: str) -> bool:
 class Shapes:
     """Sizes of one rank. ``tokens`` is those of a micro batch of ``batch`` sequences; ``shards`` is
     the number of ranks that share a weight; ``rotated`` is the part of a head that gets rotary
-    positions; ``window`` 0: no window.
+    positions; ``window`` 0: no window. ``deterministic``: the run computes steps, or some of them,
+    by deterministic algorithms.
     """
 
     batch: int
@@ -277,10 +278,14 @@ class Shapes:
     top_k: int
     expert_ffn: int
     shards: int
+    deterministic: bool = False
 
 
-def shapes_of(recipe: Recipe) -> Shapes:
-    """Return the sizes of ``recipe``'s micro batch on one rank."""
+def shapes_of(recipe: Recipe, *, repeated: bool = False) -> Shapes:
+    """Return the sizes of ``recipe``'s micro batch on one rank.
+
+    ``repeated``: the run computes some steps twice, and compares all bits.
+    """
     model = recipe.architecture
     tensor_ranks = recipe.degree("tp")
     length = recipe.seq_len
@@ -313,6 +318,7 @@ def shapes_of(recipe: Recipe) -> Shapes:
         top_k=model.moe.top_k,
         expert_ffn=model.moe.ffn_size,
         shards=max(1, _shards(recipe)),
+        deterministic=recipe.deterministic or repeated,
     )
 
 

@@ -109,6 +109,7 @@ def _backward(
             cu_seqlens_k=bounds,
             max_seqlen_q=longest,
             max_seqlen_k=longest,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **_window(window),
         )
         return results[0], results[1], results[2]

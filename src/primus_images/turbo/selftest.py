@@ -537,7 +537,8 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
         torch.cuda.empty_cache()
         torch.full((2**30,), float("nan"), device=device)
     try:
-        for compared in TESTS[name](shapes, Maker(device, seed)):
+        maker = Maker(device, seed, deterministic=shapes.deterministic)
+        for compared in TESTS[name](shapes, maker):
             reason = compared.fault()
             if reason:
                 return f"{compared.label} {reason}"

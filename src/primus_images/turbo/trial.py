@@ -52,9 +52,11 @@ def decide(
     folder: Path,
     environment: Mapping[str, str],
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    repeated: bool = False,
 ) -> Trial:
     """Decide for ``recipe`` on this machine. ``folder`` keeps passed self-tests; ``environment`` is
-    that of the ranks.
+    that of the ranks. ``repeated``: the run computes some steps twice, and compares all bits.
 
     Optimizations that the recipe names, or that ``require`` demands, must be usable: raises
     HostError if a package is missing, and CheckFailed if a self-test fails. With several nodes, a
@@ -77,7 +79,7 @@ def decide(
     gpus = detect()
     if recipe.gpu == CPU or not gpus.names:
         return _without_gpu(installed, off, strict)
-    shapes = asdict(catalogue.shapes_of(recipe))
+    shapes = asdict(catalogue.shapes_of(recipe, repeated=repeated))
     key = _digest([shapes, gpus.driver, gpus.names[:1]])
     tester = _Tester(shapes, key, folder, environment, progress)
     faults = _tested(installed, tester)

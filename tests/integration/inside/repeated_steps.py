@@ -24,9 +24,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=True)
         self.repeated = Repeated([self.model], self.optimizer, 2)
         self.samples = torch.randn(3, 2, 5, 8)
+        self.deterministic: set[int] = set()
 
     def compute(self, step: int) -> Tensor:
         total = torch.zeros(())
+        if torch.are_deterministic_algorithms_enabled():
+            self.deterministic.add(step)
         for samples in self.samples[step - 1]:
             loss = self.model(samples).square().sum()
             loss.backward()
@@ -120,6 +123,8 @@ plain = Run()
 plain.repeated.due = lambda step: False  # type: ignore[method-assign]
 healthy = Run()
 assert healthy.train() == plain.train()
+assert healthy.deterministic == {2}
+assert not plain.deterministic
 assert all(map(torch.equal, healthy.model.parameters(), plain.model.parameters()))
 assert healthy.repeated.cost(1e9).startswith("1 step computed twice, with the same bits: ")
 print(json.dumps({"planted": planted, "named": named}))

@@ -3,6 +3,7 @@ random numbers.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,33 @@ def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
         pytest.skip("one of so few losses in place of another hardly changes their sum")
     with planted(place, KINDS[kind]):
         assert selftest.fault(place.optimization, SHAPES, device="cpu")
+
+
+def test_bits_that_change_between_calls_are_a_fault_where_steps_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rotate = selftest.attention.rotate
+    calls: list[bool] = []
+
+    def unsteady(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.are_deterministic_algorithms_enabled())
+        out = rotate(x, turn)
+        if len(calls) == 3:
+            with torch.no_grad():
+                out.view(-1)[5] = torch.nextafter(out.view(-1)[5], out.new_tensor(9.0))
+        return out
+
+    monkeypatch.setattr(selftest.attention, "rotate", unsteady)
+    repeated = replace(SHAPES, deterministic=True)
+    fault = selftest.fault("real-rope", repeated, device="cpu")
+    assert fault.startswith("rotated, computed twice, has 1 other bytes than the first time")
+    assert calls == [False, True, True]
+    assert not selftest.fault("real-rope", SHAPES, device="cpu")
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_healthy_kernels_repeat_their_bits(name: str) -> None:
+    assert selftest.fault(name, replace(SHAPES, deterministic=True), device="cpu") == ""
 
 
 @pytest.mark.parametrize("shift", (-1, 1))

@@ -322,8 +322,6 @@ def checked_recipe(
         _check_burn_in(recipe, options)
     if options.judge_every:
         _check_judge_every(recipe, options)
-        if not recipe.deterministic:
-            return request.with_words("deterministic=true").resolved(here=here, memory=memory)
     return recipe
 
 

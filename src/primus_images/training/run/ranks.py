@@ -227,6 +227,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     for name, folder in _VARIABLES["compiled"].items():
         variables[name] = str(compiled / folder)
     variables |= {**_VARIABLES["always"], "XDG_CACHE_HOME": str(cache)}
+    if job.recipe.deterministic or job.judge_every:
+        # cuBLAS reads it when its handle is created, also for single steps that are deterministic.
+        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tracking = {"MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri()}
     return {**_VARIABLES["usual"], **tracking, **variables}
 

@@ -32,14 +32,15 @@ class WrongResultError(RuntimeError):
 def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]) -> None:
     """Compute the gradients of one micro-batch of the models ``parts`` twice. All ranks.
 
-    The kernels of ``compute`` must be deterministic. Afterwards, there are no gradients, and
-    buffers and random states are as before. Raises WrongResultError on a rank whose gradients
+    Both times by deterministic algorithms. Afterwards, there are no gradients, and buffers and
+    random states are as before. Raises WrongResultError on a rank whose gradients
     differ in any bit.
     """
-    with _as_before(parts), _gradients(parts) as first:
-        compute()
-    with _as_before(parts), _gradients(parts) as second:
-        compute()
+    with _deterministic():
+        with _as_before(parts), _gradients(parts) as first:
+            compute()
+        with _as_before(parts), _gradients(parts) as second:
+            compute()
     if not first:
         raise RuntimeError(
             f"step {step}: no gradient of this rank was seen, so none could be compared"
@@ -60,11 +61,12 @@ _Sums = dict[str, Tensor]
 class Repeated:
     """Computes every ``every``-th step of the models ``parts`` twice, and compares all bits.
 
-    The gradients of a sampled step are computed twice, with the same random numbers. The update of
+    The gradients of a sampled step are computed twice, by deterministic algorithms and with the
+    same random numbers. The update of
     each weight is computed on a copy as well, so that no more memory is needed than for the copy of
     the largest weight and its moments. What the step starts from is compared with what the step
     before it left. The first step is never computed twice. All methods must be called on all ranks;
-    they raise WrongResultError on a rank whose GPU is wrong. The kernels must be deterministic.
+    they raise WrongResultError on a rank whose GPU is wrong.
     What is computed twice is ``off_the_clock`` of steps, a context that begins and ends when the
     GPU has computed what it was told.
     """
@@ -105,10 +107,11 @@ class Repeated:
 
         Afterwards, there are the gradients of one call.
         """
-        with _as_before(self._parts):
+        with _deterministic(), _as_before(self._parts):
             first = self._pass(compute)
         with self._timed():
-            second = self._pass(compute)
+            with _deterministic():
+                second = self._pass(compute)
             wrong = _different(first.own, second.own)
             if not wrong and not torch.equal(first.loss, second.loss):
                 wrong = ["the loss"]
@@ -262,6 +265,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     return bits_of(_local(tensor.detach())).sum(dtype=torch.int64)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Compute by deterministic algorithms, which other steps need not."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 @contextmanager

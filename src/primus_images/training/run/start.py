@@ -119,7 +119,13 @@ def _prepared(job: Job, folder: Path, progress: Callable[[str], None]) -> Job:
     try:
         backend_of(job.recipe).tokenize(job, tokens_folder(job), progress)
         environment = ranks.environment(job, os.environ)
-        trial = decide(job.recipe, shared or folder / "cache", environment, progress)
+        trial = decide(
+            job.recipe,
+            shared or folder / "cache",
+            environment,
+            progress,
+            repeated=job.judge_every > 0,
+        )
         job = replace(job, trial=trial)
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)

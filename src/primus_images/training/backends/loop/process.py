@@ -44,8 +44,6 @@ def start(job: RankJob) -> torch.device:
         use_cpu()
         dist.init_process_group("gloo", timeout=_PATIENCE)
     if job.training.deterministic:
-        # cuBLAS reads it when its handle is created, which has not happened yet.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(job.training.seed)

@@ -3,10 +3,10 @@
     python -m benchmarks.finetune OUT.json --model llama3.2-1b --variants trl trl-compile primus
 
 Each run is a process of its own, from the command to its end, and the variants alternate. A variant
-named trl is TRL as it comes; the words after it change one of its documented settings each:
-`plain` turns gradient checkpointing off, `compile` is torch_compile, `liger` its kernels, `flash4`
-Flash Attention 4. The weights are random and made by this program, as are the chats, because speed
-depends on neither. A ratio is that of the medians over the runs.
+named trl is TRL as it comes; the words after it change one of its documented settings each: `plain`
+turns gradient checkpointing off, `compile` is torch_compile, `liger` its kernels, `flash4` Flash
+Attention 4. On several GPUs, TRL shards by FSDP2. The weights are random and made by this program,
+as are the chats, because speed depends on neither. A ratio is that of the medians over the runs.
 """
 
 import argparse
@@ -95,6 +95,18 @@ SPECIAL = (
 )
 LORA_RANK = 16
 LORA_ALPHA = 32
+# Options that the process of TRL gets as well.
+TRL_OPTIONS = (
+    "model",
+    "layers",
+    "mode",
+    "sequences",
+    "micro",
+    "ranks",
+    "length",
+    "chats",
+    "steps",
+)
 # The first steps compile and warm up.
 WARMUP_STEPS = 8
 
@@ -110,6 +122,7 @@ def main() -> int:
     parser.add_argument("--primus", default="", help="more words of the command `primus finetune`")
     parser.add_argument("--sequences", type=int, default=8, help="packed sequences a step")
     parser.add_argument("--micro", type=int, default=8, help="packed sequences a pass of TRL")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a packed sequence")
     parser.add_argument("--chats", type=int, default=6000)
     parser.add_argument("--steps", type=int, default=40)
@@ -250,8 +263,11 @@ def run_variant(
     if variant.startswith("primus"):
         command = primus_command(variant, options, weights, chats, output)
     else:
-        command = [sys.executable, "-m", "benchmarks.finetune", str(options.out), "--trl", variant]
-        for word in ("model", "layers", "mode", "sequences", "micro", "length", "chats", "steps"):
+        command = [sys.executable]
+        if options.ranks > 1:
+            command += ["-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
+        command += ["-m", "benchmarks.finetune", str(options.out), "--trl", variant]
+        for word in TRL_OPTIONS:
             value = getattr(options, word)
             if value is not None:
                 command += [f"--{word}", str(value)]
@@ -267,7 +283,7 @@ def run_variant(
             if first_step is None and has_content(output / "metrics.jsonl"):
                 first_step = time.time() - began
             if time.time() - began > options.limit:
-                process.kill()
+                process.terminate()
             time.sleep(0.05)
     code = process.returncode
     row: dict[str, Any] = {
@@ -308,6 +324,8 @@ def primus_command(
         f"seq_len={options.length}",
         "finetune.save_weights=false",
         "--no-preflight",
+        "--ranks",
+        str(options.ranks),
         "--output",
         str(output),
         "--compile-cache",
@@ -349,8 +367,9 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             torch.cuda.synchronize()
             ends.append(time.time())
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "metrics.jsonl").write_text(json.dumps(ends))
+            if int(os.environ.get("RANK", "0")) == 0:
+                output.mkdir(parents=True, exist_ok=True)
+                (output / "metrics.jsonl").write_text(json.dumps(ends))
 
     settings: dict[str, Any] = {}
     if "plain" in words:
@@ -359,6 +378,10 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
         settings["torch_compile"] = True
     if "liger" in words:
         settings["use_liger_kernel"] = True
+    if options.ranks > 1:
+        settings["fsdp"] = "full_shard auto_wrap"
+        layers = ["LlamaDecoderLayer"]
+        settings["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": layers}
     model_settings: dict[str, Any] = {}
     if "flash4" in words:
         model_settings["attn_implementation"] = "flash_attention_4"
@@ -378,7 +401,7 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
         output_dir=str(output),
         max_steps=options.steps,
         per_device_train_batch_size=options.micro,
-        gradient_accumulation_steps=options.sequences // options.micro,
+        gradient_accumulation_steps=options.sequences // (options.micro * options.ranks),
         max_length=options.length,
         # primus trains the answers of chats alone.
         assistant_only_loss=True,
@@ -399,6 +422,8 @@ def run_trl(options: argparse.Namespace, weights: Path, chats: Path) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
+    if int(os.environ.get("RANK", "0")):
+        return
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     peak = torch.cuda.max_memory_reserved() / 2**30
     output.mkdir(parents=True, exist_ok=True)

@@ -258,7 +258,7 @@ def unlisted(expression: str) -> bool:
     words = [name for name in names if name not in ("AND", "OR", "WITH", "NOASSERTION")]
     for name in words:
         bare = name.removeprefix("LicenseRef-").lower()
-        if bare == name.lower() or bare.startswith(("public-domain", "pd")):
+        if bare == name.lower() or re.match(r"(public-domain|pd)(?![a-z])", bare):
             return False
     return True
 

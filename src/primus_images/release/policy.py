@@ -12,7 +12,7 @@ from primus_images.errors import CheckFailed, InputError, nearest
 from primus_images.gates.rules import gates
 from primus_images.release.artifact import Document
 from primus_images.release.documents import GATES, IN_TOTO, SPDX, VALIDATION
-from primus_images.release.licences import licence_names, unlisted
+from primus_images.release.licences import licence_names, listed_name, unlisted
 from primus_images.release.vulnerabilities import audit, load_accepted
 from primus_images.schema import build
 from primus_images.terminal import some
@@ -62,8 +62,10 @@ def load(path: Path) -> Policy:
     licences = set(licence_names().values())
     for index, name in enumerate(policy.refused_licences):
         if name not in licences and not name.startswith("LicenseRef-"):
+            now = listed_name(name)
+            near = f"; its name is {now}" if now else nearest(name, licences)
             raise InputError(
-                f"SPDX's list has no licence {name!r}{nearest(name, licences)}",
+                f"SPDX's list has no licence {name!r}{near}",
                 where=document.where(("refused_licences", index)),
                 hint="its name there, such as GPL-3.0-only",
             )
@@ -252,6 +254,10 @@ def unmet(record: Record, policy: Policy) -> Iterator[str]:
     if rates is None:
         yield f"the validation of {name} says nothing about its suite's own faults"
         return
+    if policy.found > 0 and not rates.faults:
+        yield "the suite was tried with no fault, so the share that it finds is unknown"
+    if policy.alarms < 1 and not rates.healthy:
+        yield "the suite was tried with no healthy run, so the share that it refuses is unknown"
     if rates.named < policy.found * rates.faults:
         share = f"{rates.named} of {rates.faults}"
         yield f"the suite finds {share} faults, less than {policy.found:.1%}"
@@ -282,7 +288,11 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
     """
     reasons = []
     today = date.today()
-    for bill in _contents(documents, SPDX):
+    bills = list(_contents(documents, SPDX))
+    about_packages = policy.refused_licences or policy.osv or policy.unknown_licences is not None
+    if about_packages and not bills:
+        reasons.append("it has no bill of materials, so licences and vulnerabilities are unknown")
+    for bill in bills:
         for package in bill["packages"]:
             for licence in _refused(package["licenseDeclared"], policy.refused_licences):
                 reasons.append(f"{package['name']} {package['versionInfo']} is under {licence}")
@@ -304,8 +314,24 @@ def licence_line(documents: Sequence[Document]) -> str:
     for bill in _contents(documents, SPDX):
         names, total = unknown_licences(bill)
         line = f"licences: {len(names)} of {total} unknown"
-        return f"{line} ({some(names, 5)})" if names else line
+        if names:
+            line += f" ({some(names, 5)})"
+        in_part = _known_in_part(bill)
+        if in_part:
+            line += f"; {len(in_part)} known in part ({some(in_part, 5)})"
+        return line
     return ""
+
+
+def _known_in_part(bill: Mapping[str, Any]) -> list[str]:
+    """Return the packages of an SPDX document with a licence of SPDX's list and another one."""
+    names = []
+    for package in bill["packages"]:
+        licence = package["licenseDeclared"]
+        others = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", licence)
+        if not unlisted(licence) and any(map(unlisted, others)):
+            names.append(package["name"])
+    return names
 
 
 def unknown_licences(bill: Mapping[str, Any]) -> tuple[list[str], int]:

@@ -143,6 +143,16 @@ RATES = Rates(faults=100, named=99, healthy=100, refused=1)
             ["the validation of one says nothing about its suite's own faults"],
         ),
         (Policy(), None, []),
+        (
+            Policy(found=0.5),
+            Rates(faults=0, named=0, healthy=100, refused=1),
+            ["the suite was tried with no fault, so the share that it finds is unknown"],
+        ),
+        (
+            Policy(alarms=0.5),
+            Rates(faults=100, named=99, healthy=0, refused=0),
+            ["the suite was tried with no healthy run, so the share that it refuses is unknown"],
+        ),
     ],
 )
 def test_the_suite_itself_must_be_good_enough(

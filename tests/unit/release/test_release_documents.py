@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from primus_images.release.policy import (
     Policy,
     forbidden_in,
     licence_line,
+    load as load_policy,
     unknown_licences,
 )
 from primus_images.release.records import records_of
@@ -314,6 +316,8 @@ def bill_of(*declared: str) -> dict[str, Any]:
         ("LicenseRef-public-domain-49d9777d", False),
         ("GPL-2.0-only AND LicenseRef-x-49d9777d", False),
         ("LicenseRef-x-1 OR LicenseRef-y-2", True),
+        ("LicenseRef-PD-debian-1", False),
+        ("LicenseRef-pdfium-1", True),
         ("", True),
     ],
 )
@@ -331,6 +335,32 @@ def test_a_policy_can_refuse_what_it_cannot_judge(most: int | None, refused: boo
     if refused:
         assert "the licences of 2 packages are unknown" in reasons[0]
     assert licence_line(documents) == "licences: 2 of 3 unknown (p0, p1)"
+
+
+def test_what_is_known_in_part_is_counted_beside() -> None:
+    data = json.dumps(bill_of("MIT AND LicenseRef-BSD-1", "MIT")).encode()
+    documents = [Document(media_type=SPDX, name="sbom.spdx.json", data=data)]
+    assert licence_line(documents) == "licences: 0 of 2 unknown; 1 known in part (p0)"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(refused_licences=("MIT",)), Policy(unknown_licences=9), Policy(osv="none.json")],
+)
+def test_a_policy_about_packages_needs_a_bill_of_materials(policy: Policy) -> None:
+    (reason,) = forbidden_in([], policy)
+    assert reason == "it has no bill of materials, so licences and vulnerabilities are unknown"
+    assert forbidden_in([], Policy()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "spdx"), [("GPL-3.0", "GPL-3.0-only"), ("GPLv3+", "GPL-3.0-or-later")]
+)
+def test_a_policy_hears_the_name_that_spdx_has_now(tmp_path: Path, name: str, spdx: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"refused_licences: [{name}]\n")
+    with pytest.raises(InputError, match=f"has no licence '{re.escape(name)}'; its name is {spdx}"):
+        load_policy(path)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
-# A tag without a target, such as v26.12, which stands for a release.
-RELEASE = r"v[0-9]+(?:[.][0-9]+)*"
+# The release in the name of a tag, such as stable-v26.12.
+_RELEASE_IN_TAG = re.compile(r"(?:^|[-_.])v([0-9]+(?:[.][0-9]+)+)", re.I)
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
 _REQUEST = "request.json"
@@ -53,10 +53,20 @@ def target_of(name: str) -> str:
     return name.removesuffix("-preview").partition("-")[2]
 
 
+def target_of_latest(tag: str) -> str:
+    """Return the target for which a tag such as latest-cpu stands; empty for other tags."""
+    return target_of(tag) if tag.lower().startswith("latest-") else ""
+
+
 def names_another_release(tag: str, release: str) -> bool:
-    """Whether a tag is the name of a release, and neither of ``release`` nor the short one."""
-    is_release = re.fullmatch(RELEASE, tag) is not None
-    return is_release and tag != release and not release.startswith(f"{tag}.")
+    """Whether a tag has the name of a release, and neither of ``release`` nor the short one."""
+    if re.fullmatch("v?[0-9.]+", tag, re.I):
+        named = tag.strip("vV.")
+    else:
+        part = _RELEASE_IN_TAG.search(tag)
+        named = part[1] if part else ""
+    ours = release.removeprefix("v")
+    return named not in ("", ours) and not ours.startswith(f"{named}.")
 
 
 def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dict[str, Any]]:

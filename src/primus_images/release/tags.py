@@ -18,6 +18,7 @@ from primus_images.release.statement import (
     bundles,
     names_another_release,
     target_of,
+    target_of_latest,
 )
 from primus_images.release.verification import Verified, verify_statements
 from primus_images.release.withdrawal import Withdrawal
@@ -35,7 +36,10 @@ def move_tag(there: Repository, tag: str, release: str, trust: Trust) -> tuple[s
     if ANNOUNCED not in release:
         manifest = there.manifest(release)
     if manifest is None:
-        others = [other for other in there.tags("v") if ANNOUNCED not in other]
+        others = []
+        for other in there.tags("v"):
+            if re.fullmatch(RELEASE_TAG, other) and ANNOUNCED not in other:
+                others.append(other)
         raise InputError(
             f"{there.name} has no {release}; its releases: {', '.join(others) or 'none'}",
             hint="primus publish publishes one",
@@ -119,9 +123,11 @@ def require_moving(tag: str, release: str) -> None:
             hint="move one such as latest-cpu",
         )
     require_tag(tag, "TAG")
-    require_tag(release.removeprefix("sha256:"), "RELEASE")
-    is_release = re.fullmatch(RELEASE_TAG, release) and _target_of(tag) == _target_of(release)
-    if tag.startswith("latest-") and not is_release:
+    if re.fullmatch("sha256:[0-9a-f]{64}", release) is None:
+        require_tag(release, "RELEASE")
+    target = target_of_latest(tag)
+    is_release = re.fullmatch(RELEASE_TAG, release) and target == _target_of(release)
+    if target and not is_release:
         raise InputError(
             f"{release} is not the name of a release of the target of {tag}",
             hint="name one, like v26.11-cpu for latest-cpu; a tag that does not begin with "
@@ -148,10 +154,8 @@ def _require_same_target(
     there: Repository, tag: str, before: str | None, verified: Verified
 ) -> None:
     """Raise CheckFailed if the tag stands for another target or release than the image."""
-    target = ""
-    if tag.startswith("latest-"):
-        target = _target_of(tag)
-    elif before:
+    target = target_of_latest(tag)
+    if before and not target:
         target = _target_in(there, before)
     if target and target != verified.target:
         raise CheckFailed(

@@ -55,6 +55,7 @@ from primus_images.release.statement import (
     payload,
     statements,
     target_of,
+    target_of_latest,
 )
 from primus_images.release.withdrawal import withdrawal_text
 from primus_images.sandbox.container import LayerRef
@@ -220,8 +221,8 @@ def _signed_tag(tag: str | None, signatures: "_Signatures", faults: list[str]) -
 
 def _misleads(tag: str, signed: str) -> bool:
     """Whether a moving tag stands for another target or release than the image's own name."""
-    if tag.startswith("latest-"):
-        return target_of(tag) != target_of(signed)
+    if target_of_latest(tag) not in ("", target_of(signed)):
+        return True
     return names_another_release(tag, signed.partition("-")[0])
 
 

@@ -102,6 +102,15 @@ def moved(
         ("v26.11", "v26.11-cpu", False),
         ("v26.1", "v26.11-cpu", True),
         ("stable", "v26.11-cpu", False),
+        ("LATEST-cpu", "v26.11-mi300x", True),
+        ("V26.12", "v26.11-cpu", True),
+        ("26.12", "v26.11-cpu", True),
+        ("v26.12.", "v26.11-cpu", True),
+        ("v26.12_cpu", "v26.11-cpu", True),
+        ("release-v26.12", "v26.11-cpu", True),
+        ("release-v26.11", "v26.11-cpu", False),
+        ("rocm7.2.1-py3.12", "v26.11-cpu", False),
+        ("cpu-v2", "v26.11-cpu", False),
     ],
 )
 def test_verify_lets_a_tag_name_what_tag_lets_it_name(
@@ -132,6 +141,8 @@ def test_a_tag_whose_image_says_nothing_may_move(monkeypatch: pytest.MonkeyPatch
         ("v26.1", {}, "cpu", "another release"),
         ("v26.11.1", {}, "cpu", "another release"),
         ("v27", {}, "cpu", "another release"),
+        ("stable_v26.12", {}, "cpu", "another release"),
+        ("Latest-cpu", {"target": "h200"}, "cpu", "stands for target cpu, .* is of h200"),
     ],
 )
 def test_a_tag_does_not_move_without_evidence(
@@ -293,6 +304,9 @@ def test_support_in_words(until: str | None, day: str, text: str) -> None:
         ("sha256-0", "v26.11-cpu"),
         ("latest-h200", "v26.11-cpu"),
         ("latest-cpu", "stable"),
+        ("stable", "sha256:abc"),
+        ("stable", f"sha256:{'A' * 64}"),
+        ("Latest-cpu", "v26.11-h200"),
     ],
 )
 def test_some_names_never_move(tag: str, release: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 import zstandard
 
+import gits
 from amd_channel import registry, restore
 from host_tools import needs
 from primus_images.engine.pipeline import Options, build
@@ -986,6 +987,28 @@ def test_what_others_attach_is_not_judged(world: World, tmp_path: Path, number: 
     assert world.verify().faults == []
     kit = make_project(tmp_path / "project")
     assert kit.primus("diff", f"{world.name}:{TAG}", "versions.yaml").code == 0
+
+
+ABOUT_ANOTHER: dict[str, Change] = {
+    "validation-": put("image", "content", value=f"sha256:{'e' * 64}"),
+    "gates.json": put("digest", value=f"sha256:{'e' * 64}"),
+    "sbom.spdx.json": put("packages", 0, "checksums", 0, "checksumValue", value="e" * 64),
+}
+
+
+@pytest.mark.parametrize("name", ABOUT_ANOTHER)
+def test_diff_takes_no_evidence_of_another_image(world: World, tmp_path: Path, name: str) -> None:
+    kit = make_project(tmp_path / "project")
+    words = ("diff", "v26.11", f"{world.name}:{TAG}", "--json")
+    gits.commit(kit.root, {})
+    kit.edit("versions.yaml", "release: v26.11", "release: v26.12")
+    world.relist(lambda those: [d for d in those if not d.name.startswith(name)])
+    without = kit.primus(*words)
+    change = ABOUT_ANOTHER[name]
+    world.relist(lambda those: [edited(d, change) if is_about(d, name) else d for d in those])
+    shown = kit.primus(*words)
+    assert (shown.code, shown.out) == (0, without.out), shown.err
+    assert re.search(f"! {name}.* is about another image, and is left out", shown.err)
 
 
 def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:

@@ -42,7 +42,7 @@ from primus_images.release.registry import Repository
 from primus_images.release.statement import BUNDLE, payload
 from primus_images.release.withdrawal import withdrawal_text, withdrawals
 from primus_images.sandbox.container import LayerRef
-from primus_images.terminal import bytes_text
+from primus_images.terminal import bytes_text, say
 from primus_images.training.judge.record import Record
 from primus_images.versions.lock import Lock, LockedFile, loads
 from primus_images.yamlfile import flat, parse, read
@@ -403,6 +403,9 @@ def _of_registry(name: str, tag: str) -> Side:
                 words = payload(document.data)
                 if words["predicateType"] == WITHDRAWAL:
                     withdrawn.append(words["predicate"])
+            if _described(document) not in ("", digest, manifest["config"]["digest"]):
+                say(f"! {document.name} of {name}@{digest} is about another image, and is left out")
+                continue
             parts |= _part_of_document(document)
             if document.media_type == VALIDATION:
                 records.append(Record.of(json.loads(document.data)))
@@ -424,6 +427,21 @@ def _of_registry(name: str, tag: str) -> Side:
         withdrawn=sentence,
         records=records,
     )
+
+
+def _described(document: Document) -> str:
+    """Return the digest of the image, or of its config, that a document is about.
+
+    Empty for a document that names none.
+    """
+    if document.media_type == GATES:
+        return str(json.loads(document.data)["digest"])
+    if document.media_type == VALIDATION:
+        return str(json.loads(document.data)["image"]["content"])
+    if document.media_type == SPDX:
+        whole = json.loads(document.data)["packages"][0]
+        return f"sha256:{whole['checksums'][0]['checksumValue']}"
+    return ""
 
 
 def _part_of_document(document: Document) -> dict[str, Part]:

@@ -1100,6 +1100,51 @@ def test_a_withdrawn_image_says_so_first(
     assert kit.primus("withdraw", TAG, *words[:4], "--reason", " ").code == 2
 
 
+NEXT = "v26.11.1-demo"
+
+
+def mended(world: World, folder: Path, key: str = "ours") -> None:
+    """Publish the patch of the image."""
+    kit = make_project(folder)
+    kit.edit("versions.yaml", "release: v26.11", "release: v26.11.1")
+    ready, store = small_image(kit)
+    signer = Signer(key=world.key(key))
+    publish(replace(ready, tag=NEXT), store, world.name, Progress(), signing=signer)
+
+
+def test_a_successor_must_verify(world: World, tmp_path: Path) -> None:
+    kit = Kit(tmp_path)
+    words = ("withdraw", TAG, "--to", world.name, "--key", world.key("ours"), "--reason", "wrong")
+    absent = kit.primus(*words, "--successor", NEXT)
+    assert (absent.code, f"has no image {NEXT}" in absent.err) == (2, True)
+    mended(world, tmp_path / "theirs", "others")
+    refused = kit.primus(*words, "--successor", NEXT)
+    assert refused.code == 1, refused.out
+    assert f"--successor {NEXT} does not verify: " in refused.err
+    assert not world.verify().withdrawn
+    mended(world, tmp_path / "ours")
+    done = kit.primus(*words, "--successor", NEXT)
+    assert done.code == 0, done.err
+    assert world.verify().withdrawn.endswith(f": wrong; use {NEXT} instead")
+
+
+def test_verify_says_what_is_wrong_with_the_successor(world: World, tmp_path: Path) -> None:
+    withdrawing({"reason": "wrong", "date": "2026-12-01", "successor": NEXT})(world)
+    use = f"withdrawn on 2026-12-01: wrong; use {NEXT} instead"
+    assert (
+        world.verify().withdrawn
+        == f"{use}, which does not verify: {world.name} has no image {NEXT}"
+    )
+    mended(world, tmp_path / "ours")
+    assert world.verify().withdrawn == use
+    kit = Kit(tmp_path)
+    again = ("withdraw", NEXT, "--to", world.name, "--key", world.key("ours"), "--reason", "worse")
+    assert kit.primus(*again).code == 0
+    assert re.search(
+        f"{use}, which does not verify: withdrawn on .*: worse", world.verify().withdrawn
+    )
+
+
 EDITS: dict[str, Change] = {
     "more ranks": put("statements", -1, "predicate", "primus", "recipe", "ranks", value=4),
     "passed": put("statements", -1, "predicate", "result", value="FAILED"),

@@ -159,6 +159,17 @@ class Signer(NamedTuple):
         if self.key:
             self._accept(cosign("public-key", "--key", self.key))
 
+    def own_trust(self, folder: Path) -> "Trust | None":
+        """Return the trust in this key alone, whose public part is written to ``folder``.
+
+        None without a key: who the signing identity is, only its provider knows.
+        """
+        if not self.key:
+            return None
+        path = folder / "cosign.pub"
+        self._accept(cosign("public-key", "--key", self.key, "--outfile", str(path)))
+        return Trust(key=str(path))
+
     def _accept(self, problem: str) -> None:
         if not problem:
             return

@@ -2,6 +2,8 @@
 
 import json
 import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from primus_images.errors import CheckFailed, InputError
@@ -20,7 +22,11 @@ from primus_images.release.statement import (
     target_of,
     target_of_latest,
 )
-from primus_images.release.verification import Verified, verify_statements
+from primus_images.release.verification import (
+    Verified,
+    problem_of_successor,
+    verify_statements,
+)
 from primus_images.release.withdrawal import Withdrawal
 
 
@@ -99,6 +105,18 @@ def _require_successor(there: Repository, successor: str, release: str, digest: 
         raise InputError(
             f"--successor {successor} is the same image as {release}",
             hint="publish the mended release first",
+        )
+
+
+def require_good_successor(there: Repository, successor: str, signer: Signer) -> None:
+    """Raise CheckFailed unless the successor's statements verify with the key that withdraws."""
+    with TemporaryDirectory(prefix="primus-key-") as folder:
+        trust = signer.own_trust(Path(folder))
+        problem = problem_of_successor(there, successor, trust) if trust else ""
+    if problem:
+        raise CheckFailed(
+            f"--successor {successor} does not verify: {problem}",
+            hint="publish it with this key, which signs it, or leave out --successor",
         )
 
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from packageurl import PackageURL
 
-from primus_images.errors import CheckFailed, HostError
+from primus_images.errors import CheckFailed, HostError, PrimusError
 from primus_images.gates.contents import Stated, stated_in, states_versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.gpus.detect import detect
@@ -40,7 +40,7 @@ from primus_images.release.documents import (
 from primus_images.release.hardware import NO_GPU
 from primus_images.release.licences import Licences, unlisted
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus_images.release.reference import reference
+from primus_images.release.reference import reference, require_tag
 from primus_images.release.registry import Repository
 from primus_images.release.statement import (
     BILLS,
@@ -57,7 +57,7 @@ from primus_images.release.statement import (
     target_of,
     target_of_latest,
 )
-from primus_images.release.withdrawal import withdrawal_text
+from primus_images.release.withdrawal import latest_withdrawal
 from primus_images.sandbox.container import LayerRef
 from primus_images.system.support import support_text
 from primus_images.terminal import counted, some
@@ -73,7 +73,8 @@ class Verified:
 
     ``faults`` name tampering, ``void`` statements that hold elsewhere, ``lacking`` what the policy
     needs. ``validations`` are the signed test results. ``withdrawn`` says that the image was
-    withdrawn, and why; empty if it was not. ``target`` and ``release`` are those of its provenance.
+    withdrawn, and why; empty if it was not. ``successor`` is the tag to use instead. ``target`` and
+    ``release`` are those of its provenance.
     """
 
     digest: str = ""
@@ -81,6 +82,7 @@ class Verified:
     target: str = ""
     release: str = ""
     withdrawn: str = ""
+    successor: str = ""
     supported_until: str | None = None
     faults: list[str] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
@@ -110,6 +112,10 @@ def verify_image(
     repository, tag, digest = reference(name, "--image")
     wanted = _Wanted(Repository.to_read(repository), tag, digest)
     result, image = _verified(wanted, trust, say)
+    if result.successor:
+        problem = problem_of_successor(wanted.there, result.successor, trust)
+        if problem:
+            result.withdrawn += f", which does not verify: {problem}"
     if policy and not result.faults:
         try:
             result.lacking += _unmet(image, policy, preview=result.tag.endswith("-preview"))
@@ -126,6 +132,18 @@ def verify_statements(there: Repository, word: str, trust: Trust) -> Verified:
         wanted = _Wanted(there, tag="", digest=word)
     result, _ = _verified(wanted, trust, None)
     return result
+
+
+def problem_of_successor(there: Repository, tag: str, trust: Trust) -> str:
+    """Return why nobody should use the successor of a withdrawn image; empty if it verifies."""
+    try:
+        require_tag(tag, "the successor")
+        successor = verify_statements(there, tag, trust)
+    except PrimusError as error:
+        return error.message
+    if successor.faults:
+        return successor.faults[0]
+    return successor.withdrawn
 
 
 class _Wanted(NamedTuple):
@@ -176,7 +194,10 @@ def _judge_signatures(
     result.faults += _signature_faults(documents, signatures, result)
     if signatures.statements:
         result.tag = _signed_tag(tag, signatures, result.faults)
-        result.withdrawn = withdrawal_text(signatures.predicates(WITHDRAWAL))
+        withdrawal = latest_withdrawal(signatures.predicates(WITHDRAWAL))
+        if withdrawal:
+            result.withdrawn = withdrawal.sentence
+            result.successor = withdrawal.successor or ""
 
 
 def _document_faults(image: "_Image") -> Iterator[str]:

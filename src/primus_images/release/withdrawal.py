@@ -46,8 +46,14 @@ class Withdrawal:
 
 
 def withdrawal_text(predicates: Sequence[Any]) -> str:
-    """Return what signed statements say of a withdrawal; empty without one. The latest counts."""
-    sentences = []
+    """Return what signed statements say of a withdrawal; empty without one."""
+    withdrawal = latest_withdrawal(predicates)
+    return withdrawal.sentence if withdrawal else ""
+
+
+def latest_withdrawal(predicates: Sequence[Any]) -> Withdrawal | None:
+    """Return the latest of the withdrawals in signed statements; None without one."""
+    stated = []
     for predicate in predicates:
         words = predicate if isinstance(predicate, dict) else {}
         withdrawal = Withdrawal(
@@ -55,8 +61,8 @@ def withdrawal_text(predicates: Sequence[Any]) -> str:
             date=str(words.get("date") or "an unknown day"),
             successor=str(words["successor"]) if words.get("successor") else None,
         )
-        sentences.append((withdrawal.date, withdrawal.sentence))
-    return max(sentences)[1] if sentences else ""
+        stated.append(withdrawal)
+    return max(stated, key=lambda one: (one.date, one.sentence), default=None)
 
 
 def withdrawals(root: Path) -> dict[str, Withdrawal]:

@@ -11,7 +11,7 @@ from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.release.registry import Repository
-from primus_images.release.tags import withdraw as attach, withdrawable
+from primus_images.release.tags import require_good_successor, withdraw as attach, withdrawable
 from primus_images.release.withdrawal import Withdrawal, remember, withdrawals
 
 
@@ -47,6 +47,8 @@ def withdraw(options: WithdrawOptions) -> int:
         withdrawals(root)  # a damaged file is refused before anything is signed
     there = Repository(options.to)
     image = withdrawable(there, options.release, options.successor)
+    if options.successor:
+        require_good_successor(there, options.successor, signer)
     withdrawal = Withdrawal(
         reason=" ".join(options.reason.split()),
         date=datetime.now(tz=UTC).date().isoformat(),

@@ -1,18 +1,18 @@
 """A resolved recipe: one flat table of settings, each with its origin."""
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from primus_images.errors import InputError
 from primus_images.files import below
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.contents import content_of
+from primus_images.recipes.digest import digest_of_recipe
 from primus_images.recipes.indexed import TOKENS, is_index, named, tokens_of
 from primus_images.recipes.load import beside
 from primus_images.recipes.mixture import is_mixture, parts_of
@@ -219,28 +219,3 @@ def _digest(root: Path, without: Sequence[str]) -> str:
         if file.suffix not in without:
             hasher.update(f"{name} {content_of(file)}\n".encode())
     return hasher.hexdigest()
-
-
-def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
-    """Return the digest of a recipe by its resolved values and the digests of its assets."""
-    return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()
-
-
-def misstated(about: Mapping[str, Any]) -> str:
-    """Return what a record says wrongly of its recipe; "" if nothing is wrong.
-
-    The recipe's name and choices are among the settings that it hashes. Raises what damaged JSON
-    raises.
-    """
-    settings = about["settings"]
-    digest = about["sha256"]
-    if "assets" in about and digest != digest_of_recipe(settings, about["assets"]):
-        return f"its settings are not those of recipe {digest[:12]}"
-    for key in ("name", "backend", "mode", "precision", "gpu"):
-        # A recipe given by path is called by it.
-        by_path = key == "name" and "/" in about["name"]
-        if about[key] != settings[key] and not by_path:
-            return (
-                f"it is of another recipe: its {key} is {settings[key]}, and it says {about[key]}"
-            )
-    return ""

@@ -10,7 +10,7 @@ from primus_images.release import golden
 from primus_images.release.history import Release, newest_first
 from primus_images.release.sides import Side
 from primus_images.terminal import PLAIN, Screen, Styled, counted
-from primus_images.training.judge.record import Record
+from primus_images.training.judge.record import NO_GPU, Record
 
 # The rows of the published tables, in their order. Components that only some releases list follow,
 # sorted by name.
@@ -153,7 +153,7 @@ def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
 
 def _validation_row(record: Record) -> tuple[str, ...]:
     recipe = record.recipe
-    where = "CPU" if record.gpu == "none" else record.gpu
+    where = "CPU" if record.gpu == NO_GPU else record.gpu
     passed = len(record.verdicts) - len(record.failed)
     losses = [step.get("loss") for step in record.jobs[0].steps] if record.jobs else []
     curve = NONE

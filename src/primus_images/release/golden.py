@@ -15,7 +15,7 @@ from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.schema import build_typed, read_json
 from primus_images.training.judge.checks import Verdict, relative_gap
-from primus_images.training.judge.record import Record
+from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.versions.lock import LockedFile
 
 FOLDER = "benchmarks/golden"
@@ -114,7 +114,7 @@ def of_pins(root: Path, release: str, files: Iterable[LockedFile]) -> Curves | N
 def name_of(record: Record) -> str | None:
     """Return the name of the curve in a record; None unless it is of FP32 on a CPU."""
     recipe = record.recipe
-    if (recipe.precision, recipe.gpu, record.gpu) != ("fp32", "cpu", "none"):
+    if (recipe.precision, recipe.gpu, record.gpu) != ("fp32", "cpu", NO_GPU):
         return None
     return f"{recipe.name}-{recipe.backend}-{recipe.mode}"
 

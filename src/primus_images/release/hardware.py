@@ -10,9 +10,8 @@ from primus_images.gpus.table import Generation, by_product_name
 from primus_images.recipes.recipe import Recipe
 from primus_images.sandbox.container import Devices, gpus
 from primus_images.training.judge.checks import Verdict
+from primus_images.training.judge.record import NO_GPU
 from primus_images.training.run.outcome import Outcome
-
-NO_GPU = "none"
 
 
 class Hardware(NamedTuple):

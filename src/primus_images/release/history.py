@@ -16,7 +16,7 @@ from packaging.version import Version
 from primus_images.errors import InputError, did_you_mean
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.schema import build
-from primus_images.system.preflight import amdgpu_drivers
+from primus_images.system.drivers import amdgpu_drivers
 from primus_images.versions.components import Versions
 from primus_images.yamlfile import read
 

@@ -16,7 +16,7 @@ from primus_images.release.licences import licence_names, listed_name, unlisted
 from primus_images.release.vulnerabilities import audit, load_accepted
 from primus_images.schema import build
 from primus_images.terminal import some
-from primus_images.training.judge.record import Record
+from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.yamlfile import Document as YamlDocument, read
 
 # Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
@@ -209,7 +209,7 @@ def _failure(record: Record) -> str:
 
     It would be published and signed as well, and nobody who verifies the image accepts it.
     """
-    where = "the CPU" if record.gpu == "none" else record.gpu
+    where = "the CPU" if record.gpu == NO_GPU else record.gpu
     names = [verdict.name for verdict in record.failed]
     what = some(names, 3) or "not all of its jobs ran"
     recipe = record.recipe
@@ -245,7 +245,7 @@ def _not_loaded(evidence: Evidence, records: Sequence[Record], where: str) -> It
 def unmet(record: Record, policy: Policy) -> Iterator[str]:
     """Yield what the validation lacks of the policy's rules for machines and for the suite."""
     name = record.recipe.name
-    if record.gpu != "none":
+    if record.gpu != NO_GPU:
         yield from _unmet_version(name, "driver", policy.driver, record.machine.driver)
         yield from _unmet_version(name, "firmware", policy.firmware, record.machine.firmware)
     if policy.found <= 0 and policy.alarms >= 1:

@@ -19,12 +19,11 @@ from primus_images.progress import Progress
 from primus_images.release.artifact import Document
 from primus_images.release.documents import VALIDATION, documents
 from primus_images.release.git import checkout
-from primus_images.release.hardware import NO_GPU
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.records import records_of
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Request, Signer, bundles, statements
-from primus_images.training.judge.record import Record
+from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.versions.remotes import skopeo
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from primus_images.errors import InputError
-from primus_images.recipes.recipe import misstated
+from primus_images.recipes.digest import misstated
 from primus_images.schema import read_json
-from primus_images.training.judge.record import Record, RecordedImage
+from primus_images.training.judge.record import NO_GPU, Record, RecordedImage
 
 FILE = "record.json"
 _DIGITS = 12
@@ -77,7 +77,7 @@ def summary(records: Iterable[Record], release: str) -> str | None:
     for record in records:
         ref = record.image.ref
         if ref == release or ref.startswith(f"{release}-"):
-            where = "CPU" if record.gpu == "none" else record.gpu
+            where = "CPU" if record.gpu == NO_GPU else record.gpu
             image = (ref, _short(record.image.content), where)
             counts.setdefault(image, Counter())[record.passed] += 1
     parts = []

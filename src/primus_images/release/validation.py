@@ -25,7 +25,7 @@ from primus_images.programs import stop_all
 from primus_images.progress import choose_progress
 from primus_images.release import golden
 from primus_images.release.cells import Cell
-from primus_images.release.hardware import NO_GPU, Hardware, ran_on, require_gpus
+from primus_images.release.hardware import Hardware, ran_on, require_gpus
 from primus_images.release.records import FILE, image_folder, make_room
 from primus_images.release.summary import GATE, Validated, mark
 from primus_images.report.html import page
@@ -36,7 +36,7 @@ from primus_images.schema import read_json
 from primus_images.terminal import say
 from primus_images.training.judge import proof, suite
 from primus_images.training.judge.checks import Verdict
-from primus_images.training.judge.record import Machine, Rates, Record, RecordedImage
+from primus_images.training.judge.record import NO_GPU, Machine, Rates, Record, RecordedImage
 from primus_images.training.run import outcome
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, read_result

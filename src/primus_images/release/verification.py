@@ -25,7 +25,7 @@ from primus_images.gpus.detect import detect
 from primus_images.oci.layer import walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.choose import CPU
-from primus_images.recipes.recipe import misstated
+from primus_images.recipes.digest import misstated
 from primus_images.release.artifact import DAMAGED, WITHDRAWAL, Document, damage, is_foreign
 from primus_images.release.bills import IMAGE
 from primus_images.release.documents import (
@@ -37,7 +37,6 @@ from primus_images.release.documents import (
     STATEMENT,
     VALIDATION,
 )
-from primus_images.release.hardware import NO_GPU
 from primus_images.release.licences import Licences, unlisted
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus_images.release.reference import reference, require_tag
@@ -61,7 +60,7 @@ from primus_images.release.withdrawal import latest_withdrawal
 from primus_images.sandbox.container import LayerRef
 from primus_images.system.support import support_text
 from primus_images.terminal import counted, some
-from primus_images.training.judge.record import Record
+from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.training.judge.suite import FORMAT, digest_of_suite
 from primus_images.versions.lock import normalised
 from primus_images.yamlfile import section
@@ -778,7 +777,7 @@ def _validation_line(validation: Mapping[str, Any]) -> str:
     hardware = about["hardware"]
     words = " ".join((recipe["name"], recipe["backend"], recipe["mode"], recipe["precision"]))
     machine = [hardware["gpu"], hardware.get("driver"), hardware.get("firmware")]
-    where = " ".join(filter(None, machine)).replace("none", "the CPU")
+    where = " ".join(filter(None, machine)).replace(NO_GPU, "the CPU")
     passed = len(validation["passedTests"])
     failed = len(validation["failedTests"])
     line = f"{validation['result'].lower()}: {words} on {where}: "

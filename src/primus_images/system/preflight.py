@@ -9,10 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus_images.gpus.detect import kfd_gpus, properties
 from primus_images.system import fabric
+from primus_images.system.drivers import amdgpu_drivers, drivers
 from primus_images.system.host import IMAGE_FILE, Finding, Host, Level, finding
 from primus_images.yamlfile import read_values
 
@@ -99,23 +100,12 @@ def rights(host: Host) -> Iterator[Finding]:
         yield finding("missing_device", path=shown, option=option)
 
 
-def amdgpu_drivers(rocm: str) -> list[str]:
-    """Return the versions of the kernel driver that support this ROCm, of those in the table."""
-    release = ".".join(rocm.split(".")[:2])
-    rows = _table("drivers.yaml")["amdgpu"].items()
-    return [version for version, row in rows if release in row["supports"]]
-
-
-def _table(name: str) -> dict[str, Any]:
-    return cast(dict[str, Any], read_values(Path(__file__).with_name(name)).data)
-
-
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm in use."""
     if host.gpus.vendor != "amd":
         yield finding("driver_of_others", vendor=host.gpus.vendor)
         return
-    table = _table("drivers.yaml")
+    table = drivers()
     version = host.text("sys/module/amdgpu/version")
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
     row = table["amdgpu"].get(version)
@@ -133,7 +123,8 @@ def driver(host: Host) -> Iterator[Finding]:
 
 def settings(host: Host) -> Iterator[Finding]:
     """Check the settings of the kernel and its drivers in ``settings.yaml``."""
-    for row in _table("settings.yaml")["settings"]:
+    rows: Any = read_values(Path(__file__).with_name("settings.yaml")).data["settings"]
+    for row in rows:
         if "with" in row and not host.glob(row["with"]):
             continue
         values = {host.text(path) for path in host.glob(row["file"])}

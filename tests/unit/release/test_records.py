@@ -9,7 +9,7 @@ import pytest
 
 from primus_images.cli.host.clean import CleanOptions, _validations
 from primus_images.plan.project import Project
-from primus_images.recipes.recipe import digest_of_recipe
+from primus_images.recipes.digest import digest_of_recipe
 from primus_images.release import golden
 from primus_images.release.golden import Curve, Curves
 from primus_images.release.records import (

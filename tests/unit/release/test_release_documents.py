@@ -19,7 +19,7 @@ from primus_images.errors import InputError
 from primus_images.gates.contents import Kind, Stated
 from primus_images.gates.examined import LayerFacts
 from primus_images.oci.store import digest_of
-from primus_images.recipes.recipe import digest_of_recipe
+from primus_images.recipes.digest import digest_of_recipe
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
 from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx

@@ -15,10 +15,11 @@ from primus_images.plan.resolve import ResolvedTarget
 from primus_images.recipes.choose import CPU
 from primus_images.release import golden
 from primus_images.release.cells import Cell, cell_of, cells_of
-from primus_images.release.hardware import NO_GPU, choose_gpus, cpu_model
+from primus_images.release.hardware import choose_gpus, cpu_model
 from primus_images.release.summary import Validated, outcome_text, table
 from primus_images.release.validation import Options, planned_jobs, validate as validate_cells
 from primus_images.terminal import Screen, counted, say
+from primus_images.training.judge.record import NO_GPU
 
 Cells = Sequence[tuple[Cell, str]]
 """Cells, each with a level of the suite."""

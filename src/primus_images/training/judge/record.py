@@ -12,6 +12,9 @@ from typing import Any, Self
 from primus_images.schema import build_typed
 from primus_images.training.judge.checks import Verdict
 
+# What a record has as the GPU of jobs that ran on the CPU.
+NO_GPU = "none"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedImage:

@@ -36,11 +36,26 @@ class Package(NamedTuple):
         return cls(url.type, url.name, str(url.version))
 
 
-def scanned(syft: str, store: Path) -> dict[str, Any]:
-    """Return what syft finds in the image of a store."""
+def write_layout(store: Path, ref: str, folder: Path) -> None:
+    """Write an OCI layout with one of a store's images to ``folder``: scanners take no other."""
+    index = json.loads((store / "index.json").read_bytes())
+    rows = []
+    for row in index["manifests"]:
+        if row["annotations"]["org.opencontainers.image.ref.name"] == ref:
+            rows.append(row)
+    folder.mkdir()
+    (folder / "blobs").symlink_to((store / "blobs").absolute())
+    (folder / "oci-layout").write_bytes((store / "oci-layout").read_bytes())
+    (folder / "index.json").write_text(json.dumps({**index, "manifests": rows}))
+
+
+def scanned(syft: str, store: Path, ref: str) -> dict[str, Any]:
+    """Return what syft finds in the image ``ref`` of a store."""
     with tempfile.TemporaryDirectory(prefix="primus-syft-") as folder:
+        layout = Path(folder) / "image"
+        write_layout(store, ref, layout)
         output = Path(folder) / "syft.json"
-        words = [syft, "scan", f"oci-dir:{store}", "--quiet", "--output", f"syft-json={output}"]
+        words = [syft, "scan", f"oci-dir:{layout}", "--quiet", "--output", f"syft-json={output}"]
         subprocess.run(words, check=True)
         content: dict[str, Any] = json.loads(output.read_bytes())
         return content
@@ -120,10 +135,8 @@ def main(target: str, syft: str) -> None:
     store = project.workspace.store.root
     words = [sys.executable, "-m", "primus_images.cli.main", "sbom", target, "--json"]
     done = subprocess.run(words, check=True, capture_output=True)
-    result = {
-        "target": resolve(project, target).ref,
-        **compared(scanned(syft, store), json.loads(done.stdout)),
-    }
+    ref = resolve(project, target).ref
+    result = {"target": ref, **compared(scanned(syft, store, ref), json.loads(done.stdout))}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

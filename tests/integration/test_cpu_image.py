@@ -14,6 +14,8 @@ import gits
 from amd_channel import registry
 from host_tools import needs
 from loopback import make_wheel
+from primus_images.plan.project import Project
+from primus_images.plan.resolve import resolve
 from primus_images.recipes.choose import supported
 from primus_images.recipes.load import read
 from primus_images.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
@@ -165,7 +167,8 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
 )
 def test_syft_finds_what_the_bill_of_materials_says(cpu_image: Kit) -> None:
     bill = json.loads(cpu_image.primus("sbom", "cpu", "--json").out)
-    result = compared(scanned("syft", cpu_image.root / ".primus/store"), bill)
+    ref = resolve(Project(cpu_image.root), "cpu").ref
+    result = compared(scanned("syft", cpu_image.root / ".primus/store", ref), bill)
     assert result["packages"]["deb"] > 50
     assert result["packages"]["pypi"] > 50
     assert result["only_syft"] == []

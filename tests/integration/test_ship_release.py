@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.sbom import write_layout
 from test_statements import record as record_of
 
 import gits
@@ -112,6 +113,16 @@ def test_release_notes_are_markdown_and_text_fits_80_columns(
     )
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80
+
+
+def test_a_scanner_gets_one_of_several_images(kit: Kit, tmp_path: Path) -> None:
+    store = Project(kit.root).workspace.store
+    assert len(store.images()) > 1
+    write_layout(store.root, "v26.11-demo", tmp_path / "image")
+    done = subprocess.run(
+        ["skopeo", "inspect", "--raw", f"oci:{tmp_path / 'image'}"], check=True, capture_output=True
+    )
+    assert digest_of(done.stdout) == store.images()["v26.11-demo"]["digest"]
 
 
 def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, repository: str) -> None:

@@ -3,14 +3,13 @@
 See https://github.com/containers/image/blob/main/docs/containers-certs.d.5.md.
 """
 
-import os
 import socket
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 from primus_images.errors import HostError
 
+_SYSTEM = (Path("/etc/containers"), Path("/etc/docker"))
 # Seconds of a registry on this machine.
 _PATIENCE = 3.0
 
@@ -18,7 +17,7 @@ _PATIENCE = 3.0
 def context_for(host: str, *, verify: bool = True) -> ssl.SSLContext:
     """Return how to speak TLS with ``host[:port]``.
 
-    It trusts the machine's authorities and those of the host's folders, whose client certificates
+    It trusts the machine's authorities and those of the host's folder, whose client certificates
     it shows. Without ``verify``, it trusts everybody. Raises HostError for a file there that is
     damaged.
     """
@@ -26,25 +25,29 @@ def context_for(host: str, *, verify: bool = True) -> ssl.SSLContext:
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    for folder in certificate_folders(host):
-        for authority in sorted(folder.glob("*.crt")):
-            try:
-                context.load_verify_locations(authority)
-            except OSError as error:
-                raise _damaged(authority, error) from None
-        for certificate in sorted(folder.glob("*.cert")):
-            try:
-                context.load_cert_chain(certificate, certificate.with_suffix(".key"))
-            except OSError as error:
-                raise _damaged(certificate, error) from None
+    folder = _folder_of(host)
+    if folder is None:
+        return context
+    for authority in sorted(folder.glob("*.crt")):
+        try:
+            context.load_verify_locations(authority)
+        except OSError as error:
+            raise _damaged(authority, error) from None
+    for certificate in sorted(folder.glob("*.cert")):
+        try:
+            context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+        except OSError as error:
+            raise _damaged(certificate, error) from None
     return context
 
 
-def certificate_folders(host: str) -> Iterator[Path]:
-    """Yield the folders that may have certificates for ``host[:port]``."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    for parent in (config / "containers", Path("/etc/containers"), Path("/etc/docker")):
-        yield parent / "certs.d" / host
+def _folder_of(host: str) -> Path | None:
+    """Return the folder of the certificates for ``host[:port]``: the first one that exists."""
+    for parent in (Path.home() / ".config/containers", *_SYSTEM):
+        folder = parent / "certs.d" / host
+        if folder.is_dir():
+            return folder
+    return None
 
 
 def _damaged(path: Path, error: OSError) -> HostError:

@@ -22,6 +22,8 @@ _TOKEN = "<token>"
 _DOCKER_HUB = "https://index.docker.io/v1/"
 # What Docker wrote before it had a folder: the logins alone.
 _OLDEST = ".dockercfg"
+# What every helper says of a server that it has no login for.
+_NOT_STORED = "credentials not found"
 # Seconds. A helper may ask its user to unlock a key ring.
 _HELPER_PATIENCE = 30.0
 
@@ -101,16 +103,16 @@ def _login_in(config: Mapping[str, Any], repository: str) -> Login:
         helper = config.get("credHelpers", {}).get(name)
         if helper:
             return _ask_helper(helper, name)
-    if config.get("credsStore"):
-        server = _DOCKER_HUB if host_of(repository) == "docker.io" else host_of(repository)
-        login = _ask_helper(config["credsStore"], server)
-        if login.username:
-            return login
     auths = config.get("auths", {})
     for name in names:
         for key, entry in auths.items():
-            if _key(key) == _key(name):
+            # Docker leaves an empty entry here if its store has the login.
+            if _key(key) == _key(name) and entry:
                 return _login_of(entry)
+    # podman and skopeo do not ask Docker's store.
+    if config.get("credsStore"):
+        server = _DOCKER_HUB if host_of(repository) == "docker.io" else host_of(repository)
+        return _ask_helper(config["credsStore"], server)
     return Login()
 
 
@@ -126,16 +128,16 @@ def _names(repository: str) -> list[str]:
 
 
 def _key(name: str) -> str:
-    """Return a name of the logins without what Docker's older versions wrote around the host."""
+    """Return a name of the logins; the host of an address, as Docker's older versions wrote it."""
     bare = re.sub(r"^https?://", "", name)
-    return re.sub(r"/(?:v[12](?:/.*)?)?$", "", bare)
+    return bare if bare == name else bare.partition("/")[0]
 
 
 def _login_of(entry: Mapping[str, Any]) -> Login:
     if entry.get("identitytoken"):
         return Login(_TOKEN, entry["identitytoken"])
     username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
-    return Login(username, password)
+    return Login(username, password.strip("\0"))  # Docker's first versions padded it
 
 
 def _ask_helper(helper: str, server: str) -> Login:
@@ -149,7 +151,13 @@ def _ask_helper(helper: str, server: str) -> Login:
             hint=f"see what it waits for: echo {server} | {program} get",
         ) from None
     if answer.returncode:
-        return Login()
+        words = " ".join((answer.stdout or answer.stderr).split())
+        if _NOT_STORED in words:
+            return Login()
+        raise HostError(
+            f"{program}, which keeps the login for {server}, says: {words or 'nothing'}",
+            hint=f"see what it needs: echo {server} | {program} get",
+        )
     login = json.loads(answer.stdout)
     return Login(login["Username"], login["Secret"])
 

@@ -112,11 +112,18 @@ class _Session(requests.Session):
 
     registry: Origin
 
-    def merge_environment_settings(self, *settings: Any, **others: Any) -> Any:
-        merged = super().merge_environment_settings(*settings, **others)
+    def merge_environment_settings(self, url: Any, *settings: Any, **others: Any) -> Any:
+        merged = super().merge_environment_settings(url, *settings, **others)
+        if _is_near(url):
+            merged["proxies"] = {}
         if not self.verify:  # REQUESTS_CA_BUNDLE would count more
             merged["verify"] = False
         return merged
+
+    def rebuild_proxies(self, prepared_request: PreparedRequest, proxies: Any) -> Any:
+        if _is_near(prepared_request.url or ""):
+            return {}
+        return super().rebuild_proxies(prepared_request, proxies)  # type: ignore[no-untyped-call]
 
     def rebuild_auth(self, prepared_request: PreparedRequest, response: Response) -> None:
         target = Origin.of(prepared_request.url or "")
@@ -124,6 +131,11 @@ class _Session(requests.Session):
             raise _Weaker(prepared_request.url)
         if target != self.registry:
             prepared_request.headers.pop("Authorization", None)
+
+
+def _is_near(url: str) -> bool:
+    """Whether an address is on this machine, before which no proxy stands, as for skopeo."""
+    return on_this_machine(urlsplit(url).netloc)
 
 
 class _Weaker(requests.RequestException):

@@ -320,7 +320,7 @@ def test_an_authority_of_ones_own_is_read_where_podman_reads_it(
     with pytest.raises(HostError, match=r"has a certificate at .* that is not trusted") as refused:
         Repository(there).tags()
     assert f"/etc/containers/certs.d/{place.name}/ca.crt" in str(refused.value.hint)
-    folder = home / "XDG_CONFIG_HOME/containers/certs.d" / place.name
+    folder = home / "HOME/.config/containers/certs.d" / place.name
     folder.mkdir(parents=True)
     (folder / "ca.crt").write_text("no certificate")
     with pytest.raises(HostError, match=r"the certificate .*ca\.crt cannot be used"):

@@ -161,6 +161,16 @@ def test_the_tag_of_a_release_is_never_replaced(
     assert nobody.code == 2 and "who must have signed it?" in nobody.err
 
 
+@pytest.mark.parametrize("name", ["a:b", "a b@c", "cü#d"])
+def test_a_checkout_of_any_name_is_published(repository: str, tmp_path: Path, name: str) -> None:
+    """skopeo takes a colon in a path for the end of it."""
+    kit = make_project(tmp_path / name / "project")
+    store = Project(kit.root).workspace.store
+    there = f"{repository}-named"
+    image = replace(ready(kit), tag=f"v26.11-{len(name.encode())}")
+    assert publish(image, store, there, Progress())["digest"] == Repository(there).digest(image.tag)
+
+
 def test_of_two_publishers_of_one_tag_one_says_that_it_lost(
     world: tuple[Kit, Ready, Ready], repository: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

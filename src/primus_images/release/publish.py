@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from primus_images.errors import CheckFailed, HostError
@@ -235,14 +236,18 @@ def _push(
     size = f"{_bytes(ready, missing) / 1e6:.1f} MB"
     progress.start("push", f"push {len(missing)} of {number} blobs, {size}", None)
     there.check_uploads()
-    source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     destination = f"docker://{there.name}@{ready.image.digest}"
     seconds = _SEND_PATIENCE + _bytes(ready, missing) / _SLOWEST
     options = [f"--command-timeout={seconds:.0f}s", "--quiet", "--preserve-digests"]
     if there.plain:  # skopeo reads registries.conf only without this option
         options.append("--dest-tls-verify=false")
     try:
-        skopeo("copy", *options, source, destination)
+        with TemporaryDirectory(prefix="primus-push-") as folder:
+            # skopeo takes a colon in a path for its end.
+            link = Path(folder) / "store"
+            link.symlink_to(store.root.absolute())
+            source = f"oci:{link}:{ready.image.plan.ref}"
+            skopeo("copy", *options, source, destination)
     except HostError:
         # skopeo also refuses damaged blobs, but says that the registry failed.
         for digest in (*missing, ready.image.digest):

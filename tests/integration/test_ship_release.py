@@ -115,6 +115,38 @@ def test_release_notes_are_markdown_and_text_fits_80_columns(
     assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80
 
 
+def test_releases_of_other_branches_are_known(tmp_path: Path) -> None:
+    kit = make_project(tmp_path / "project")
+    gits.commit(kit.root, {".gitignore": ".primus\n"})
+    first = gits.head(kit.root)
+
+    def begin(release: str, place: str) -> str:
+        gits.git(kit.root, "switch", "-q", *place.split())
+        text = (kit.root / "versions.yaml").read_text()
+        kit.write("versions.yaml", re.sub("(?m)^release: .*$", f"release: {release}", text))
+        gits.git(kit.root, "commit", "-qam", release)
+        kit.write("parts/alpha/fix", release)
+        gits.git(kit.root, "add", "parts")
+        gits.git(kit.root, "commit", "-qm", f"a fix for {release}")
+        return gits.head(kit.root)
+
+    ends = {"v26.11": first, "v26.12": begin("v26.12", "main")}
+    ends["v26.11.1"] = begin("v26.11.1", f"-c v26.11.x {first}")
+    ends["v26.11.2"] = begin("v26.11.2", "v26.11.x")
+    for branch in ("main", "v26.11.x", f"--detach {first}"):
+        gits.git(kit.root, "switch", "-q", *branch.split())
+        listed = kit.primus("releases").out
+        current = re.search("release: (v[0-9.]+)", (kit.root / "versions.yaml").read_text())
+        assert current
+        for release, commit in ends.items():
+            assert f"primus:{release} " in listed, (branch, release)
+            if release == current[1]:
+                continue
+            shown = kit.primus("diff", release, "versions.yaml")
+            assert shown.code == 0, f"{branch}, {release}: {shown.err}"
+            assert f"pins of commit {commit[:12]}" in shown.out, (branch, release)
+
+
 def test_a_scanner_gets_one_of_several_images(kit: Kit, tmp_path: Path) -> None:
     store = Project(kit.root).workspace.store
     assert len(store.images()) > 1

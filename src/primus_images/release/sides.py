@@ -51,6 +51,9 @@ Part = Mapping[str, str]
 _REGISTRY = re.compile(r"(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+[:@].+")
 _PINS = "io.primus.pins."
 _RECIPES = "opt/primus/recipes"
+# A patch of a release is on a branch of its own.
+_BRANCHES = ("--branches", "--remotes")
+_FOLDERS = ("refs/heads", "refs/remotes")
 # What a comparison needs of a revision, and not the rest of the repository.
 _OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER)
 
@@ -259,21 +262,32 @@ def _commit_of(root: Path, word: str) -> str:
         if commit:
             return commit.decode().strip()
     line = rf"""^release: ["']?{re.escape(name)}["']?( .*)?$"""
-    last = git(root, "log", "-1", "--format=%H", "-G", line, "--", "versions.yaml").decode().strip()
-    if not last:
-        return ""
-    # The last commit that touched the line wrote the next release, unless the release is that of
-    # HEAD.
+    touched = ("log", "-1", "--format=%H", "-G", line)
+    for place in ("HEAD", *_BRANCHES):
+        last = git(root, *touched, place, "--", "versions.yaml").decode().strip()
+        if last:
+            return _last_commit_of(root, line, last, place)
+    return ""
+
+
+def _last_commit_of(root: Path, line: str, last: str, place: str) -> str:
+    """Return the last commit of the release that ``line`` begins.
+
+    ``last`` is the last commit of a place that touched this line.
+    """
     versions = git(root, "show", f"{last}:./versions.yaml").decode()
-    is_current = re.search(line, versions, re.M)
-    revision = "HEAD" if is_current else f"{last}^"
-    return git(root, "rev-parse", revision).decode().strip()
+    if re.search(line, versions, re.M) is None:  # it wrote the next release
+        return git(root, "rev-parse", f"{last}^").decode().strip()
+    if place == "HEAD":
+        return git(root, "rev-parse", "HEAD").decode().strip()
+    words = ("--contains", last, "--sort=-committerdate", "--count=1", "--format=%(objectname)")
+    return git(root, "for-each-ref", *words, *_FOLDERS).decode().strip()
 
 
 def past_releases(project: Project) -> Iterator[Release]:
     """Yield the releases before that of versions.yaml, each as of its last commit."""
-    words = ("log", "--format=", "-p", "-U0", "-G", "^release: ", "--", "versions.yaml")
-    history = git(project.root, *words).decode()
+    words = ("log", "--format=", "-p", "-U0", "-G", "^release: ", "HEAD", *_BRANCHES)
+    history = git(project.root, *words, "--", "versions.yaml").decode()
     names = re.findall(r"""^[+]release: ["']?(v[0-9]+(?:\.[0-9]+)+)""", history, re.M)
     for name in dict.fromkeys(names):
         if name == project.versions.release:

@@ -298,6 +298,7 @@ def test_a_page_runs_as_written(
     assert there.digest("latest-cpu") == there.digest("v26.11") == digests["v26.11.1-cpu"]
     told = kit.primus("releases", "v26.11.1").out
     assert re.search(r"supported until +\d{4}-", told) or "not stated" in told
+    gits.git(kit.root, "switch", "-q", "v26.11.x")
     there.attach(
         [Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject
     )

@@ -141,6 +141,19 @@ def test_rdma_user_space_is_locked_and_built_over_the_image(
     assert len({layers(image)["extra rdma"] for image in images.values()}) == 1
 
 
+def test_an_image_has_the_packages_of_its_pins(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
+    """No lock names the project's own package, nor those of a base image."""
+    shown = channel.kit.primus("diff", "v26.11-mi355x", "versions.yaml", "--json")
+    sections = {section["name"]: section for section in json.loads(shown.out)["sections"]}
+    assert sections["packages"]["changes"] == []
+    assert sections["recipes"]["changes"] == []
+    for change in sections["environment"]["changes"]:
+        assert change["new"] is None
+    assert sections["environment"]["absent"] == ["not there", "not stated"]
+
+
 def test_base_layers_go_in_as_they_are(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
     lock = json.loads((channel.kit.root / LOCK).read_text())
     given = [

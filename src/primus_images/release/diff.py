@@ -230,9 +230,11 @@ def _absent(section: str, origin: str) -> str:
     """Return what it means that a side of this origin lacks a value of a section."""
     if not origin:
         return _NOT_PUBLISHED
-    # An image names its pins, and not what is pinned of its base.
-    pinned = section == "components" and origin.startswith("pins of")
-    if section == "facts" or (section == "components" and not pinned):
+    pinned = origin.startswith("pins of")
+    # An image names its pins, and not what is pinned of its base. Pins do not name variables that
+    # every image has, such as PATH.
+    unstated = section == "environment" if pinned else section == "components"
+    if section == "facts" or unstated:
         return _NOT_STATED
     return _NOT_THERE
 

@@ -51,6 +51,7 @@ Part = Mapping[str, str]
 _REGISTRY = re.compile(r"(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+[:@].+")
 _PINS = "io.primus.pins."
 _RECIPES = "opt/primus/recipes"
+_OWN = "primus-images"
 # A patch of a release is on a branch of its own.
 _BRANCHES = ("--branches", "--remotes")
 _FOLDERS = ("refs/heads", "refs/remotes")
@@ -353,8 +354,11 @@ def _of_store(project: Project, ref: str) -> Side:
     recipes: list[tuple[str, Any]] = []
     for step, layer in zip(root.config.get("history", ()), root.layers, strict=True):
         facts = _facts(project, ref, layer, step["comment"])
+        of_base = step["created_by"].startswith("primus image ")
         for item in facts.stated:
-            if item.kind in ("wheel", "deb"):
+            # Other sides know what a lock names: neither packages of a base nor the project's own.
+            locked = item.kind == "wheel" or (item.kind == "deb" and not of_base)
+            if locked and item.name != _OWN:
                 packages[item.name] = item.version
         if _RECIPES in facts.folders:
             recipes += _recipes_in(layer, store)

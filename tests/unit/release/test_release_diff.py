@@ -184,6 +184,17 @@ def test_what_one_side_does_not_state_is_not_said_to_be_absent() -> None:
     assert "| apex | – | 1 |" in text
 
 
+def test_pins_do_not_state_the_whole_environment_of_their_image() -> None:
+    def of(origin: str, **variables: str) -> Side:
+        release = Release(image="rocm/primus", tag="v26.11", components={}, origin=origin)
+        return Side(release=release, parts={"environment": variables})
+
+    built = of("image of the store", PATH="/bin", NCCL_DEBUG="INFO")
+    pinned = of("pins of versions.yaml", NCCL_DEBUG="WARN")
+    assert "PATH        /bin → not stated" in diff_page(diff(built, pinned))
+    assert "PATH        /bin → not there" in diff_page(diff(built, of("image of the store")))
+
+
 words = st.sampled_from(["rocm", "aiter", "python", "lib9", "lib10"])
 versions = st.one_of(
     st.none(), st.sampled_from(["1.0", "1.1", "1.10", "2.0a1", "3c0ffee", "v1.0.1"])

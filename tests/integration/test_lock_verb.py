@@ -309,6 +309,11 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     assert "did you mean 'needy'" in kit.primus("bump", "neddy").err
     assert kit.primus("bump", "needy=7").code == 2
     assert "nothing moves: pins are as named" in kit.primus("bump", "tool==1.1").out
+    for word in ("tool=1.1.0", "tool=v1.1", "tool=1.1-0"):
+        assert ("no index offers" in kit.primus("bump", word).err) == (word == "tool=1.1-0")
+    assert "+      - {wheel: tool, version: 1.0, " in kit.primus("bump", "tool=1.0.0").out
+    for word in ("latest", ">=1.1", "1.1=2"):
+        assert f"tool={word} names no version" in kit.primus("bump", f"tool={word}").err
     server.faults.status["/simple/needy/"] = [500] * 9
     failed = kit.primus("outdated")
     assert (

@@ -115,6 +115,13 @@ class Outlooks:
             return outlook._replace(error=message)
         return outlook
 
+    def as_offered(self, place: Place, version: str) -> str:
+        """Return a version as its index writes it: 1.1 for 1.1.0; unchanged if none offers it."""
+        for offer in self._offered(place):
+            if offer == Version(version):
+                return str(offer)
+        return version
+
     def refusal(self, place: Place, version: str) -> str:
         """Return why a pin cannot become ``version``, although an index may offer it."""
         leader = self._leader(self.uses[place][0], place[0])

@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from primus_images.cli.host.common import SourceOptions, open_project
 from primus_images.cli.host.lock import compare, resolved_all, summary
@@ -162,9 +162,9 @@ def _requested(
     words = [word.replace("==", "=").partition("=") for word in options.component]
     counts = Counter(name for name, _, _ in words)
     for name, equals, version in words:
-        if equals and not version:
+        if equals and not _is_version(version):
             raise InputError(
-                f"{name}= names no version",
+                f"{name}={version} names no version",
                 hint=f"{name} takes the newest that fits, {name}=VERSION a certain one",
             )
         if counts[name] > 1:
@@ -182,6 +182,14 @@ def _requested(
                 hint="primus outdated --json lists those that can be moved",
             )
         yield name, version or None
+
+
+def _is_version(word: str) -> bool:
+    try:
+        Version(word)
+    except InvalidVersion:
+        return False
+    return True
 
 
 @dataclass(kw_only=True)
@@ -205,6 +213,8 @@ def _moved(
         places = [place for place in places if place not in moves]
     targets = _Targets()
     for place in places:
+        if version:
+            version = outlooks.as_offered(place, version)
         outlook = outlooks.of(place, version, moves)
         if outlook.error:
             raise HostError(

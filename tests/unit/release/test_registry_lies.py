@@ -152,6 +152,17 @@ def after_login(path: str, status: int, header: str, address: str, method: str =
     return lie
 
 
+def ping_moved(place: Place, _method: str, path: str) -> Answer | None:
+    """Send who asks for the way to log in to another server, which wants the login."""
+    if path != "/v2/":
+        return None
+    assert place.secure
+    place.secure.lie = lambda there, _method, asked: (
+        None if asked == "/token" else challenge(f"{there.url}/token")
+    )
+    return 307, {"Location": f"{place.secure.url}/v2/"}, b""
+
+
 def filled(address: str, place: Place) -> str:
     assert place.secure
     assert place.clear
@@ -180,6 +191,14 @@ LIES: dict[str, Lie] = {
     "token moved": after_login("/token", 302, "Location", "https://{secure}/token"),
     "token moved for good": after_login("/token", 308, "Location", "http://{clear}/token"),
     "token moved with its form": after_login("/token", 307, "Location", "https://{secure}/token"),
+    "realm twice": realm('https://{me}/token",realm="https://{secure}/token'),
+    "realm after a space": realm(" https://{secure}/token"),
+    "realm after a fragment": realm("https://{secure}#@{me}/token"),
+    "realm with one slash": realm("https:/{secure}/token"),
+    "ping moved": ping_moved,
+    "upload elsewhere by the same scheme": after_login(
+        UPLOADS, 202, "Location", "//{secure}/upload"
+    ),
     "upload elsewhere": after_login(UPLOADS, 202, "Location", "https://{secure}/upload"),
     "upload in clear": after_login(UPLOADS, 202, "Location", "http://{clear}/upload"),
     "upload elsewhere later": after_login(

@@ -189,7 +189,11 @@ def changes(
         if sentence:
             sentences.append(sentence)
     common = old.curves.keys() & new.curves.keys()
-    return tuple(sentences) or (f"all {len(common)} golden curves agree",)
+    if sentences:
+        return tuple(sentences)
+    if len(common) == 1:
+        return ("the only golden curve agrees",)
+    return (f"all {len(common)} golden curves agree",)
 
 
 def _change(name: str, old: Curves, new: Curves) -> str:
@@ -247,11 +251,14 @@ def _require_same(old: Curves, versions: Mapping[str, str]) -> None:
 
 
 def of_records(release: str, records: Sequence[Record], date: str = "", cpu: str = "") -> Curves:
-    """Return the curves of all ``records`` that passed. ``cpu`` is the type that computed them."""
+    """Return the curves of all ``records`` that passed and logged steps.
+
+    ``cpu`` is the type that computed them.
+    """
     curves = {}
     for record in records:
         name = name_of(record)
-        if record.passed and name:
+        if record.passed and name and record.jobs[0].steps:
             curves[name] = replace(_curve(record), cpu=cpu)
     return Curves(
         release=release,

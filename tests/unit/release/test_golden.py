@@ -161,7 +161,7 @@ def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(
 ) -> None:
     old = kept(tmp_path, evidence())
     new = kept(tmp_path, evidence([6.0, 5.5, 5.0001, 4.5]), release="v26.12-cpu", cpu=cpu)
-    agree = golden.changes(old, new) == ("all 1 golden curves agree",)
+    agree = golden.changes(old, new) == ("the only golden curve agrees",)
     assert agree != bool(changed)
 
 
@@ -179,6 +179,12 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path, curve: str) -> None:
     (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text(text)
     with pytest.raises(InputError, match="not a file of golden curves"):
         golden.load(tmp_path, "v26.11-cpu")
+
+
+def test_a_run_without_steps_has_no_curve() -> None:
+    made = evidence()
+    made = replace(made, jobs=(replace(made.jobs[0], series=()),))
+    assert golden.of_records("v26.11-cpu", [made]).curves == {}
 
 
 def test_what_changed_between_two_releases(tmp_path: Path) -> None:

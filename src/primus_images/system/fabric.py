@@ -44,8 +44,9 @@ def rdma(host: Host) -> Iterator[Finding]:
     ports = _ports(host)
     for port, problem in ports.items():
         if isinstance(problem, Finding):
-            name = f"{port.parents[1].name} port {port.name}"
-            yield replace(problem, message=f"{name}: {problem.message}")
+            card = port.parents[1].name
+            message = f"{card} port {port.name}: {problem.message}"
+            yield replace(problem, message=message)
     yield from _rights(host)
     index = _common_gid(ports)
     advice = ""
@@ -83,12 +84,14 @@ def _common_gid(ports: Mapping[Path, Finding | str]) -> str:
 
 def _rights(host: Host) -> Iterator[Finding]:
     files = host.glob("dev/infiniband/uverbs*")
-    closed = [path for path in files if path.exists() and not os.access(path, os.R_OK | os.W_OK)]
     if not files:
         yield finding("no_verbs")
-    elif closed:
-        group = closed[0].stat().st_gid
-        yield finding("closed_verbs", path=host.shown(closed[0]), user=os.geteuid(), group=group)
+    for path in files:
+        if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+            shown = host.shown(path)
+            group = path.stat().st_gid
+            yield finding("closed_verbs", path=shown, user=os.geteuid(), group=group)
+            return
 
 
 def libraries(host: Host) -> Iterator[Finding]:
@@ -133,10 +136,12 @@ def _of_cards(host: Host) -> dict[str, Any]:
 def faults(host: Host) -> Iterator[Finding]:
     """Check that no variable that the user has set causes a known fault of a network device."""
     for name, row in _of_cards(host).items():
-        value = host.environment.get(name, row["value"])
-        if "fault" in row and value != row["value"]:
-            sources = "; ".join(source["by"] for source in row["stated"])
-            yield finding("nic_fault", name=name, value=value, row=row, sources=sources)
+        safe = row["value"]
+        value = host.environment.get(name, safe)
+        if "fault" in row and value != safe:
+            sources = [source["by"] for source in row["stated"]]
+            listed = "; ".join(sources)
+            yield finding("nic_fault", name=name, value=value, row=row, sources=listed)
 
 
 def _provider(card: Path, providers: Mapping[str, Any]) -> str:
@@ -154,26 +159,19 @@ def _installed(host: Host, provider: str) -> bool:
 
 
 def _library(host: Host, name: str) -> bool:
-    return any(
-        host.glob(f"{folder}/{name}")
-        for folder in ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "lib64")
-    )
+    folders = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "lib64")
+    return any(host.glob(f"{folder}/{name}") for folder in folders)
 
 
 def _port(host: Host, port: Path) -> Finding | str:
     """Return the GID index to use ("" for InfiniBand), or what keeps the port from being used."""
-    state = host.text(port / "state").partition(": ")[2] or "unknown"
+    state = _state(host, port / "state")
     if "ACTIVE" not in state:
-        physical = host.text(port / "phys_state").partition(": ")[2] or "unknown"
+        physical = _state(host, port / "phys_state")
         return finding("link", state=state, physical=physical)
     if host.text(port / "link_layer") != "Ethernet":
         return ""
-    usable = {}
-    for path in (port / "gids").glob("*"):
-        gid = host.text(path)
-        kind = host.text(port / "gid_attrs/types" / path.name)
-        if path.name.isdigit() and gid not in ("", _EMPTY_GID) and "v2" in kind:
-            usable[int(path.name)] = gid
+    usable = _usable_gids(host, port)
     if not usable:
         return finding("no_gid")
     routed = [index for index, gid in usable.items() if gid.startswith(_IPV4)]
@@ -184,19 +182,44 @@ def _port(host: Host, port: Path) -> Finding | str:
     return str(best)
 
 
+def _state(host: Host, file: Path) -> str:
+    """Return the words of a state, which the kernel writes after its number."""
+    _, _, words = host.text(file).partition(": ")
+    return words or "unknown"
+
+
+def _usable_gids(host: Host, port: Path) -> dict[int, str]:
+    """Return index → GID of RoCE version 2."""
+    usable = {}
+    kinds = port / "gid_attrs/types"
+    for path in (port / "gids").glob("*"):
+        index = path.name
+        gid = host.text(path)
+        kind = host.text(kinds / index)
+        if index.isdigit() and gid not in ("", _EMPTY_GID) and "v2" in kind:
+            usable[int(index)] = gid
+    return usable
+
+
 def variables(host: Host) -> dict[str, str]:
     """Return the variables that make NCCL and RCCL use the ports that can be used, and safely.
 
     They are empty without such a port. A variable that the user has set, and a GID index on which
     the ports do not agree, are left out.
     """
-    usable = {port: index for port, index in _ports(host).items() if isinstance(index, str)}
+    usable: dict[Path, Finding | str] = {}
+    names = []
+    for port, index in _ports(host).items():
+        if isinstance(index, str):
+            usable[port] = index
+            card = port.parents[1].name
+            names.append(f"{card}:{port.name}")
     if not usable or any(_rights(host)):
         return {}
-    names = [f"{port.parents[1].name}:{port.name}" for port in usable]
-    chosen = {name: row["value"] for name, row in _of_cards(host).items()}
-    chosen |= {"NCCL_IB_HCA": "=" + ",".join(names), "NCCL_IB_GID_INDEX": _common_gid(usable)}
-    return {name: value for name, value in chosen.items() if value and name not in host.environment}
+    safe = {name: row["value"] for name, row in _of_cards(host).items()}
+    safe["NCCL_IB_HCA"] = "=" + ",".join(names)
+    safe["NCCL_IB_GID_INDEX"] = _common_gid(usable)
+    return {name: value for name, value in safe.items() if value and name not in host.environment}
 
 
 def _best_interface(host: Host) -> str:
@@ -208,8 +231,12 @@ def _best_interface(host: Host) -> str:
             speeds[path.name] = host.number(path / "speed") or 0
     for line in host.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
-        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and fields[0] in speeds:
-            return fields[0]
+        if len(fields) <= 7:
+            continue
+        name = fields[0]
+        everywhere = fields[1] == fields[7] == "00000000"
+        if everywhere and name in speeds:
+            return name
     return max(speeds, key=speeds.__getitem__, default="")
 
 
@@ -226,9 +253,12 @@ def interface(host: Host) -> Iterator[Finding]:
         for word in text.lstrip("=").split(","):
             problem = _interface_problem(host, word.strip())
             if problem:
-                best_name = best or "NAME"
                 yield finding(
-                    "wrong_interface", variable=variable, word=word, what=problem, best=best_name
+                    "wrong_interface",
+                    variable=variable,
+                    word=word,
+                    what=problem,
+                    best=best or "NAME",
                 )
     if best:
         yield finding("interface", best=best)
@@ -269,8 +299,9 @@ def interface_towards(host: str) -> str:
         return "lo"
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""

@@ -62,8 +62,9 @@ def finding(name: str, /, *, level: Level | None = None, **values: object) -> Fi
     """
     row = _FINDINGS[name]
     usual = next(word for word in get_args(Level) if word in row)
-    texts = (row[usual], row["message"], row.get("remedy", ""))
-    check, message, remedy = (str(text).format(**values) for text in texts)
+    check = str(row[usual]).format(**values)
+    message = str(row["message"]).format(**values)
+    remedy = str(row.get("remedy", "")).format(**values)
     return Finding(level or usual, check, message, remedy)
 
 
@@ -94,7 +95,8 @@ class Host:
 
     def components(self) -> dict[str, str]:
         """Return component in lower case → version in the image; empty outside an image."""
-        components = json_if_readable(self.root / IMAGE_FILE.relative_to("/")).get("components")
+        file = self.root / IMAGE_FILE.relative_to("/")
+        components = json_if_readable(file).get("components")
         if isinstance(components, dict):
             return {name.lower(): str(version) for name, version in components.items()}
         return {}
@@ -105,7 +107,10 @@ class Host:
         if not components:
             return []
         versions = {**debs(self.text(STATUS)), **components}
-        return issues(versions, [gpu] if gpu else [])
+        gpus = []
+        if gpu:
+            gpus.append(gpu)
+        return issues(versions, gpus)
 
     def number(self, path: str | Path) -> int | None:
         """Return the whole number in a file; None if there is none."""
@@ -116,9 +121,7 @@ class Host:
 
     def glob(self, pattern: str) -> list[Path]:
         """Return the existing paths, sorted by name, with numbers in numeric order."""
-        return sorted(
-            self.root.glob(pattern), key=lambda path: [word.zfill(12) for word in path.parts]
-        )
+        return sorted(self.root.glob(pattern), key=_by_number)
 
     def bytes_of(self, folder: Path) -> tuple[int, int]:
         """Return total and free bytes of the file system of ``folder``, which may not exist yet.
@@ -128,6 +131,10 @@ class Host:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         usage = shutil.disk_usage(there)
         return usage.total, usage.free
+
+
+def _by_number(path: Path) -> list[str]:
+    return [word.zfill(12) for word in path.parts]
 
 
 def lost_warning(folder: Path) -> str:
@@ -159,8 +166,13 @@ def _kind_of_mount(folder: Path) -> str:
         fields = line.split()
         if len(fields) > 2:
             # A later mount on the same point hides the earlier one.
-            point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[1])
+            point = _ESCAPED.sub(_unescaped, fields[1])
             kinds[Path(point)] = fields[2]
     kinds[Path("/")] = "overlay"
     points = [point for point in kinds if folder.is_relative_to(point)]
-    return kinds[max(points, key=lambda point: len(point.parts))]
+    innermost = max(points, key=lambda point: len(point.parts))
+    return kinds[innermost]
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 8))

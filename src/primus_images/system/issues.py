@@ -43,7 +43,9 @@ class _Table:
     issues: tuple[Issue, ...]
 
     def __post_init__(self) -> None:
-        groups = {word for gpu in load_table().generations for word in words_for(gpu.name)}
+        groups: set[str] = set()
+        for gpu in load_table().generations:
+            groups |= words_for(gpu.name)
         for index, issue in enumerate(self.issues):
             strange = [word for word in issue.gpus if word not in groups]
             if strange:
@@ -78,13 +80,20 @@ def issues(
 def _has_versions(issue: Issue, here: Mapping[str, str]) -> bool:
     """Whether all components that an issue names have versions that it concerns."""
     needed = {issue.component: issue.versions, **issue.with_}
-    return all(_matches(here.get(name, ""), bounds) for name, bounds in needed.items())
+    for name, bounds in needed.items():
+        version = here.get(name, "")
+        if not _matches(version, bounds):
+            return False
+    return True
 
 
 def _has_gpu(issue: Issue, gpus: Collection[str]) -> bool:
     if not issue.gpus:
         return True
-    return any(not words_for(gpu).isdisjoint(issue.gpus) for gpu in gpus)
+    words: set[str] = set()
+    for gpu in gpus:
+        words |= words_for(gpu)
+    return not words.isdisjoint(issue.gpus)
 
 
 def debs(status: str) -> dict[str, str]:

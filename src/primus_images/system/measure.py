@@ -50,23 +50,32 @@ class _Bench:
         ``together``: all ranks make the same number of calls.
         """
         timer = Timer("call()", globals={"call": call})  # it warms up, and waits for the device
-        once = torch.tensor([max(timer.timeit(1).mean, 1e-6)], device=self.device)
+        first = max(timer.timeit(1).mean, 1e-6)
+        slowest = torch.tensor([first], device=self.device)
         if together:
-            dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        calls = max(5, min(500, int(_SECONDS / 5 / once.item())))
-        return statistics.median(float(timer.timeit(calls).mean) for _ in range(5))
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        fitting = int(_SECONDS / 5 / slowest.item())
+        calls = max(5, min(500, fitting))
+        means = []
+        for _ in range(5):
+            means.append(timer.timeit(calls).mean)
+        return float(statistics.median(means))
 
 
 def _gemm_tflops(bench: _Bench, size: int, fp8: str = "") -> float:
     a = torch.randn(size, size, device=bench.device, dtype=torch.bfloat16)
     b = torch.randn_like(a)
-    product = partial(torch.mm, a, b, out=torch.empty_like(a))
+    out = torch.empty_like(a)
+    product = partial(torch.mm, a, b, out=out)
     if fp8:
         kind = getattr(torch, f"float8_{fp8}")
         one = torch.ones((), device=bench.device)
-        product = partial(_scaled, a.to(kind), b.to(kind), one, use_fast_accum=True)
+        narrow_a = a.to(kind)
+        narrow_b = b.to(kind)
+        product = partial(_scaled, narrow_a, narrow_b, one, use_fast_accum=True)
     operations = 2.0 * size**3
-    return operations / bench.seconds(product) / 1e12
+    seconds = bench.seconds(product)
+    return operations / seconds / 1e12
 
 
 def _scaled(a: Tensor, b: Tensor, scale: Tensor, **options: bool) -> Tensor:
@@ -76,8 +85,10 @@ def _scaled(a: Tensor, b: Tensor, scale: Tensor, **options: bool) -> Tensor:
 
 
 def _bus_gb_s(bench: _Bench, data: Tensor, call: Callable[[], object]) -> float:
-    sent = float(data.nbytes) * (bench.world - 1) / bench.world
-    return sent / bench.seconds(call, together=True) / 1e9
+    others = bench.world - 1
+    sent = float(data.nbytes) * others / bench.world
+    seconds = bench.seconds(call, together=True)
+    return sent / seconds / 1e9
 
 
 # Takes the number of a round, and returns the wrong elements and all that were compared.
@@ -120,14 +131,16 @@ class BurnIn:
             self._products = 200
             self._message = 1 << 23
             chunk = 1 << 25
-            free = torch.cuda.mem_get_info()[0]
+            free, _ = torch.cuda.mem_get_info()
             side = 4096
         # The rest is for the other parts, and for NCCL's buffers of all pairs.
-        count = free * 3 // 4 // (8 * chunk)
-        self._chunks = [
-            torch.empty(chunk, dtype=torch.int64, device=bench.device) for _ in range(count)
-        ]
-        self._parts = [*self._parts_alone(side, fp8), *self._parts_together()]
+        kept = free * 3 // 4
+        self._chunks: list[Tensor] = []
+        for _ in range(kept // (8 * chunk)):
+            memory = torch.empty(chunk, dtype=torch.int64, device=bench.device)
+            self._chunks.append(memory)
+        self._parts = list(self._parts_alone(side, fp8))
+        self._parts += self._parts_together()
         self._wrong: dict[str, dict[str, Any]] = {}
         self.state: dict[str, Any] = {"device": device_name(bench.device)}
         self.note(round=0, place=-1, what="the start", ranks=(self.rank,))
@@ -135,30 +148,36 @@ class BurnIn:
     def _parts_alone(self, side: int, fp8: str) -> Iterator[_Part]:
         alone = (self.rank,)
         generator = torch.Generator().manual_seed(1)
-        values = [
-            torch.randn(side, side, generator=generator).to(self.device, torch.bfloat16)
-            for _ in range(3)
-        ]
-        heads = [value.view(-1, 16, side // 4, side // 16) for value in values]
-        gemm = self._repeated(lambda: torch.mm(values[0], values[1].t()))
+        matrices = []
+        heads = []
+        for _ in range(3):
+            values = torch.randn(side, side, generator=generator)
+            matrix = values.to(self.device, torch.bfloat16)
+            matrices.append(matrix)
+            heads.append(matrix.view(-1, 16, side // 4, side // 16))
+        left, right, _ = matrices
+        gemm = self._repeated(lambda: torch.mm(left, right.t()))
         attention = self._repeated(lambda: scaled_dot_product_attention(*heads))
-        yield _Part(0, "gemm bf16", alone, partial(self._exact, torch.bfloat16))
+        wide = partial(self._exact, torch.bfloat16)
+        yield _Part(0, "gemm bf16", alone, wide)
         if fp8:
             kind = getattr(torch, f"float8_{fp8}")
-            yield _Part(1, "gemm fp8", alone, partial(self._exact, kind))
+            narrow = partial(self._exact, kind)
+            yield _Part(1, "gemm fp8", alone, narrow)
         yield _Part(2, "repeated gemm", alone, gemm)
         yield _Part(3, "repeated attention", alone, attention)
         yield _Part(4, "memory", alone, self._memory)
 
     def _parts_together(self) -> Iterator[_Part]:
         # A sum of all is wrong for all. Sums of all but one tell whose part in it is.
-        sizes = sorted({2, self.world - 1, self.world} - {0, 1})
+        all_but_one = self.world - 1
+        sizes = {2, all_but_one, self.world} - {0, 1}
         if self.world == 1:
-            sizes = []
+            sizes = set()
         place = 5
-        for size in sizes:
+        for size in sorted(sizes):
             for ranks in combinations(range(self.world), size):
-                group = dist.new_group([*ranks])
+                group = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     if size == 2:
                         peer = sum(ranks) - self.rank
@@ -176,17 +195,27 @@ class BurnIn:
             count = int(wrong)
             if not count:
                 continue
-            new = {"what": part.what, "ranks": part.ranks, "elements": 0, "of": 0, "rounds": 0}
-            row = self._wrong.setdefault(f"{part.what} {part.ranks}", new | {"first": number})
+            key = f"{part.what} {part.ranks}"
+            new = {
+                "what": part.what,
+                "ranks": part.ranks,
+                "elements": 0,
+                "of": 0,
+                "rounds": 0,
+                "first": number,
+            }
+            row = self._wrong.setdefault(key, new)
             row["elements"] += count
             row["of"] += total
             row["rounds"] += 1
 
     def note(self, **changes: Any) -> None:
         """Change the state, and write it."""
-        self.state |= {**changes, "wrong": [*self._wrong.values()]}
+        self.state |= changes
+        self.state["wrong"] = list(self._wrong.values())
+        text = json.dumps(self.state)
         part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(self.state), encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(self._file)
 
     def _exact(self, kind: torch.dtype, number: int) -> tuple[Tensor, int]:
@@ -195,21 +224,28 @@ class BurnIn:
         """
         generator = torch.Generator().manual_seed(number)
         tile = (self._period, self._period)
-        left, right = (torch.randint(-3, 4, tile, generator=generator) for _ in range(2))
-        index = torch.arange(self._size) % self._period
-        sign = 1 - torch.arange(self._size) // self._period % 2 * 2
-        repeats = torch.zeros(self._period, dtype=torch.int64).index_add_(0, index, sign)
+        left = torch.randint(-3, 4, tile, generator=generator)
+        right = torch.randint(-3, 4, tile, generator=generator)
+        places = torch.arange(self._size)
+        index = places % self._period
+        odd = places // self._period % 2
+        sign = 1 - odd * 2
+        repeats = torch.zeros(self._period, dtype=torch.int64)
+        repeats.index_add_(0, index, sign)
         # The sums are at most 216: 9 times the repeats that no other cancels. FP8 and bfloat16
         # represent all exactly.
         counted = repeats.nonzero().flatten()
-        sums = (left[:, counted] * repeats[counted]) @ right[:, counted].t()
+        weighted = left[:, counted] * repeats[counted]
+        sums = weighted @ right[:, counted].t()
         index = index.to(self.device)
         sign = sign.to(self.device, torch.bfloat16)
 
         def whole(values: Tensor) -> Tensor:
-            return values.to(self.device, torch.bfloat16)[index][:, index]
+            narrow = values.to(self.device, torch.bfloat16)
+            return narrow[index][:, index]
 
-        a = (whole(left) * sign).to(kind)
+        signed = whole(left) * sign
+        a = signed.to(kind)
         b = whole(right).to(kind)
         expected = whole(sums)
         scale = torch.ones((), device=self.device)
@@ -219,8 +255,10 @@ class BurnIn:
                 product = torch.mm(a, b.t())
             else:
                 product = _scaled(a, b, scale)
-            wrong += (product != expected).sum()
-        return wrong, self._products * expected.numel()
+            differs = product != expected
+            wrong += differs.sum()
+        total = self._products * expected.numel()
+        return wrong, total
 
     def _repeated(self, compute: Callable[[], Tensor]) -> _Check:
         first: Tensor | None = None
@@ -230,37 +268,47 @@ class BurnIn:
             bits = compute().view(torch.int16)  # as bits, NaN is equal to itself
             if first is None:
                 first = bits
-            return (bits != first).sum(), bits.numel()
+            differs = bits != first
+            return differs.sum(), bits.numel()
 
         return check
 
     def _pattern(self, start: int, count: int, key: int) -> Tensor:
-        return torch.arange(start, start + count, device=self.device) * _STRIDE + key
+        places = torch.arange(start, start + count, device=self.device)
+        return places * _STRIDE + key
 
     def _memory(self, number: int) -> tuple[Tensor, int]:
         """Read what the last round wrote, and write the opposite of each bit, or in every second
         round others.
         """
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
-        for place, chunk in enumerate(self._chunks):
-            start = place * len(chunk)
+        total = 0
+        for chunk in self._chunks:
             if number > 1:
-                wrong += (chunk != self._content(start, len(chunk), number - 1)).sum()
-            chunk.copy_(self._content(start, len(chunk), number))
-        return wrong, sum(map(len, self._chunks))
+                written = self._content(total, len(chunk), number - 1)
+                differs = chunk != written
+                wrong += differs.sum()
+            content = self._content(total, len(chunk), number)
+            chunk.copy_(content)
+            total += len(chunk)
+        return wrong, total
 
     def _content(self, start: int, count: int, number: int) -> Tensor:
-        return self._pattern(start, count, number // 2) ^ -(number % 2)
+        pair, opposite = divmod(number, 2)
+        return self._pattern(start, count, pair) ^ -opposite
 
     def _exchanged(self, peer: int, group: Any, number: int) -> tuple[Tensor, int]:
+        sent = self._sent(number, self.rank, peer)
         received = torch.zeros(self._message, dtype=torch.int64, device=self.device)
         operations = [
-            dist.P2POp(dist.isend, self._sent(number, self.rank, peer), peer, group),
+            dist.P2POp(dist.isend, sent, peer, group),
             dist.P2POp(dist.irecv, received, peer, group),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        return (received != self._sent(number, peer, self.rank)).sum(), self._message
+        expected = self._sent(number, peer, self.rank)
+        differs = received != expected
+        return differs.sum(), self._message
 
     def _sent(self, number: int, source: int, target: int) -> Tensor:
         key = (number * self.world + source) * self.world + target
@@ -268,13 +316,17 @@ class BurnIn:
 
     def _summed(self, ranks: Iterable[int], group: Any, number: int) -> tuple[Tensor, int]:
         index = torch.arange(self._message, device=self.device)
-        # Whole numbers below 128, whose sums are exact in every order.
-        shares = {rank: ((index + 7 * rank + number) % 128).float() for rank in ranks}
-        total = shares[self.rank].clone()
+        total = torch.zeros(self._message, device=self.device)
+        expected = torch.zeros(self._message, device=self.device)
+        for rank in ranks:
+            # Whole numbers below 128, whose sums are exact in every order.
+            share = (index + 7 * rank + number) % 128
+            expected += share
+            if rank == self.rank:
+                total += share
         dist.all_reduce(total, group=group)
-        expected = sum(shares.values())
-        wrong = (total != expected).sum()
-        return wrong, self._message
+        differs = total != expected
+        return differs.sum(), self._message
 
 
 def device_name(device: torch.device) -> str:
@@ -285,7 +337,8 @@ def device_name(device: torch.device) -> str:
     words = [gpu.name]
     # Older versions of PyTorch lack these.
     if hasattr(gpu, "pci_bus_id"):
-        words.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+        bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}"
+        words.append(f"{bus}:{gpu.pci_device_id:02x}.0")
     if hasattr(gpu, "uuid"):
         words.append(str(gpu.uuid))
     return ", ".join(words)
@@ -294,25 +347,30 @@ def device_name(device: torch.device) -> str:
 def _burn_in(bench: _Bench, folder: Path, fp8: str, seconds: float) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    burn_in = BurnIn(bench, folder / f"rank-{bench.rank}.json", fp8)
+    file = folder / f"rank-{bench.rank}.json"
+    burn_in = BurnIn(bench, file, fp8)
     # Rank 0 decides how long it lasts, by a file: the GPUs' own messages are under test.
-    store = dist.FileStore(str(folder / "store"), bench.world)
+    shared = str(folder / "store")
+    store = dist.FileStore(shared, bench.world)
     end = time.monotonic() + seconds
     number = 0
     try:
         while True:
             number += 1
+            key = str(number)
             if bench.rank == 0:
+                decision = "end"
                 # Each bit of the memory is read as 0 and as 1 by the fourth round.
-                store.set(str(number), "go" if number <= 4 or time.monotonic() < end else "end")
-            if store.get(str(number)) == b"end":
+                if number <= 4 or time.monotonic() < end:
+                    decision = "go"
+                store.set(key, decision)
+            if store.get(key) == b"end":
                 break
             burn_in.run(number)
     except Exception as error:
-        burn_in.note(
-            error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            failed_at=time.time(),
-        )
+        kind = type(error).__name__
+        first_line, _, _ = str(error).partition("\n")
+        burn_in.note(error=f"{kind}: {first_line}", failed_at=time.time())
         raise
 
 
@@ -321,7 +379,10 @@ def main(folder: Path, fp8: str, seconds: float = 0) -> None:
     the GPU's format.
     """
     bench = _Bench()
-    dist.init_process_group("nccl" if bench.on_gpu else "gloo")
+    backend = "gloo"
+    if bench.on_gpu:
+        backend = "nccl"
+    dist.init_process_group(backend)
     if seconds:
         _burn_in(bench, folder, fp8, seconds)
     else:
@@ -345,32 +406,38 @@ def _benchmarks(bench: _Bench, folder: Path, fp8: str) -> None:
     figures["memory"] = _copy_tb_s(bench, copied)
     if bench.world > 1:
         figures |= _collectives(bench)
-    (folder / f"rank-{bench.rank}.json").write_text(json.dumps(figures), encoding="utf-8")
+    file = folder / f"rank-{bench.rank}.json"
+    file.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def _copy_tb_s(bench: _Bench, count: int) -> float:
     source = torch.ones(count, device=bench.device)
     target = torch.empty_like(source)
-    return 2.0 * float(source.nbytes) / bench.seconds(partial(target.copy_, source)) / 1e12
+    copy = partial(target.copy_, source)
+    moved = 2.0 * float(source.nbytes)
+    return moved / bench.seconds(copy) / 1e12
 
 
 def _collectives(bench: _Bench) -> dict[str, float]:
-    ranks = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
-    dist.all_reduce(ranks)
-    if not bool((ranks == bench.world * (bench.world + 1) / 2).all()):
+    number = float(bench.rank + 1)
+    numbers = torch.full((1 << 16,), number, device=bench.device)
+    dist.all_reduce(numbers)
+    expected = bench.world * (bench.world + 1) / 2
+    if not bool((numbers == expected).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
     # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
     message = 1 << 20
     if bench.on_gpu:
-        message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4)
+        free, _ = torch.cuda.mem_get_info()
+        message = min(8 << 30, free // 4)
     data = torch.zeros(message // 4, device=bench.device)
-    part = data[: min(len(data), 1 << 29) // bench.world * bench.world]
+    most = min(len(data), 1 << 29)
+    part = data[: most // bench.world * bench.world]
     target = torch.empty_like(part)
-    return {
-        # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
-        "all-reduce": 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data)),
-        "all-to-all": _bus_gb_s(bench, part, lambda: dist.all_to_all_single(target, part)),
-    }
+    reduced = _bus_gb_s(bench, data, lambda: dist.all_reduce(data))
+    exchanged = _bus_gb_s(bench, part, lambda: dist.all_to_all_single(target, part))
+    # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
+    return {"all-reduce": 2 * reduced, "all-to-all": exchanged}
 
 
 if __name__ == "__main__":

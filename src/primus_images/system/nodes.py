@@ -15,7 +15,7 @@ from typing import Any
 from primus_images.errors import HostError, InputError
 from primus_images.files import json_if_readable, text_if_readable
 from primus_images.gpus.detect import visible
-from primus_images.gpus.table import arch_of, generation, load_table, peak
+from primus_images.gpus.table import Dtype, arch_of, generation, load_table, peak
 from primus_images.report import html
 from primus_images.schema import build, parse_json
 from primus_images.system.host import Finding, Host, Level, finding, name_here
@@ -121,14 +121,12 @@ def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks)]
     command += ["-m", "primus_images.system.measure", str(folder), fp8, str(burn_in)]
+    # cuBLAS repeats its results only with a workspace of fixed size.
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    log = folder / "log.txt"
+    watch = processes.Watch(hopeless=hopeless)
     # It also ends the ranks, which torchrun starts in sessions of their own.
-    ended = processes.run(
-        command,
-        log=folder / "log.txt",
-        # cuBLAS repeats its results only with a workspace of fixed size.
-        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ},
-        watch=processes.Watch(hopeless=hopeless),
-    )
+    ended = processes.run(command, log=log, environment=environment, watch=watch)
     return ended.exit_code
 
 
@@ -138,7 +136,8 @@ def _states(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 def _failure(folder: Path) -> str:
     reason = "no reason given"
-    for line in text_if_readable(folder / "log.txt").splitlines():
+    log = text_if_readable(folder / "log.txt")
+    for line in log.splitlines():
         if "Error" in line:
             reason = line.strip()[:300]
             break
@@ -191,7 +190,8 @@ class _Progress:
         if wrong:
             verdict = f"{wrong} of {self._ranks} GPUs with wrong results"
         number = self.states[0]["round"]
-        self._say(f"burn-in: {seconds:.0f} of {self._seconds:.0f} s, round {number}, {verdict}")
+        progress = f"{seconds:.0f} of {self._seconds:.0f} s"
+        self._say(f"burn-in: {progress}, round {number}, {verdict}")
 
 
 def burn_in(
@@ -205,21 +205,25 @@ def burn_in(
     gpus, reason = _usable(host)
     if reason:
         raise HostError(f"--burn-in: {reason}", hint="run it in the image, on a machine with GPUs")
+    count = len(gpus)
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
-        progress = _Progress(folder, len(gpus), seconds, say, patience)
-        code = _run(folder, len(gpus), _fp8(host), seconds, progress.hopeless)
+        progress = _Progress(folder, count, seconds, say, patience)
+        code = _run(folder, count, _fp8(host), seconds, progress.hopeless)
         progress.read()
         failure = ""
         if code or not all(progress.states):
             failure = _failure(folder)
         if failure and progress.hangs:
             failure = _HANGS
-    sentences = list(_wrong(progress.states, gpus, failure))
-    if sentences:
-        return [finding("wrong_result", what=sentence) for sentence in sentences]
-    rounds = counted(progress.states[0].get("round", 0), "round")
-    return [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
+    problems = []
+    for sentence in _wrong(progress.states, gpus, failure):
+        problems.append(finding("wrong_result", what=sentence))
+    if problems:
+        return problems
+    number = progress.states[0].get("round", 0)
+    rounds = counted(number, "round")
+    return [finding("burn_in", gpus=counted(count, "GPU"), rounds=rounds)]
 
 
 def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
@@ -239,21 +243,28 @@ def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: st
         yield f"{names[source]}: it takes part in everything that is wrong, and no other GPU does"
     for rank, state in enumerate(states):
         for row in state.get("wrong", ()):
-            when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
+            part = _part(rank, row, gpus)
+            rounds = counted(row["rounds"], "round")
+            when = f"in {rounds}, first in round {row['first']}"
             wrong = f"{row['elements']:,} of {row['of']:,} elements are wrong {when}"
-            yield f"{names[rank]}: {_part(rank, row, gpus)}: {wrong}"
+            yield f"{names[rank]}: {part}: {wrong}"
     for rank, end in _ends(states, failure):
-        yield f"{names[rank]}: {_part(rank, states[rank], gpus)} {end}"
-    if failure not in ("", _HANGS) and not any("error" in state for state in states):
+        part = _part(rank, states[rank], gpus)
+        yield f"{names[rank]}: {part} {end}"
+    explained = any("error" in state for state in states)
+    if failure not in ("", _HANGS) and not explained:
         yield failure
 
 
 def _part(rank: int, row: Mapping[str, Any], gpus: Sequence[str]) -> str:
     """Return what a rank did, and with which other GPUs."""
     part = str(row.get("what", "the start of PyTorch"))
-    others = ", ".join(gpus[other] for other in row.get("ranks", ()) if other != rank)
+    others = []
+    for other in row.get("ranks", ()):
+        if other != rank:
+            others.append(gpus[other])
     if others:
-        return f"{part} with GPU {others}"
+        return f"{part} with GPU {', '.join(others)}"
     return part
 
 
@@ -263,7 +274,8 @@ def _common_source(states: Sequence[Mapping[str, Any]]) -> int | None:
     for state in states:
         for row in state.get("wrong", ()):
             groups.add(tuple(row["ranks"]))
-    common = set(range(len(states))).intersection(*groups)
+    every_rank = set(range(len(states)))
+    common = every_rank.intersection(*groups)
     if len(groups) > 1 and len(common) == 1:
         return common.pop()
     return None
@@ -271,13 +283,19 @@ def _common_source(states: Sequence[Mapping[str, Any]]) -> int | None:
 
 def _ends(states: Sequence[Mapping[str, Any]], failure: str) -> Iterator[tuple[int, str]]:
     """Yield the rank that failed first, or those for which the others wait."""
-    errors = [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]
+    errors = []
+    for rank, state in enumerate(states):
+        if "error" in state:
+            errors.append((state["failed_at"], rank))
     if errors:
         # The ranks that lose their peer fail later.
         _, rank = min(errors)
         yield rank, f"fails: {states[rank]['error']}"
     elif failure == _HANGS:
-        places = [(state.get("round", 0), state.get("place", -1)) for state in states]
+        places = []
+        for state in states:
+            number = state.get("round", 0)
+            places.append((number, state.get("place", -1)))
         first = min(places)
         for rank, place in enumerate(places):
             if place == first:
@@ -295,12 +313,15 @@ def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurem
         if what in _COLLECTIVES:
             figures = (min(figures),)
         least, source = _expected(name, what, len(ranks))
-        most = peak_of(name, what)
-        results.append(
-            Measurement(
-                what=what, unit=unit, figures=figures, least=least, most=most, source=source
-            )
+        measurement = Measurement(
+            what=what,
+            unit=unit,
+            figures=figures,
+            least=least,
+            most=peak_of(name, what),
+            source=source,
         )
+        results.append(measurement)
     return results
 
 
@@ -316,12 +337,16 @@ def _expected(name: str, what: str, ranks: int) -> tuple[float | None, str]:
 
 def peak_of(name: str, what: str) -> float | None:
     """Return the most that the GPU can reach, from the table of generations; None if unknown."""
-    gpu = next((gpu for gpu in load_table().generations if gpu.name == name), None)
+    generations = {gpu.name: gpu for gpu in load_table().generations}
+    gpu = generations.get(name)
     if gpu is None or what in _COLLECTIVES:
         return None
     if what == "memory":
         return gpu.memory.tb_s
-    row = peak(gpu, "fp8" if what == "gemm fp8" else "bf16")
+    dtype: Dtype = "bf16"
+    if what == "gemm fp8":
+        dtype = "fp8"
+    row = peak(gpu, dtype)
     if row:
         return row[0]
     return None
@@ -350,14 +375,17 @@ def judge(benchmark: Measurement) -> Iterator[Finding]:
             shown = f"{figure:,.4g} {benchmark.unit}"
             if not collective:
                 shown = f"GPU {gpu}: {shown}"
-            yield finding(problem, figure=shown, share=1 - figure / typical, **texts)
+            below = 1 - figure / typical
+            yield finding(problem, figure=shown, share=below, **texts)
     if sound:
         name = "as_expected"
         if benchmark.least is None:
             name = "unjudged"
-        shown = f"{min(benchmark.figures):,.4g}"
+        lowest = min(benchmark.figures)
+        shown = f"{lowest:,.4g}"
         if len(benchmark.figures) > 1:
-            shown += f"–{max(benchmark.figures):,.4g}"
+            highest = max(benchmark.figures)
+            shown += f"–{highest:,.4g}"
         yield finding(name, figure=f"{shown} {benchmark.unit}", **texts)
 
 
@@ -412,17 +440,21 @@ def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
         raise InputError(
             f"two documents are from node {name}", hint="give one document for each node"
         )
-    return [
-        *_odd(nodes, "GPUs", _gpus),
-        *_odd(nodes, "driver", lambda node: node.driver),
-        *_odd(nodes, "RDMA", _rdma),
-        *_slowest(nodes),
-    ]
+    problems = list(_odd(nodes, "GPUs", _gpus))
+    problems += _odd(nodes, "driver", _driver)
+    problems += _odd(nodes, "RDMA", _rdma)
+    problems += _slowest(nodes)
+    return problems
 
 
 def _gpus(node: Node) -> str:
     counts = Counter(node.gpus)
-    return ", ".join(f"{count} × {name}" for name, count in counts.items()) or "no GPU"
+    kinds = [f"{count} × {name}" for name, count in counts.items()]
+    return ", ".join(kinds) or "no GPU"
+
+
+def _driver(node: Node) -> str:
+    return node.driver
 
 
 def _rdma(node: Node) -> str:
@@ -437,7 +469,8 @@ def _odd(
 ) -> Iterator[tuple[str, Finding]]:
     """Yield the nodes of which something is not as on most."""
     values = {node.name: property_of(node) for node in nodes}
-    usual = Counter(values.values()).most_common(1)[0][0]
+    counts = Counter(values.values())
+    usual, _ = counts.most_common(1)[0]
     for name, value in values.items():
         if value != usual:
             what = value or "unknown"
@@ -449,7 +482,8 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
     benchmarks: dict[str, dict[str, float]] = {}
     for node in nodes:
         for row in node.measurements:
-            figures = benchmarks.setdefault(f"{row.what} ({row.unit})", {})
+            name = f"{row.what} ({row.unit})"
+            figures = benchmarks.setdefault(name, {})
             figures[node.name] = min(row.figures)
     for what, figures in benchmarks.items():
         typical = statistics.median(figures.values())
@@ -464,20 +498,25 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
     """Return table rows, one per node: mark, name, GPUs, problems."""
     table: list[tuple[str, ...]] = []
     for node in nodes:
-        problems = [*node.problems, *(result for name, result in between if name == node.name)]
+        problems = list(node.problems)
+        for name, problem in between:
+            if name == node.name:
+                problems.append(problem)
         worst: Level = "ok"
-        if problems:
-            worst = "slow"
-        if any(result.level == "failed" for result in problems):
-            worst = "failed"
-        sentences = [f"{result.check}: {result.message}" for result in problems]
-        table.append((MARKS[worst], node.name, _gpus(node), "; ".join(sentences) or "ready"))
+        sentences = []
+        for problem in problems:
+            sentences.append(f"{problem.check}: {problem.message}")
+            if worst != "failed":
+                worst = problem.level
+        verdict = "; ".join(sentences) or "ready"
+        table.append((MARKS[worst], node.name, _gpus(node), verdict))
     return table
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
     """Return one HTML page: problems with their remedies, and all checks and figures by nodes."""
-    problems = [(node.name, result) for node in nodes for result in node.problems]
-    return html.rendered(
-        "nodes.html", title="Preflight", nodes=nodes, problems=[*problems, *between]
-    )
+    problems = []
+    for node in nodes:
+        problems += [(node.name, problem) for problem in node.problems]
+    problems += between
+    return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems)

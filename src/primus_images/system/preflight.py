@@ -53,7 +53,8 @@ def _on_the_bus(host: Host) -> list[Path]:
     devices = []
     for device in host.glob("sys/bus/pci/devices/*"):
         maker = host.text(device / "vendor")
-        if host.text(device / "class")[:6] in _COMPUTE and maker in (_AMD, _NVIDIA):
+        kind = host.text(device / "class")[:6]
+        if kind in _COMPUTE and maker in (_AMD, _NVIDIA):
             devices.append(device)
     return devices
 
@@ -127,10 +128,14 @@ def settings(host: Host) -> Iterator[Finding]:
     for row in rows:
         if "with" in row and not host.glob(row["with"]):
             continue
-        values = {host.text(path) for path in host.glob(row["file"])}
-        wrong = sorted(value for value in values if value and re.search(row["wrong"], value))
+        wrong = set()
+        for path in host.glob(row["file"]):
+            value = host.text(path)
+            if value and re.search(row["wrong"], value):
+                wrong.add(value)
         if wrong:
-            message = row["message"].format(", ".join(wrong))
+            listed = ", ".join(sorted(wrong))
+            message = row["message"].format(listed)
             yield Finding("slow", row["check"], message, row["remedy"])
     yield finding("settings")
 
@@ -141,7 +146,8 @@ def limits(host: Host) -> Iterator[Finding]:
     for line in host.text("proc/self/limits").splitlines():
         match = re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line)
         if match:
-            soft[match[1]] = float(match[2].replace("unlimited", "inf"))
+            limit = match[2].replace("unlimited", "inf")
+            soft[match[1]] = float(limit)
     if not soft:
         return
     least = 1024
@@ -197,11 +203,10 @@ def disk(host: Host) -> Iterator[Finding]:
 
 def health(host: Host) -> Iterator[Finding]:
     """Check AMD's GPUs: ECC errors, retired pages, PCIe and XGMI links, memory in use, power."""
-    cards = [
-        path
-        for path in host.glob("sys/class/drm/renderD*/device")
-        if host.text(path / "vendor") in ("", _AMD)
-    ]
+    cards = []
+    for path in host.glob("sys/class/drm/renderD*/device"):
+        if host.text(path / "vendor") in ("", _AMD):
+            cards.append(path)
     if host.gpus.vendor != "amd" or not cards:
         yield finding("no_health", vendor=host.gpus.vendor)
         return
@@ -217,11 +222,13 @@ def health(host: Host) -> Iterator[Finding]:
 
 def _ecc(host: Host, card: Path, name: str) -> Iterator[Finding]:
     for block in sorted((card / "ras").glob("*_err_count")):
-        errors = dict(re.findall(r"(ue|ce):\s*(\d+)", host.text(block)))
-        if int(errors.get("ue", 0)):
-            yield finding("uncorrected", gpu=name, count=errors["ue"], block=block.name)
-        elif int(errors.get("ce", 0)) > _MANY_CORRECTED:
-            yield finding("corrected", gpu=name, count=errors["ce"], block=block.name)
+        counts = dict(re.findall(r"(ue|ce):\s*(\d+)", host.text(block)))
+        uncorrected = int(counts.get("ue", 0))
+        corrected = int(counts.get("ce", 0))
+        if uncorrected:
+            yield finding("uncorrected", gpu=name, count=uncorrected, block=block.name)
+        elif corrected > _MANY_CORRECTED:
+            yield finding("corrected", gpu=name, count=corrected, block=block.name)
     pages = host.text(card / "ras/gpu_vram_bad_pages").splitlines()
     if pages:
         yield finding("retired_pages", gpu=name, count=len(pages))
@@ -258,13 +265,18 @@ def _power(host: Host, card: Path, name: str) -> Iterator[Finding]:
 def _xgmi(host: Host) -> Iterator[Finding]:
     counts = []
     for gpu in kfd_gpus(host.root):
-        links = [properties(link / "properties") for link in gpu.glob("io_links/*")]
-        up = [link for link in links if link.get("type") == _XGMI and link.get("weight") != "0"]
-        counts.append(len(up))
+        count = 0
+        for folder in gpu.glob("io_links/*"):
+            link = properties(folder / "properties")
+            if link.get("type") == _XGMI and link.get("weight") != "0":
+                count += 1
+        counts.append(count)
+    if not any(counts):
+        return
     others = len(counts) - 1
-    if any(counts) and min(counts) < others:
-        fewest = counts.index(min(counts))
-        yield finding("few_links", gpu=fewest, links=min(counts), of=others)
+    fewest = min(counts)
+    if fewest < others:
+        yield finding("few_links", gpu=counts.index(fewest), links=fewest, of=others)
 
 
 def _leading(text: str) -> float:
@@ -334,8 +346,9 @@ def _results(check: Callable[[Host], Iterable[Finding]], host: Host) -> list[Fin
         results = list(check(host))
     except (OSError, ValueError) as error:
         # A file of the kernel may vanish while it is read, or hold what no other driver writes.
+        name = check.__name__.replace("_", " ")
         why = getattr(error, "strerror", None) or error
-        return [finding("unreadable", check=check.__name__.replace("_", " "), why=why)]
+        return [finding("unreadable", check=name, why=why)]
     # A check that finds no problem ends with a sentence that says so.
     if any(result.problem for result in results):
         return [result for result in results if result.level != "ok"]
@@ -372,8 +385,10 @@ def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
                 size += file.write(block) / 2**20
             os.fsync(file.fileno())
     except OSError as error:
-        return finding("unwritable", folder=folder, why=(error.strerror or "").lower())
-    rate = size / max(time.monotonic() - started, 1e-6)
+        why = error.strerror or ""
+        return finding("unwritable", folder=folder, why=why.lower())
+    seconds = max(time.monotonic() - started, 1e-6)
+    rate = size / seconds
     if rate < 100:
         return finding("slow_disk", folder=folder, rate=rate)
     return finding("disk_speed", folder=folder, rate=rate)

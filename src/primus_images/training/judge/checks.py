@@ -104,20 +104,21 @@ def steps_logged(series: Series, first: int, last: int) -> Verdict:
     if extra:
         complaints.append(f"not steps of this run: {_ranges(extra)}")
     reason = "; ".join(complaints) or "every step is in the log once"
-    measured = f"{len(logged & expected)} of {len(expected)}"
+    present = logged & expected
+    measured = f"{len(present)} of {len(expected)}"
     limit = f"{first}–{last}"
     return Verdict("steps logged", not complaints, reason, measured=measured, limit=limit)
 
 
 def finite(series: Series) -> Verdict:
     """Check that loss and gradient norm are finite at every step, and the norm positive."""
-    bad = [
-        f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
-        for step in series.steps
-        if not (0 < step.grad_norm < math.inf and math.isfinite(step.loss))
-    ]
+    bad = []
+    for step in series.steps:
+        if not math.isfinite(step.loss) or not 0 < step.grad_norm < math.inf:
+            figures = f"loss {step.loss:g}, gradient norm {step.grad_norm:g}"
+            bad.append(f"step {step.step}: {figures}")
     if not series.steps:
-        bad = ["no step was logged"]
+        bad.append("no step was logged")
     fine = "loss and gradient norm are finite at every step"
     measured = f"{len(bad)} bad of {len(series.steps)} steps"
     return of_faults("finite", bad, fine, measured=measured, limit="0 bad")
@@ -178,9 +179,13 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
     norms = [step.grad_norm for step in series.steps]
     if len(norms) <= 3:
         return Verdict(name, False, "needs at least 4 steps", limit=limit)
-    ratios = [_ratio(norms[n], statistics.median(norms[:n])) for n in range(3, len(norms))]
+    ratios = []
+    for place in range(3, len(norms)):
+        median = statistics.median(norms[:place])
+        ratios.append(_ratio(norms[place], median))
     worst = max(ratios)
-    at = series.steps[3 + ratios.index(worst)].step
+    place = 3 + ratios.index(worst)
+    at = series.steps[place].step
     reason = f"largest against the running median at step {at}"
     if worst > jump and repeated:
         reason += "; the reference has the same norm"
@@ -188,9 +193,12 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
 
 
 def _ratio(value: float, median: float) -> float:
-    if not median or math.isnan(value / median):
+    if not median:
         return math.inf
-    return value / median
+    ratio = value / median
+    if math.isnan(ratio):
+        return math.inf
+    return ratio
 
 
 def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
@@ -241,8 +249,13 @@ def _profiled_products(facts: Mapping[str, Any], precision: str) -> tuple[int, l
     """
     products: dict[str, int] = dict(facts.get("matmul_dtypes", {}))
     asked = _PROFILED[precision]
-    others = {name: count for name, count in products.items() if not name.endswith(asked)}
-    calls = sum(products.values()) - sum(others.values())
+    others = {}
+    calls = 0
+    for name, count in products.items():
+        if name.endswith(asked):
+            calls += count
+        else:
+            others[name] = count
     evidence = f"{calls} matrix products that the profiler saw"
     if not others or precision != "bf16":
         return calls, [], evidence
@@ -257,9 +270,11 @@ def _profiled_products(facts: Mapping[str, Any], precision: str) -> tuple[int, l
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
     untold = sum(count for name, count in products.items() if name not in flops)
-    if untold > LIMITS["untold"] * sum(products.values()):
+    every = sum(products.values())
+    if untold > LIMITS["untold"] * every:
         return 1.0
-    return sum(flops.get(name, 0) for name in some) / sum(flops.values())
+    of_some = sum(flops.get(name, 0) for name in some)
+    return of_some / sum(flops.values())
 
 
 def _eight_bit_products(
@@ -286,12 +301,14 @@ def _eight_bit_products(
 
 
 def _must_convert(layer: str) -> bool:
+    _, _, kind = layer.rpartition(".")
     # Adapters are small products, which the finetune backend keeps in the wider type.
-    return layer.rpartition(".")[2] not in LIMITS["wide"] and ".lora_" not in layer
+    return kind not in LIMITS["wide"] and ".lora_" not in layer
 
 
 def _is_eight_bit_kernel(name: str) -> bool:
-    return "e4m3" in name.lower() or "fp8" in name.lower()
+    lower = name.lower()
+    return "e4m3" in lower or "fp8" in lower
 
 
 def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdict:
@@ -299,9 +316,13 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
     wrong = []
     for key, value in expected.items():
         if facts.get(key) != value:
-            wrong.append(f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}")
-    reason = "; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected)
-    measured = f"{len(expected) - len(wrong)} of {len(expected)}"
+            actual = facts.get(key, "unknown")
+            wrong.append(f"{key} is {actual!r}, not {value!r}")
+    reason = "the run saw what the recipe asks: " + ", ".join(expected)
+    if wrong:
+        reason = "; ".join(wrong)
+    right = len(expected) - len(wrong)
+    measured = f"{right} of {len(expected)}"
     return Verdict("configuration", not wrong, reason, measured=measured, limit="all")
 
 
@@ -327,9 +348,10 @@ def same_steps(
         if twin is None:
             missing.append(step.step)
             continue
+        of_loss = relative_gap(step.loss, twin.loss)
         of_norm = relative_gap(step.grad_norm, twin.grad_norm)
         of_evaluation = _gap_of_evaluations(step.eval_loss, twin.eval_loss)
-        gap = max(relative_gap(step.loss, twin.loss), of_norm, of_evaluation)
+        gap = max(of_loss, of_norm, of_evaluation)
         if gap >= worst:
             worst = gap
             at = step.step
@@ -364,18 +386,21 @@ def same_loss(
 
     Both have the same data and seed.
     """
-    name = f"loss in {precisions[1]}"
+    usual, narrow = precisions
+    name = f"loss in {narrow}"
     limit = f"relative gap ≤ {tolerance:g}"
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name, False, "needs at least 5 steps of both", limit=limit)
-    first, second = (_last_fifth(series.losses) for series in (base, other))
+    first = _last_fifth(base.losses)
+    second = _last_fifth(other.losses)
     gap = relative_gap(first, second)
-    reason = f"{first:.4f} in {precisions[0]}, {second:.4f} in {precisions[1]}"
+    reason = f"{first:.4f} in {usual}, {second:.4f} in {narrow}"
     return Verdict(name, gap <= tolerance, reason, measured=f"{gap:.2g}", limit=limit)
 
 
 def _last_fifth(losses: Sequence[float]) -> float:
-    return statistics.fmean(losses[-(len(losses) // 5) :])
+    fifth = len(losses) // 5
+    return statistics.fmean(losses[-fifth:])
 
 
 def throughput(
@@ -386,7 +411,8 @@ def throughput(
     limit = f"≥ {_rate(least)}"
     if measured is None:
         return Verdict("throughput", False, "no step was measured", limit=limit)
-    reason = f"{measured / reference:.2f} × the reference of {_rate(reference)} {unit}/s/GPU"
+    ratio = measured / reference
+    reason = f"{ratio:.2f} × the reference of {_rate(reference)} {unit}/s/GPU"
     passed = measured >= least
     return Verdict("throughput", passed, reason, measured=_rate(measured), limit=limit)
 
@@ -405,4 +431,12 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    words = []
+    for run in runs:
+        first = run[0]
+        last = run[-1]
+        if first == last:
+            words.append(str(first))
+        else:
+            words.append(f"{first}–{last}")
+    return ", ".join(words)

@@ -48,7 +48,9 @@ def _obstacles(recipe: Recipe) -> Iterator[str]:
     why = rules_of(recipe).unjudged(recipe)
     if why:
         yield why
-    if 8 * recipe.steps * size(recipe.architecture).total > LIMITS["bytes"]:
+    parameters = size(recipe.architecture).total
+    kept_bytes = 8 * recipe.steps * parameters
+    if kept_bytes > LIMITS["bytes"]:
         yield "the run is too large to keep the weights of every step"
 
 
@@ -64,13 +66,18 @@ def _obstacles_of_files(recipe: Recipe) -> Iterator[str]:
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         yield "the tokenizer has no tokenizer.json, which the reference reads"
-    if recipe.weights is not None and not recipe.architecture.of_images:
-        config = config_of(recipe.weights)[1]
-        activation = config.get("hidden_act", "silu")
-        if not recipe.architecture.has_formula:
-            yield f"the reference has no formula of models of type {config['model_type']}"
-        if activation not in ("silu", "swish"):
-            yield f"hidden_act of the weights is {activation}, and the reference computes SiLU"
+    yield from _obstacles_of_weights(recipe)
+
+
+def _obstacles_of_weights(recipe: Recipe) -> Iterator[str]:
+    if recipe.weights is None or recipe.architecture.of_images:
+        return
+    _, config = config_of(recipe.weights)
+    activation = config.get("hidden_act", "silu")
+    if not recipe.architecture.has_formula:
+        yield f"the reference has no formula of models of type {config['model_type']}"
+    if activation not in ("silu", "swish"):
+        yield f"hidden_act of the weights is {activation}, and the reference computes SiLU"
 
 
 def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
@@ -78,15 +85,16 @@ def _obstacles_of_settings(recipe: Recipe) -> Iterator[str]:
         yield "the reference reads one corpus, and no mixture"
     if "data.skip" in recipe.settings:
         yield "data.skip leaves out rows, and the reference reads all"
-    if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0):
+    backend = recipe.backend
+    if recipe.mode == "lora" and recipe.find(f"{backend}.lora.dropout", 0.0):
         for key in ("packing", "training.compile"):
-            if recipe.find(f"{recipe.backend}.{key}", False):
-                yield f"the reference does not repeat dropout with {recipe.backend}.{key}"
-    rules = backend_rules(recipe.backend)
-    for key, value in recipe.section(recipe.backend).items():
-        modelled = not any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled)
-        if value != rules[key].default and not modelled:
-            yield f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
+            if recipe.find(f"{backend}.{key}", False):
+                yield f"the reference does not repeat dropout with {backend}.{key}"
+    rules = backend_rules(backend)
+    for key, value in recipe.section(backend).items():
+        unmodelled = any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled)
+        if unmodelled and value != rules[key].default:
+            yield f"the reference does not repeat {backend}.{key}={spell(value)}"
 
 
 def verdicts(evidence: Evidence, series: Series) -> list[Verdict]:
@@ -172,13 +180,20 @@ def _gap(gap: float, limit: float, step: int, name: str = "") -> _Gap:
 
 def _figure(key: str, name: str, evidence: Evidence, series: Series) -> Verdict:
     """Return whether the loss, or the gradient norm, of every step is the reference's."""
-    repeated = {step["step"]: step for step in evidence["steps"]}
-    usual = max((step["noise"][key] for step in evidence["steps"] if step["regular"]), default=0.0)
+    repeated = {}
+    noises = []
+    for row in evidence["steps"]:
+        repeated[row["step"]] = row
+        if row["regular"]:
+            noises.append(row["noise"][key])
+    usual = max(noises, default=0.0)
     gaps = []
     for step in series.steps:
         row = repeated.get(step.step, {})
-        limit = _limit(key, max(usual, row.get("noise", {}).get(key, 0.0)), row)
-        gaps.append(_gap(relative_gap(getattr(step, key), row.get(key)), limit, step.step))
+        noise = row.get("noise", {}).get(key, 0.0)
+        limit = _limit(key, max(usual, noise), row)
+        difference = relative_gap(getattr(step, key), row.get(key))
+        gaps.append(_gap(difference, limit, step.step))
     worst = max(gaps)
     reason = f"{len(gaps)} steps agree"
     if worst.share > 1:
@@ -203,21 +218,22 @@ def _evaluations(evidence: Evidence, series: Series) -> Iterator[Verdict]:
     wrong = []
     worst = _Gap(0.0, 0.0, LIMITS["least"]["loss"], 0)
     for row in rows:
-        loss = reported.pop(row["step"], None)
+        number = row["step"]
+        expected = row["loss"]
+        loss = reported.pop(number, None)
         if loss is None:
-            wrong.append(f"step {row['step']}: no evaluation is reported")
+            wrong.append(f"step {number}: no evaluation is reported")
             continue
         limit = _limit("loss", row["noise"], row)
-        gap = _gap(relative_gap(loss, row["loss"]), limit, row["step"])
+        gap = _gap(relative_gap(loss, expected), limit, number)
         if gap.share > 1:
-            wrong.append(f"step {row['step']}: {loss:.5f}, not {row['loss']:.5f}")
+            wrong.append(f"step {number}: {loss:.5f}, not {expected:.5f}")
         worst = max(worst, gap)
     wrong += [f"step {step}: no evaluation was due" for step in reported]
     fine = f"{len(rows)} evaluations agree, on the held-out text and the weights of their steps"
+    measured = f"{worst.gap:.1e}"
     limit_text = f"relative gap ≤ {worst.limit:.1e}"
-    yield of_faults(
-        "reference evaluation", wrong, fine, measured=f"{worst.gap:.1e}", limit=limit_text
-    )
+    yield of_faults("reference evaluation", wrong, fine, measured=measured, limit=limit_text)
 
 
 def _dropout(evidence: Evidence) -> Iterator[Verdict]:
@@ -239,9 +255,11 @@ def _gradients(evidence: Evidence, series: Series) -> Verdict:
     rows = [step for step in steps if step["own_gradient"]]
     wrong = []
     for row in rows:
-        wrong += [f"step {row['step']}: {name} has no gradient" for name in row["missing"]]
+        for name in row["missing"]:
+            wrong.append(f"step {row['step']}: {name} has no gradient")
     for row in rows:
-        wrong += [f"step {row['step']}: ranks that share {name} disagree" for name in row["apart"]]
+        for name in row["apart"]:
+            wrong.append(f"step {row['step']}: ranks that share {name} disagree")
     if len(rows) < len(steps):
         wrong.append(f"the optimizer made {len(rows)} updates in {len(steps)} steps")
     wrong += _wrong_means(steps)
@@ -251,16 +269,19 @@ def _gradients(evidence: Evidence, series: Series) -> Verdict:
     wrong += _clipping(rows, evidence, series)
     wrong += _rounded_sums(rows, evidence)
     fine = "every tensor agrees, as the optimizer got it"
+    measured = f"{worst.gap:.1e}"
     limit = f"relative gap ≤ {worst.limit:.1e}"
-    return of_faults("reference gradients", wrong, fine, measured=f"{worst.gap:.1e}", limit=limit)
+    return of_faults("reference gradients", wrong, fine, measured=measured, limit=limit)
 
 
 def _usual_noise(steps: Sequence[_Step]) -> dict[str, float]:
     usual: dict[str, float] = {}
     for step in steps:
-        if step["regular"]:
-            for kind, (gap, _) in step["noise"]["gaps"].items():
-                usual[kind] = max(usual.get(kind, 0.0), gap)
+        if not step["regular"]:
+            continue
+        for kind, (gap, _) in step["noise"]["gaps"].items():
+            before = usual.get(kind, 0.0)
+            usual[kind] = max(before, gap)
     return usual
 
 
@@ -268,14 +289,18 @@ def _worst_gradient(rows: Sequence[_Step], usual: Mapping[str, float]) -> _Gap:
     worst = _Gap(0.0, 0.0, LIMITS["least"]["gradient"], 0)
     for row in rows:
         noise = row.get("noise", {})
+        noisy_gaps = noise.get("gaps", {})
+        doubts = noise.get("doubt", {})
         elsewhere = _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
-            of_row, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
-            limit = _limit("gradient", max(usual.get(kind, 0.0), of_row), row)
+            of_steps = usual.get(kind, 0.0)
+            of_row = _gap_of(kind, noisy_gaps)
+            limit = _limit("gradient", max(of_steps, of_row), row)
             if elsewhere or _EXPERTS in kind:
-                doubt = noise.get("doubt", {}).get(kind, 0.0)
+                doubt = doubts.get(kind, 0.0)
                 limit = max(limit, LIMITS["all_in_doubt"] * doubt)
-            worst = max(worst, _gap(gap, limit, row["step"], name))
+            gap_of_tensor = _gap(gap, limit, row["step"], name)
+            worst = max(worst, gap_of_tensor)
     return worst
 
 
@@ -287,8 +312,9 @@ def _rounded_sums(rows: Sequence[_Step], evidence: Evidence) -> Iterator[str]:
     summands = 3
     if evidence["precision"] != "fp32":
         summands = min(3, evidence["summands"])
+    most = LIMITS["rounded"][summands - 1]
     for row in rows:
-        if row["rounded"] > LIMITS["rounded"][summands - 1]:
+        if row["rounded"] > most:
             yield f"step {row['step']}: sums are rounded to bfloat16"
 
 
@@ -302,8 +328,10 @@ def _sent_elsewhere(step: _Step) -> bool:
     doubt = noise.get("doubt", {})
     for kind, (gap, _) in step["gaps"].items():
         if _EXPERTS in kind and kind in doubt:
-            least = LIMITS["noise"]["gradient"] * noise["gaps"][kind][0]
-            if least < gap <= LIMITS["all_in_doubt"] * doubt[kind]:
+            usual = _gap_of(kind, noise["gaps"])
+            least = LIMITS["noise"]["gradient"] * usual
+            most = LIMITS["all_in_doubt"] * doubt[kind]
+            if least < gap <= most:
                 return True
     return False
 
@@ -326,8 +354,11 @@ def _blocks(evidence: Evidence) -> Verdict:
             if row["balanced"]:
                 limits = {key: LIMITS["balanced"] * limit for key, limit in limits.items()}
             place = f"step {step['step']}: {row['name']}"
-            wrong += [f"{place}: {sentence}" for sentence in _unlike(row, limits, precision)]
-            worst = max([worst, *(row[key] / limit for key, limit in limits.items())])
+            for sentence in _unlike(row, limits, precision):
+                wrong.append(f"{place}: {sentence}")
+            for key, limit in limits.items():
+                share = row[key] / limit
+                worst = max(worst, share)
     if evidence["unseen"]:
         return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
@@ -338,20 +369,24 @@ def _blocks(evidence: Evidence) -> Verdict:
 
 
 def _unlike(row: _Step, limits: Mapping[str, float], precision: str) -> Iterator[str]:
-    if not row["typical"] <= limits["typical"]:
-        yield f"most tokens differ by {row['typical']:.1f} × rounding"
-    if not row["position"] <= limits["position"]:
-        yield f"tokens at position {row['position_at']} differ by {row['position']:.1f} × rounding"
-    if not row["token"] <= limits["token"]:
+    typical = row["typical"]
+    if not typical <= limits["typical"]:
+        yield f"most tokens differ by {typical:.1f} × rounding"
+    position = row["position"]
+    if not position <= limits["position"]:
+        yield f"tokens at position {row['position_at']} differ by {position:.1f} × rounding"
+    token = row["token"]
+    if not token <= limits["token"]:
         sample, place = row["token_at"]
-        yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
+        yield f"token {place} of sample {sample} differs by {token:.1f} × rounding"
     if row["name"].startswith("gradients"):
         return
     longer = LIMITS["longer"][precision]
     if row["name"] == "logits":
         longer = LIMITS["longer"]["logits"]
     share = row["share"]
-    if not abs(share) <= longer + LIMITS["longer_noise"] * row["noise"] ** 2:
+    limit = longer + LIMITS["longer_noise"] * row["noise"] ** 2
+    if not abs(share) <= limit:
         direction = "short"
         if share > 0:
             direction = "long"
@@ -385,16 +420,21 @@ def _constants(evidence: Evidence) -> Verdict:
     fine = f"{len(limits)} changes would show"
     if hidden:
         fine += f"; hidden by rounding: {', '.join(hidden)}"
-    limit_text = f"≤ {max(limits, default=LIMITS['changed']):.2f} of a change"
+    largest = max(limits, default=LIMITS["changed"])
+    limit_text = f"≤ {largest:.2f} of a change"
     return of_faults(name, wrong, fine, measured=f"{max(shares):.2f}", limit=limit_text)
 
 
 def _limit_of_constant(row: Mapping[str, Any], evidence: Evidence) -> float:
-    close = max(LIMITS["changed"], LIMITS["deviations"] * row["deviation"])
-    wide = max(LIMITS["changed"], LIMITS["deviations_wide"] * row["deviation"])
+    least = LIMITS["changed"]
+    deviation = row["deviation"]
+    close = max(least, LIMITS["deviations"] * deviation)
+    wide = max(least, LIMITS["deviations_wide"] * deviation)
     if row["eight"]:
-        return float(max(close, min(wide, LIMITS["half"])))
-    if evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"]):
+        half = min(wide, LIMITS["half"])
+        return float(max(close, half))
+    biased = row["biased"] and not evidence["on_cpu"]
+    if biased or evidence["precision"] == "fp8":
         return float(wide)
     return float(close)
 
@@ -409,8 +449,13 @@ def _wrong_means(steps: Sequence[_Step]) -> Iterator[str]:
     if any(row["closest"] < LIMITS["tie"] for row in rows):
         least = LIMITS["tied"]["gradient"]
     for kind in rows[0]["gaps"]:
-        mean = statistics.fmean(_gap_of(kind, row["gaps"]) for row in rows)
-        limit = least + _mean_noise([_gap_of(kind, row["noise"]["gaps"]) for row in rows])
+        gaps = []
+        noises = []
+        for row in rows:
+            gaps.append(_gap_of(kind, row["gaps"]))
+            noises.append(_gap_of(kind, row["noise"]["gaps"]))
+        mean = statistics.fmean(gaps)
+        limit = least + _mean_noise(noises)
         if mean > limit:
             yield f"{kind}: the mean gap is {mean:.1e}, and the limit {limit:.1e}"
 
@@ -430,7 +475,9 @@ def _mean_noise(noises: Sequence[float]) -> float:
     ratio = math.hypot(*noises) / total
     least = 1 / math.sqrt(LIMITS["enough_steps"])
     share = max(0.0, ratio - least) / (1 - least)
-    factor = LIMITS["mean_noise"] + share * (LIMITS["noise"]["gradient"] - LIMITS["mean_noise"])
+    of_many = LIMITS["mean_noise"]
+    of_one = LIMITS["noise"]["gradient"]
+    factor = of_many + share * (of_one - of_many)
     return float(factor * total / len(noises))
 
 
@@ -441,11 +488,12 @@ def _clipping(rows: Sequence[_Step], evidence: Evidence, series: Series) -> Iter
     if evidence.get("narrow"):
         allowed = LIMITS["clipped_narrow"]
     for row in rows:
+        used = row["used_norm"]
         norm = reported.get(row["step"], math.nan)
         if most > 0:
             norm *= min(1.0, most / (norm + 1e-6))
-        if not relative_gap(row["used_norm"], norm) <= allowed:
-            lengths = f"{row['used_norm']:.4g}, not {norm:.4g}"
+        if not relative_gap(used, norm) <= allowed:
+            lengths = f"{used:.4g}, not {norm:.4g}"
             yield f"step {row['step']}: the optimizer got gradients of length {lengths}"
 
 
@@ -453,9 +501,10 @@ def _rates(steps: Sequence[_Step]) -> Verdict:
     wrong = []
     for step in steps:
         rates = step.get("rates", ())
-        if any(relative_gap(rate, step["rate"]) > LIMITS["rate"] for rate in rates):
+        expected = step["rate"]
+        if any(relative_gap(rate, expected) > LIMITS["rate"] for rate in rates):
             listed = ", ".join(f"{rate:g}" for rate in rates)
-            wrong.append(f"step {step['step']}: {listed}, not {step['rate']:g}")
+            wrong.append(f"step {step['step']}: {listed}, not {expected:g}")
     fine = "every step had the schedule's"
     measured = f"{len(wrong)} of {len(steps)} steps differ"
     return of_faults("reference learning rate", wrong, fine, measured=measured)
@@ -464,17 +513,20 @@ def _rates(steps: Sequence[_Step]) -> Verdict:
 def _updates(evidence: Evidence) -> Verdict:
     steps = evidence["steps"]
     worst = max(steps, key=lambda step: step["update"]["gap"])
-    gap = worst["update"]["gap"]
+    update = worst["update"]
+    gap = update["gap"]
     limit = LIMITS["update"]
     if evidence.get("narrow"):
         limit = LIMITS["update_narrow"]
     wrong = []
     if gap > limit:
-        wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"]
+        wrong.append(f"{update['name']} differs most, at step {worst['step']}")
     for step in steps:
         place = f"step {step['step']}"
-        wrong += [f"{place}: {name} is not the optimizer's, rounded" for name in step["stale"]]
-        wrong += [f"{place}: {sentence}" for sentence in step["biases"]]
+        for name in step["stale"]:
+            wrong.append(f"{place}: {name} is not the optimizer's, rounded")
+        for sentence in step["biases"]:
+            wrong.append(f"{place}: {sentence}")
     fine = "every weight is where clipping, AdamW and the schedule put it"
     measured = f"{gap:.1e} of the update"
     return of_faults("reference update", wrong, fine, measured=measured, limit=f"≤ {limit:.1e}")
@@ -493,34 +545,47 @@ def figures(
     not measured. Runs on a GPU report the GPU's memory, which the system does not count. Ranks that
     share layers or experts report only their own parts; their parameter counts are not compared.
     """
-    wrong = []
     parameters = evidence.get("parameters", {})
-    count = parameters.get("count")
+    wrong: list[str] = []
     if not any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep")):
-        expected = {"parameters": count, "trainable_parameters": parameters.get("trained")}
-        for key, number in expected.items():
-            if facts.get(key) != number:
-                wrong.append(f"{key}: {facts.get(key)}, not {number}")
+        wrong += _wrong_parameters(facts, parameters)
     flops = parameters.get("flops", math.nan)
     reported = facts.get("flops_per_unit", math.nan)
     if relative_gap(reported, flops) > LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
+    count = parameters.get("count") or 0
     # Even in the narrowest precision, and without gradients and moments.
-    least = 2 * (count or 0) / recipe.world_size / 2**30
+    least = 2 * count / recipe.world_size / 2**30
+    counted = None
+    if facts.get("device") == "cpu":
+        counted = peak_gib
+    wrong += _wrong_memory(series, least, counted)
+    wrong += _wrong_tokens(series, evidence.get("tokens", math.nan))
+    wrong += _wrong_rates(series, reported, recipe)
+    fine = "parameters, tokens, FLOPs per unit, FLOP/s and memory are the recipe's"
+    return of_faults("reported figures", wrong, fine)
+
+
+def _wrong_parameters(facts: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the numbers of parameters in the facts that are not the reference's."""
+    for key, of_reference in (("parameters", "count"), ("trainable_parameters", "trained")):
+        reported = facts.get(key)
+        number = parameters.get(of_reference)
+        if reported != number:
+            yield f"{key}: {reported}, not {number}"
+
+
+def _wrong_memory(series: Series, least: float, counted: float | None) -> Iterator[str]:
+    """Yield memory below ``least``, and the most of all if it is not near what was ``counted``."""
     most = 0.0
     for step in series.steps:
         most = max(most, step.memory_gib)
         if step.memory_gib < max(least, 0.005):
             memory = f"{step.memory_gib:g} GiB of memory"
-            wrong.append(f"step {step.step}: {memory}, and the weights alone take {least:.2g}")
+            yield f"step {step.step}: {memory}, and the weights alone take {least:.2g}"
     low, high = LIMITS["memory"]
-    counted = peak_gib is not None and facts.get("device") == "cpu"
-    if counted and not low * peak_gib <= most <= high * peak_gib:
-        wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    wrong += _wrong_tokens(series, evidence.get("tokens", math.nan))
-    wrong += _wrong_rates(series, reported, recipe)
-    fine = "parameters, tokens, FLOPs per unit, FLOP/s and memory are the recipe's"
-    return of_faults("reported figures", wrong, fine)
+    if counted is not None and not low * counted <= most <= high * counted:
+        yield f"{most:g} GiB of memory, and the largest rank had {counted:.3g}"
 
 
 def _wrong_tokens(series: Series, tokens: float) -> Iterator[str]:
@@ -538,9 +603,12 @@ def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:
     for step in series.steps:
         if step.tflops is None:
             continue
-        tflops = step.tokens_per_second / unit * flops / 1e12
-        rounded = 0.51 / 10**step.tflops_decimals + 0.5 * tflops / max(step.tokens_per_second, 1)
-        if not abs(step.tflops - tflops) <= rounded + LIMITS["logged_flops"] * tflops:
+        rate = step.tokens_per_second
+        tflops = rate / unit * flops / 1e12
+        # Half a unit of the last digit of either figure.
+        rounded = 0.51 / 10**step.tflops_decimals + 0.5 * tflops / max(rate, 1)
+        allowed = rounded + LIMITS["logged_flops"] * tflops
+        if not abs(step.tflops - tflops) <= allowed:
             yield f"step {step.step}: {step.tflops:g} TFLOP/s in the log, not {tflops:.4g}"
 
 
@@ -580,9 +648,11 @@ def clock(
         return Verdict("clock", False, reason, measured=f"×{ratio:.3f}", limit=limit)
     ratios = []
     for step in series.steps:
-        before = step.step - 1
-        if step.step in arrivals and before in arrivals and step.tokens_per_second > 0:
-            seconds = arrivals[step.step] - arrivals[before] - busy.get(before, 0.0)
+        number = step.step
+        before = number - 1
+        if number in arrivals and before in arrivals and step.tokens_per_second > 0:
+            between = arrivals[number] - arrivals[before]
+            seconds = between - busy.get(before, 0.0)
             ratios.append(seconds * step.tokens_per_second / tokens)
     if len(ratios) < 3:
         fine = f"{len(steps)} steps took as long as the run reports"

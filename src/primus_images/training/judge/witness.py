@@ -5,6 +5,7 @@ describes the files.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,10 +63,11 @@ def _group_of_rows(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     sharded = []
     for number, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            sharded.append((number, placement))
+            sharded.append(number)
     if len(sharded) != 1:
         return None
-    number, placement = sharded[0]
+    (number,) = sharded
+    placement = tensor.placements[number]
     # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
     if type(placement) is not Shard or placement.dim != 0:
         return None
@@ -78,18 +80,21 @@ def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[
     sizes = []
     for tensor in tensors.values():
         # The last ranks may have fewer rows than the others, or none.
-        rows = -(-tensor.shape[0] // ranks)
+        rows = math.ceil(tensor.shape[0] / ranks)
         size = rows * tensor.shape[1:].numel()
         shard = tensor.to_local().detach().flatten()
-        shards.append(pad(shard, (0, size - len(shard))))
+        lacking = size - len(shard)
+        shards.append(pad(shard, (0, lacking)))
         sizes.append(size)
     mine = torch.cat(shards)
     every = mine.new_empty(ranks * len(mine))
     _all_gather(every, mine, group=group)
-    parts = every.cpu().view(ranks, -1).split(sizes, 1)
+    by_rank = every.cpu().view(ranks, -1)
+    parts = by_rank.split(sizes, 1)
     wholes = {}
     for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        wholes[name] = part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
+        padded = part.reshape(-1, *tensor.shape[1:])
+        wholes[name] = padded[: tensor.shape[0]].clone()
     return wholes
 
 
@@ -116,10 +121,9 @@ class Blocks:
         for name, module in self._modules.items():
             recorder = _Recorder(whole=name != "output")
             self._recorders[name] = recorder
-            self._hooks += [
-                module.register_forward_pre_hook(recorder.before, with_kwargs=True),
-                module.register_forward_hook(recorder.after),
-            ]
+            before = module.register_forward_pre_hook(recorder.before, with_kwargs=True)
+            after = module.register_forward_hook(recorder.after)
+            self._hooks += [before, after]
 
     def taken(self) -> dict[str, list[Tensors]]:
         """Return name of a module → its inputs, outputs and their gradients, per call.
@@ -138,7 +142,8 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
     for part in parts:
         for path, module in part.named_modules():
             name = _WRAPPER.sub("", path)
-            if path != name and _WRAPPER.search(path.rpartition(".")[2]):
+            _, _, last = path.rpartition(".")
+            if path != name and _WRAPPER.search(last):
                 # The wrapper around it has been found. It is called once, the module within it
                 # twice if it recomputes.
                 continue
@@ -146,7 +151,8 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
             if match and match.end() == len(name):
                 # Megatron numbers the layers of each pipeline stage from 0, but knows their place
                 # in the model.
-                number = getattr(module, "layer_number", int(match[2]) + 1) - 1
+                by_name = int(match[2]) + 1
+                number = getattr(module, "layer_number", by_name) - 1
                 yield f"{match[1]}.{number}", module
             elif _OUTPUT.fullmatch(name) and not _BLOCK.search(name):
                 yield "output", module
@@ -173,7 +179,10 @@ class Masks:
         if torch._C._current_graph_task_id() != -1:  # a recomputation in the backward pass
             record = self._again
         with torch.no_grad():
-            record.setdefault(name, []).append(((out != 0) | (inputs[0] == 0)).cpu())
+            # An input of 0 stays 0, whether it is kept or not.
+            kept = (out != 0) | (inputs[0] == 0)
+            calls = record.setdefault(name, [])
+            calls.append(kept.cpu())
 
     def taken(self) -> dict[str, dict[str, list[torch.Tensor]]]:
         """Return ``masks`` and those of recomputations, ``again``: name of a module → its calls."""
@@ -308,7 +317,9 @@ class Witness:
     def batch(self, **parts: torch.Tensor) -> None:
         """Record a micro-batch of the current step."""
         for name, tensor in parts.items():
-            self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
+            copy = tensor.detach().cpu().clone()
+            micro_batches = self._batch.setdefault(name, [])
+            micro_batches.append(copy)
 
     def first_weights(self, step: int) -> None:
         """Record the weights before the first update. All ranks.
@@ -329,28 +340,25 @@ class Witness:
         if step not in self._clock:
             self.end_time(step)
         with self.busy(step):
-            clock = self._folder / f"clock-{_rank()}.json"
+            rank = _rank()
+            data_rank = self._rank["data_rank"]
+            clock = self._folder / f"clock-{rank}.json"
             clock.write_text(json.dumps(self._clock), encoding="utf-8")
-            torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
+            batch = self._rank | self._batch
+            torch.save(batch, self._folder / f"batch-{step}-{rank}.pt")
             self._batch = {}
             masks = self._masks.taken()
             if masks["masks"]:
-                content = {"data_rank": self._rank["data_rank"], **masks}
-                torch.save(content, self._folder / f"dropout-{step}-{_rank()}.pt")
+                content = {"data_rank": data_rank, **masks}
+                torch.save(content, self._folder / f"dropout-{step}-{rank}.pt")
             if step in self._examined:
-                calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
-                torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
-            taken = None
-            if self._source is not None:
-                taken = self._source.taken()
-            if taken is None and self._rates:
-                taken = Taken(gradients=self._gradients, rates=self._rates)
-            self._gradients = {}
-            self._rates = {}
+                calls = {"data_rank": data_rank, "calls": self._blocks.taken()}
+                torch.save(calls, self._folder / f"blocks-{step}-{rank}.pt")
+            taken = self._taken()
             weights = None
             if taken:
                 weights = taken.weights
-                if _rank() == 0:
+                if rank == 0:
                     content = {key: part for key, part in vars(taken).items() if key != "weights"}
                     torch.save(content, self._folder / f"update-{step}.pt")
             if weights is None:
@@ -358,6 +366,17 @@ class Witness:
                 # of all.
                 weights = self._whole_weights()
             self._weights(step, weights)
+
+    def _taken(self) -> Taken | None:
+        """Return the update since the last step; None if there was none."""
+        taken = None
+        if self._source is not None:
+            taken = self._source.taken()
+        if taken is None and self._rates:
+            taken = Taken(gradients=self._gradients, rates=self._rates)
+        self._gradients = {}
+        self._rates = {}
+        return taken
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
@@ -393,8 +412,10 @@ class Witness:
 
         All ranks.
         """
-        content = {"kept": torch.equal(self._random, torch.get_rng_state())}
-        (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
+        kept = torch.equal(self._random, torch.get_rng_state())
+        text = json.dumps({"kept": kept})
+        file = self._folder / f"random-{_rank()}.json"
+        file.write_text(text, encoding="utf-8")
         torch.set_rng_state(self._random)
 
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:

@@ -61,12 +61,14 @@ class Result:
 
         It is infinite where it is not a number.
         """
-        return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
+        difference = self.run.to(self.exact.dtype) - self.exact
+        return difference.norm(dim=-1).nan_to_num(nan=math.inf)
 
     @cached_property
     def noises(self) -> Tensor:
         """The same of the reference in the run's precision."""
-        return (self.rounded.to(self.exact.dtype) - self.exact).norm(dim=-1)
+        difference = self.rounded.to(self.exact.dtype) - self.exact
+        return difference.norm(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,8 @@ def compare(
                 per_call=scale / ranks / count,
             )
             for result in micro_batch.results():
-                by_name.setdefault(result.name, []).append(result)
+                of_module = by_name.setdefault(result.name, [])
+                of_module.append(result)
     rows: Rows = []
     every_result: list[Result] = []
     for name, results in by_name.items():
@@ -157,11 +160,14 @@ def _rank_of(file: Path) -> int:
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     calls: dict[int, dict[str, list[list[Call]]]] = {}
-    for file in sorted(folder.glob(f"blocks-{step}-*.pt"), key=_rank_of):
+    files = folder.glob(f"blocks-{step}-*.pt")
+    for file in sorted(files, key=_rank_of):
         recorded = torch.load(file, weights_only=True)
-        of_rank = calls.setdefault(int(recorded["data_rank"]), {})
+        rank = int(recorded["data_rank"])
+        of_rank = calls.setdefault(rank, {})
         for name, of_module in recorded["calls"].items():
-            of_rank.setdefault(name, []).append(of_module)
+            of_ranks = of_rank.setdefault(name, [])
+            of_ranks.append(of_module)
     return calls
 
 
@@ -209,15 +215,14 @@ class _MicroBatch:
             if gradient is not None:
                 of_returned = self._read(name, outside, "grad.")
             returned = self._needed(name, outside)
-            yield from self._of_block(
-                _Seen(
-                    name=name,
-                    entered=states,
-                    returned=returned,
-                    gradient=gradient,
-                    of_returned=of_returned,
-                )
+            seen = _Seen(
+                name=name,
+                entered=states,
+                returned=returned,
+                gradient=gradient,
+                of_returned=of_returned,
             )
+            yield from self._of_block(seen)
             states = returned
         name = "logits"
         if model.sizes.of_images:
@@ -227,15 +232,16 @@ class _MicroBatch:
             # A fused loss has no logits.
             prediction = self._needed("output", {"out.0": predicted})
         gradient = self._read(names[-1], outside, "grad.")
-        yield from self._of_output(
-            _Seen(name=name, entered=states, returned=prediction, gradient=gradient)
-        )
+        seen = _Seen(name=name, entered=states, returned=prediction, gradient=gradient)
+        yield from self._of_output(seen)
 
     def _of_entrance(self, first: str, inside: Shapes) -> Iterator[Result]:
         states = self._needed(first, inside)
-        (exact, context), (rounded, near) = self.pair.both(
-            lambda model, weights: model.entered(weights, self.batch)
-        )
+
+        def enter(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
+            return model.entered(weights, self.batch)
+
+        (exact, context), (rounded, near) = self.pair.both(enter)
         yield Result(
             name="embeddings", run=states, exact=exact, rounded=rounded, certain=_every(states)
         )
@@ -259,7 +265,8 @@ class _MicroBatch:
         return tensor
 
     def _time(self, name: str) -> Tensor:
-        time = self.calls[name][0][self.number].get("in.temb")
+        of_first_rank = self.calls[name][0]
+        time = of_first_rank[self.number].get("in.temb")
         if time is None:
             raise Unlike(f"{name} left no time")
         return time
@@ -293,13 +300,15 @@ class _MicroBatch:
 
     def _piece(self, calls: Sequence[Call], key: str) -> Tensor | None:
         size = len(calls) // self.count
-        of_batch = calls[self.number * size : (self.number + 1) * size]
+        first = self.number * size
+        of_batch = calls[first : first + size]
         tensors = [call[key] for call in of_batch if key in call]
         if len(tensors) != len(of_batch):
             return None
         if len(tensors) == 1:
             return tensors[0]
-        return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+        flat = [tensor.flatten(0, -2) for tensor in tensors]
+        return torch.cat(flat)
 
     def _of_block(self, seen: _Seen) -> Iterator[Result]:
         pair = self.pair
@@ -403,7 +412,8 @@ class _MicroBatch:
             )
 
     def _loss(self, model: Transformer, predicted: Tensor) -> Tensor:
-        return model.errors(predicted, self.batch).sum() * self.per_term
+        errors = model.errors(predicted, self.batch)
+        return errors.sum() * self.per_term
 
 
 def _every(states: Tensor) -> Tensor:
@@ -465,7 +475,9 @@ def _certain(exact: Model, rounded: Transformer) -> Tensor:
     (choice,) = exact.choices.values()
     (other,) = rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
-    return ~exact.doubtful(choice, _LIMITS["ahead"] * moved.clamp(min=_mean_square(moved)))
+    usual = _mean_square(moved)
+    shift = _LIMITS["ahead"] * moved.clamp(min=usual)
+    return ~exact.doubtful(choice, shift)
 
 
 def _mean_square(values: Tensor) -> float:
@@ -475,7 +487,8 @@ def _mean_square(values: Tensor) -> float:
 
 
 def _joined(results: Sequence[Result], key: str) -> Tensor:
-    return torch.cat([getattr(result, key) for result in results]).double()
+    tensors = [getattr(result, key) for result in results]
+    return torch.cat(tensors).double()
 
 
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
@@ -488,34 +501,41 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     errors along the module's change of its input beyond that of the noise, and ``noise`` the size
     of the noise, both relative to the change.
     """
+    first = results[0]
     certain = torch.cat([result.certain for result in results])
-    row = {"certain": float(certain.double().mean()), "balanced": results[0].balanced}
+    certain_share = float(certain.double().mean())
+    row = {"certain": certain_share, "balanced": first.balanced}
     if not certain.any():
         return row
     errors = _joined(results, "errors")
     noise = _joined(results, "noises")
     exact = _joined(results, "exact")
     # Before the first update of a layer that begins at 0, all gradients are 0.
-    length = _mean_square(exact.norm(dim=-1)[certain])
-    floor = results[0].floor * length + _LIMITS["smallest"]
+    lengths = exact.norm(dim=-1)
+    length = _mean_square(lengths[certain])
+    floor = first.floor * length + _LIMITS["smallest"]
     usual = _mean_square(noise[certain]) + floor
     allowed = noise.clamp(min=usual)
     ratios = torch.where(certain, errors / allowed, 0.0)
     token = int(ratios.argmax())
-    others = certain.scatter(0, ratios.argmax(0, keepdim=True), value=False)
+    worst = ratios.argmax(0, keepdim=True)
+    others = certain.scatter(0, worst, value=False)
     squares = torch.where(others, errors.square(), 0.0).sum(0)
     spread = torch.where(others, allowed.square(), 0.0).sum(0)
     positions = (squares / spread.clamp(min=usual**2)).sqrt()
     change = exact
-    if results[0].entered is not None:
+    if first.entered is not None:
         change = exact - torch.cat([result.entered for result in results])
-    size = float(change.norm(dim=-1)[certain].norm())
+    changes = change.norm(dim=-1)
+    size = float(changes[certain].norm())
     share = 0.0
     relative_noise = math.inf
     if size:
-        along = ((_joined(results, "run") - _joined(results, "rounded")) * change).sum(-1)
+        difference = _joined(results, "run") - _joined(results, "rounded")
+        along = (difference * change).sum(-1)
         share = float(along[certain].sum()) / size**2
-        relative_noise = usual * math.sqrt(int(certain.sum())) / size
+        count = int(certain.sum())
+        relative_noise = usual * math.sqrt(count) / size
     return row | {
         "typical": _typical(errors, noise, certain, floor),
         "token": float(ratios.max()),
@@ -536,5 +556,6 @@ def _typical(errors: Tensor, noise: Tensor, certain: Tensor, floor: float) -> fl
     for number, compared in enumerate(certain):
         if int(compared.sum()) >= min(_LIMITS["enough"], compared.numel()):
             rounding = noise[number][compared].median() + floor
-            medians.append(float(errors[number][compared].median() / rounding))
+            error = errors[number][compared].median()
+            medians.append(float(error / rounding))
     return max(medians, default=0.0)

@@ -39,8 +39,8 @@ class Samples:
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     """Yield the ``count`` parts of ``batch``."""
-    parts = zip(*(tensor.chunk(count) for tensor in batch.values()), strict=True)
-    for tensors in parts:
+    chunks = [tensor.chunk(count) for tensor in batch.values()]
+    for tensors in zip(*chunks, strict=True):
         yield dict(zip(batch, tensors, strict=True))
 
 
@@ -61,19 +61,26 @@ class _Stream(Samples):
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        documents = _tokenized(job, int(config.get("debug.seed") or 0))
+        seed = int(config.get("debug.seed") or 0)
+        documents = _tokenized(job, seed)
+        micro_batch = int(config["training.local_batch_size"])
         self._length = int(config["training.seq_len"])
-        self._per_step = int(config["training.local_batch_size"]) * job["accumulation"]
+        self._per_step = micro_batch * job["accumulation"]
         self._streams = []
-        for share in torch.arange(len(documents)).tensor_split(job["data_parallel"]):
-            self._streams.append(_joined(documents[number] for number in share))
+        numbers = torch.arange(len(documents))
+        for share in numbers.tensor_split(job["data_parallel"]):
+            of_rank = [documents[number] for number in share]
+            self._streams.append(_joined(of_rank))
 
     def batch(self, step: int, rank: int) -> Batch:
         stream = self._streams[rank]
         size = self._per_step * (self._length + 1)
-        places = torch.arange((step - 1) * size, step * size) % len(stream)
+        end = step * size
+        places = torch.arange(end - size, end) % len(stream)
         cuts = stream[places].view(self._per_step, -1)
-        return {"inputs": cuts[:, :-1], "labels": cuts[:, 1:]}
+        inputs = cuts[:, :-1]
+        labels = cuts[:, 1:]
+        return {"inputs": inputs, "labels": labels}
 
 
 class _Ordered(Samples):
@@ -85,7 +92,8 @@ class _Ordered(Samples):
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        self._per_rank = int(config.get("training.micro_batch_size", 1)) * job["accumulation"]
+        micro_batch = int(config.get("training.micro_batch_size", 1))
+        self._per_rank = micro_batch * job["accumulation"]
         self._batch = self._per_rank * job["data_parallel"]
         self._seed = int(config.get("training.seed", 42))
         self._stored: list[Batch] = []
@@ -97,9 +105,12 @@ class _Ordered(Samples):
 
     def _sample(self, number: int) -> Batch:
         if not self._stored:
-            return self._drawn(_generator(self._seed, number))
-        turn, place = divmod(number, len(self._stored))
-        order = torch.randperm(len(self._stored), generator=_generator(self._seed, turn))
+            generator = _generator(self._seed, number)
+            return self._drawn(generator)
+        count = len(self._stored)
+        turn, place = divmod(number, count)
+        generator = _generator(self._seed, turn)
+        order = torch.randperm(count, generator=generator)
         return self._stored[int(order[place])]
 
     def _drawn(self, generator: torch.Generator) -> Batch:
@@ -107,11 +118,16 @@ class _Ordered(Samples):
 
 
 def _stacked(batches: list[Batch]) -> Batch:
-    return {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+    stacked = {}
+    for name in batches[0]:
+        tensors = [batch[name] for batch in batches]
+        stacked[name] = torch.stack(tensors)
+    return stacked
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 2_000_003 + number)
+    generator = torch.Generator()
+    return generator.manual_seed(seed * 2_000_003 + number)
 
 
 class _Text(_Ordered):
@@ -127,14 +143,17 @@ class _Text(_Ordered):
         self._vocabulary = int(job["model"]["vocab_size"])
         if job["assets"]["corpus"] == MOCK:
             return
+        length = self._length
         documents = _tokenized(job, self._seed)
         if config.get("packing"):
-            for packed in _packed(_labelled(documents, self._length), self._length):
-                self._stored.append(_padded(packed, self._length))
+            labelled = _labelled(documents, length)
+            for packed in _packed(labelled, length):
+                self._stored.append(_padded(packed, length))
         elif documents[0].trained is not None:
-            self._stored = list(_alone(documents, self._length))
+            self._stored = list(_alone(documents, length))
         else:
-            cuts = _joined(documents).unfold(0, self._length + 1, self._length)
+            stream = _joined(documents)
+            cuts = stream.unfold(0, length + 1, length)
             self._stored = [_shifted(cut) for cut in cuts]
 
     def _drawn(self, generator: torch.Generator) -> Batch:
@@ -142,8 +161,10 @@ class _Text(_Ordered):
         choices = torch.randint(4, (self._length,), generator=generator)
         steps = torch.tensor([1, 3, 7, 19])[choices]
         first = torch.randint(symbols, (1,), generator=generator)
-        places = torch.cat([first, first + steps.cumsum(0)]) % symbols
-        return _shifted(places * (self._vocabulary // symbols))
+        others = first + steps.cumsum(0)
+        places = torch.cat([first, others]) % symbols
+        distance = self._vocabulary // symbols
+        return _shifted(places * distance)
 
 
 def _shifted(tokens: Tensor) -> Batch:
@@ -166,11 +187,16 @@ def _labelled(documents: "Iterable[_Document]", length: int) -> Iterator[_Labell
                 cut = tokens[start : start + length + 1]
                 yield _Labelled(cut[:-1], cut[1:])
             continue
-        pairs = zip(tokens, document.trained, strict=True)
-        labels = [token if trained else -100 for token, trained in pairs]
-        labels = labels[1 : length + 1]
+        every_label = []
+        for token, trained in zip(tokens, document.trained, strict=True):
+            label = -100
+            if trained:
+                label = token
+            every_label.append(label)
+        inputs = tokens[:-1][:length]
+        labels = every_label[1 : length + 1]
         if max(labels, default=-100) >= 0:
-            yield _Labelled(tokens[:-1][:length], labels)
+            yield _Labelled(inputs, labels)
 
 
 def _padded(documents: Iterable[_Labelled], length: int) -> Batch:
@@ -205,12 +231,16 @@ def held_out(job: dict[str, Any]) -> Batch:
     How the run packs them does not matter, because no document sees another.
     """
     evaluation = job["evaluation"]
+    length = int(job["config"]["training.seq_len"])
     if evaluation["corpus"]:
-        documents = _read(job, evaluation["corpus"], evaluation["split"] or "validation")
+        split = evaluation["split"] or "validation"
+        documents = _read(job, evaluation["corpus"], split)
     else:
-        everything = _read(job, job["assets"]["corpus"], job.get("data", {}).get("split"))
+        split = job.get("data", {}).get("split")
+        everything = _read(job, job["assets"]["corpus"], split)
         documents = [document for document, out in _divided(job, everything) if out]
-    return _stacked(list(_alone(documents, int(job["config"]["training.seq_len"]))))
+    held_out_samples = list(_alone(documents, length))
+    return _stacked(held_out_samples)
 
 
 def _packed(documents: Iterable[_Labelled], length: int) -> list[list[_Labelled]]:
@@ -223,11 +253,15 @@ def _packed(documents: Iterable[_Labelled], length: int) -> list[list[_Labelled]
     longest_first = sorted(documents, key=lambda document: -len(document.inputs))
     for turn, document in enumerate(longest_first):
         size = len(document.inputs)
-        fitting = [(*room, number) for number, room in enumerate(rooms) if room[0] >= size]
-        room, _, number = min(fitting, default=(length, 0, len(samples)))
-        if number == len(samples):
+        fitting = []
+        for number, (room, filled) in enumerate(rooms):
+            if room >= size:
+                fitting.append((room, filled, number))
+        if not fitting:
+            fitting.append((length, 0, len(samples)))
             samples.append([])
             rooms.append((length, 0))
+        room, _, number = min(fitting)
         samples[number].append(document)
         rooms[number] = (room - size, -turn)
     return samples
@@ -248,7 +282,8 @@ class _Images(_Ordered):
         tokens = (dit["image_size"] // 16) ** 2
         channels = dit["in_channels"]
         color = torch.randn(channels, generator=generator)
-        self._pictures = color + 0.3 * torch.randn(16, tokens, channels, generator=generator)
+        variation = torch.randn(16, tokens, channels, generator=generator)
+        self._pictures = color + 0.3 * variation
         self._text = torch.randn(16, dit["text_tokens"], dit["text_dim"], generator=generator)
         self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
 
@@ -262,8 +297,9 @@ class _Images(_Ordered):
     def _drawn(self, generator: torch.Generator) -> Batch:
         prompt = int(torch.randint(16, (), generator=generator))
         picture = self._pictures[prompt]
-        varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
-        return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
+        variation = torch.randn(picture.shape, generator=generator)
+        latents = picture + 0.1 * variation
+        return {"latents": latents, "text": self._text[prompt], "pooled": self._pooled[prompt]}
 
 
 def _cached(folder: Path) -> Iterator[Batch]:
@@ -276,10 +312,13 @@ def _cached(folder: Path) -> Iterator[Batch]:
     for file in sorted(folder.glob("*.safetensors")):
         cache = load_file(file)
         for number, latents in enumerate(cache["latents"]):
-            patches = latents.float().unfold(1, 2, 2).unfold(2, 2, 2)
-            tokens = patches.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
+            rows = latents.float().unfold(1, 2, 2)
+            patches = rows.unfold(2, 2, 2)
+            by_token = patches.permute(1, 2, 0, 3, 4)
+            tokens = by_token.flatten(0, 1).flatten(1)
             text = cache["text"][number].float()
-            yield {"latents": tokens, "text": text, "pooled": cache["pooled"][number].float()}
+            pooled = cache["pooled"][number].float()
+            yield {"latents": tokens, "text": text, "pooled": pooled}
 
 
 @dataclass(frozen=True)
@@ -319,14 +358,17 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
     if name == MOCK:
         words = _words_of(job)
         return [words.plain(text) for text in texts(seed)]
-    documents = _read(job, name, job.get("data", {}).get("split"))
+    split = job.get("data", {}).get("split")
+    documents = _read(job, name, split)
     return [document for document, out in _divided(job, documents) if not out]
 
 
 def _words_of(job: dict[str, Any]) -> "_Words":
-    answers = job.get("data", {}).get("train_on", "completions") == "completions"
-    template = job["assets"].get("chat_template")
-    return _Words(Path(job["assets"]["tokenizer"]), answers, template)
+    trained = job.get("data", {}).get("train_on", "completions")
+    assets = job["assets"]
+    tokenizer = Path(assets["tokenizer"])
+    template = assets.get("chat_template")
+    return _Words(tokenizer, trained == "completions", template)
 
 
 def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
@@ -353,7 +395,9 @@ def _divided(job: dict[str, Any], documents: list[_Document]) -> Iterator[tuple[
     """Yield each document, and whether it is held out: evenly spread over the corpus."""
     share = job.get("evaluation", {}).get("fraction", 0)
     for number, document in enumerate(documents):
-        yield document, int((number + 1) * share) > int(number * share)
+        before = int(number * share)
+        after = int((number + 1) * share)
+        yield document, after > before
 
 
 def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document]":
@@ -380,7 +424,8 @@ def _instructed(row: _Row, words: "_Words") -> _Document:
         turns: _Turns = []
         if context:
             asked += f"\n{context}"
-        for question, said in [*(row.get("history") or ()), [asked, row["output"]]]:
+        history = row.get("history") or ()
+        for question, said in [*history, [asked, row["output"]]]:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": said})
         return words.chat(row, turns)
@@ -403,11 +448,13 @@ class _Words:
             self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         self.template = self._tokenizer.chat_template
         self._marks = marks(folder)
-        if json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is False:
+        config = json_if_readable(folder / "tokenizer_config.json")
+        if config.get("add_bos_token") is False:
             self._marks.pop("bos_token_id", None)
 
     def plain(self, text: str) -> _Document:
-        return _Document(self._between(self._tokenizer(text)["input_ids"]))
+        tokens = self._tokenizer(text)["input_ids"]
+        return _Document(self._between(tokens))
 
     def _between(self, tokens: list[int]) -> list[int]:
         begin = self._marks.get("bos_token_id")
@@ -425,9 +472,15 @@ class _Words:
         tokens = self._between(inner)
         if not self._answers:
             return _Document(tokens)
-        trained = [False] * (tokens[:1] != inner[:1])
-        trained += [start < end > len(prompt) for start, end in encoded["offset_mapping"]]
-        trained += [True] * (len(tokens) - len(trained))
+        trained = []
+        if tokens[:1] != inner[:1]:
+            # A mark of the beginning.
+            trained.append(False)
+        for start, end in encoded["offset_mapping"]:
+            trained.append(start < end > len(prompt))
+        if len(trained) < len(tokens):
+            # A mark of the end.
+            trained.append(True)
         trained[-1] |= tokens[-1] == self._marks.get("eos_token_id")
         return _Document(tokens, trained)
 
@@ -437,29 +490,35 @@ class _Words:
         tools = row.get("tools") or None
         if isinstance(tools, str):
             tools = json.loads(tools) or None
-        options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+        options: dict[str, Any] = {"tools": tools}
+        options |= row.get("chat_template_kwargs") or {}
         turns = self._in_the_form_of_the_template(turns, options)
         if not self._answers:
             text = self._rendered(turns, options)
-            return _Document(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        switched_off = [any(turn.get(key) == 0 for key in _SWITCHES) for turn in turns]
+            encoded = self._tokenizer(text, add_special_tokens=False)
+            return _Document(encoded["input_ids"])
+        some_are_off = False
         answers = []
         for number, turn in enumerate(turns):
-            if turn["role"] == "assistant" and number >= first and not switched_off[number]:
+            is_off = any(turn.get(key) == 0 for key in _SWITCHES)
+            some_are_off |= is_off
+            if turn["role"] == "assistant" and number >= first and not is_off:
                 answers.append(number)
         if first or not self._marks_answers(tools):
             return self._between_prompts(turns, answers, options)
         marked = self._marked(turns, options)
-        if not any(switched_off):
+        if not some_are_off:
             return marked
-        return _trained_in_both(self._between_prompts(turns, answers, options), marked)
+        switched_on = self._between_prompts(turns, answers, options)
+        return _trained_in_both(switched_on, marked)
 
     def _marked(self, turns: _Turns, options: _Row) -> _Document:
         """Return a chat in which the template says what is trained."""
         marked = self._tokenizer.apply_chat_template(
             turns, **options, return_dict=True, return_assistant_tokens_mask=True
         )
-        return _Document(marked["input_ids"], list(map(bool, marked["assistant_masks"])))
+        trained = [bool(mask) for mask in marked["assistant_masks"]]
+        return _Document(marked["input_ids"], trained)
 
     def _between_prompts(self, turns: _Turns, answers: list[int], options: _Row) -> _Document:
         """Return a chat in which the turns with the numbers ``answers`` are trained."""
@@ -467,15 +526,19 @@ class _Words:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         trained = [False] * len(encoded["input_ids"])
         for number in answers:
-            span = self._span(text, turns[:number], turns[number], options)
+            before = turns[:number]
+            span = self._span(text, before, turns[number], options)
             within = {encoded.char_to_token(place) for place in span} - {None}
-            for token in range(min(within, default=0), max(within, default=-1) + 1):
+            first = min(within, default=0)
+            last = max(within, default=-1)
+            for token in range(first, last + 1):
                 trained[token] = True
         return _Document(encoded["input_ids"], trained)
 
     def _in_the_form_of_the_template(self, turns: _Turns, options: _Row) -> _Turns:
         """Return the turns with the arguments of calls as objects, if the template takes them."""
-        parsed = json.loads(json.dumps(turns), object_hook=_with_arguments)
+        text = json.dumps(turns)
+        parsed = json.loads(text, object_hook=_with_arguments)
         with suppress(Exception):
             self._rendered(parsed, options)
             return list(parsed)
@@ -501,8 +564,10 @@ class _Words:
                 rest = rest.removesuffix(self._tokenizer.eos_token or "")
         end = start + len(rest)
         # The model must learn to stop: a token of the template that follows the bare words counts.
-        marks = "|".join(map(re.escape, sorted(self._tokenizer.get_added_vocab(), reverse=True)))
-        if marks and not re.search(rf"(?:{marks})\s*\Z", text[:end]):
+        added = sorted(self._tokenizer.get_added_vocab(), reverse=True)
+        marks = "|".join(re.escape(token) for token in added)
+        words = text[:end]
+        if marks and not re.search(rf"(?:{marks})\s*\Z", words):
             follows = re.compile(marks).match(text, end)
             if follows:
                 end = follows.end()
@@ -517,32 +582,35 @@ class _Words:
 def _trained_in_both(document: _Document, other: _Document) -> _Document:
     """Return ``document`` with only those tokens trained that are trained in both."""
     pairs = zip(document.trained or (), other.trained or (), strict=True)
-    return _Document(document.tokens, [ours and theirs for ours, theirs in pairs])
+    trained = [ours and theirs for ours, theirs in pairs]
+    return _Document(document.tokens, trained)
 
 
 def _with_roles(turns: _Turns, system: str | None) -> _Turns:
     if "from" in turns[0]:
-        named = []
-        for turn in turns:
-            role = _ROLES.get(turn["from"], turn["from"])
-            said = {"role": role, "content": turn["value"]}
-            if turn["from"] == "function_call":
-                calls = json.loads(turn["value"])
-                if isinstance(calls, dict):
-                    calls = [calls]
-                calls = [{"type": "function", "function": call} for call in calls]
-                said |= {"content": "", "tool_calls": calls}
-            named.append(turn | said)
-        turns = named
+        turns = [turn | _said(turn["from"], turn["value"]) for turn in turns]
     if system and turns[0]["role"] != "system":
         return [{"role": "system", "content": system}, *turns]
     return turns
 
 
+def _said(sender: str, value: str) -> dict[str, Any]:
+    """Return the role and the words of one of ShareGPT's turns."""
+    said: dict[str, Any] = {"role": _ROLES.get(sender, sender), "content": value}
+    if sender == "function_call":
+        calls = json.loads(value)
+        if isinstance(calls, dict):
+            calls = [calls]
+        said["content"] = ""
+        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return said
+
+
 def _with_arguments(part: _Row) -> _Row:
-    if {"name", "arguments"} <= part.keys() and isinstance(part["arguments"], str):
+    text = part.get("arguments")
+    if "name" in part and isinstance(text, str):
         with suppress(ValueError):
-            arguments = json.loads(part["arguments"])
+            arguments = json.loads(text)
             if isinstance(arguments, dict):
                 return {**part, "arguments": arguments}
     return part
@@ -557,11 +625,18 @@ def _tokenizer(folder: Path) -> Any:
 def marks(folder: Path) -> dict[str, int]:
     """Return ``bos_token_id`` and ``eos_token_id`` of a tokenizer, those that it has."""
     tokenizer = _tokenizer(folder)
-    numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
-    for name in ("generation_config.json", "config.json"):
-        end = json_if_readable(folder / name).get("eos_token_id")
-        if isinstance(end, list):
-            end = next(iter(end), None)
-        if tokenizer.eos_token is None and end is not None and end >= 0:
-            numbers["eos_token_id"] = end
-    return {key: number for key, number in numbers.items() if number is not None}
+    begin = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
+    if tokenizer.eos_token is None:
+        for name in ("generation_config.json", "config.json"):
+            number = json_if_readable(folder / name).get("eos_token_id")
+            if isinstance(number, list):
+                number = next(iter(number), None)
+            if number is not None and number >= 0:
+                end = number
+    numbers = {}
+    if begin is not None:
+        numbers["bos_token_id"] = begin
+    if end is not None:
+        numbers["eos_token_id"] = end
+    return numbers

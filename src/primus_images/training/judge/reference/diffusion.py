@@ -56,9 +56,12 @@ class Diffusion(Transformer):
     @override
     def blocks(self) -> list[str]:
         dit = self.sizes.dit
-        double = [f"transformer_blocks.{number}" for number in range(dit.double_layers)]
-        single = [f"single_transformer_blocks.{number}" for number in range(dit.single_layers)]
-        return double + single
+        names = []
+        for number in range(dit.double_layers):
+            names.append(f"transformer_blocks.{number}")
+        for number in range(dit.single_layers):
+            names.append(f"single_transformer_blocks.{number}")
+        return names
 
     @override
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
@@ -66,14 +69,16 @@ class Diffusion(Transformer):
         whole = Part(weights)
         dtype = whole["proj_out.weight"].dtype
         clean = batch["latents"].to(dtype)
+        noise = batch["noise"].to(dtype)
         time = batch["time"].to(dtype)
         level = time[:, None, None]
-        mixed = self.entering((1 - level) * clean + level * batch["noise"].to(dtype))
-        text = self.entering(batch["text"].to(dtype))
-        text = self._linear(whole, "context_embedder", text)
+        mixed = self.entering((1 - level) * clean + level * noise)
         image = self._linear(whole, "x_embedder", mixed)
+        words = self.entering(batch["text"].to(dtype))
+        text = self._linear(whole, "context_embedder", words)
         pooled = self.entering(batch["pooled"].to(dtype))
-        condition = self._condition(whole.part("time_text_embed."), pooled, time)
+        embedders = whole.part("time_text_embed.")
+        condition = self._condition(embedders, pooled, time)
         return torch.cat((text, image), 1), condition
 
     @override
@@ -93,16 +98,20 @@ class Diffusion(Transformer):
     @override
     def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
         assert context is not None
+        whole = Part(weights)
         image = states[:, self.sizes.dit.text_tokens :]
         condition = context.to(states.dtype)
-        scale, shift = self._modulation(Part(weights), "norm_out.linear", condition, 2)
-        return self._linear(Part(weights), "proj_out", self._normed(image, shift, scale))
+        scale, shift = self._modulation(whole, "norm_out.linear", condition, 2)
+        normed = self._normed(image, shift, scale)
+        return self._linear(whole, "proj_out", normed)
 
     @override
     def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         clean = batch["latents"].to(predicted.dtype)
         noise = batch["noise"].to(predicted.dtype)
-        return (predicted - (noise - clean)).square().mean((1, 2))
+        velocity = noise - clean
+        squares = (predicted - velocity).square()
+        return squares.mean((1, 2))
 
     def _condition(self, part: Part, pooled: Tensor, time: Tensor) -> Tensor:
         parts = {"timestep": self._waves(time)}
@@ -112,31 +121,39 @@ class Diffusion(Transformer):
         total = torch.zeros(())
         for name, value in parts.items():
             embedder = part.part(f"{name}_embedder.")
-            hidden = self.between(silu(self._linear(embedder, "linear_1", value)))
+            wide = self._linear(embedder, "linear_1", value)
+            hidden = self.between(silu(wide))
             embedded = self._linear(embedder, "linear_2", hidden)
             total = self.between(total + embedded)
         return total
 
     def _waves(self, value: Tensor) -> Tensor:
-        place = torch.arange(_WAVES // 2, dtype=torch.float64)
-        frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
+        count = _WAVES // 2
+        place = torch.arange(count, dtype=torch.float64)
+        frequencies = torch.exp(-math.log(_PERIOD) * place / count)
         # Rounded twice: when it enters the model, and where the model multiplies it.
-        entered = self.entering(self.entering(value) * _TIMES)
-        angles = entered.double()[:, None] * frequencies
-        return self.between(torch.cat((angles.cos(), angles.sin()), -1).to(value.dtype))
+        entered = self.entering(value)
+        time = self.entering(entered * _TIMES).double()
+        angles = time[:, None] * frequencies
+        waves = torch.cat((angles.cos(), angles.sin()), -1)
+        return self.between(waves.to(value.dtype))
 
     def _double(self, part: Part, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
         length = self.sizes.dit.text_tokens
+        text = states[:, :length]
+        image = states[:, length:]
         streams = (
-            _Stream("", "to_{}", "norm_", "to_out.0", states[:, length:]),
-            _Stream("_context", "add_{}_proj", "norm_added_", "to_add_out", states[:, :length]),
+            _Stream("", "to_{}", "norm_", "to_out.0", image),
+            _Stream("_context", "add_{}_proj", "norm_added_", "to_add_out", text),
         )
         attention = part.part("attn.")
         modulations = []
         heads = []
         for stream in streams:
-            six = self._modulation(part, f"norm1{stream.suffix}.linear", condition, 6)
-            normed = self._normed(stream.states, six[0], six[1])
+            name = f"norm1{stream.suffix}.linear"
+            six = self._modulation(part, name, condition, 6)
+            shift, scale, *_ = six
+            normed = self._normed(stream.states, shift, scale)
             names = [stream.projection.format(kind) for kind in "qkv"]
             heads.append(self._heads(attention, names, stream.norm, normed))
             modulations.append(six)
@@ -148,57 +165,73 @@ class Diffusion(Transformer):
         mixtures = (mixed[:, length:], mixed[:, :length])
         for stream, mixture, six in zip(streams, mixtures, modulations, strict=True):
             _, _, gate, shift, scale, gate_fed = six
-            moved = gate * self._linear(attention, stream.output, mixture)
-            after = self.between(stream.states + self.between(moved))
-            feed_forward = part.part(f"ff{stream.suffix}.net.")
+            attended = self._linear(attention, stream.output, mixture)
+            moved = self.between(gate * attended)
+            after = self.between(stream.states + moved)
             normed = self._normed(after, shift, scale)
-            hidden = self.between(_GELU(self._linear(feed_forward, "0.proj", normed)))
-            fed = self._linear(feed_forward, "2", hidden)
-            outputs.append(self.between(after + self.between(gate_fed * fed)))
+            feed_forward = part.part(f"ff{stream.suffix}.net.")
+            wide = self._linear(feed_forward, "0.proj", normed)
+            hidden = self.between(_GELU(wide))
+            narrow = self._linear(feed_forward, "2", hidden)
+            fed = self.between(gate_fed * narrow)
+            outputs.append(self.between(after + fed))
         image, text = outputs
         return torch.cat((text, image), 1)
 
     def _single(self, part: Part, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
         shift, scale, gate = self._modulation(part, "norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
-        fed = self.between(_GELU(self._linear(part, "proj_mlp", normed)))
-        names = [f"to_{kind}" for kind in "qkv"]
-        query, key, value = self._heads(part.part("attn."), names, "norm_", normed)
-        both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
-        moved = self.between(gate * self._linear(part, "proj_out", both))
+        wide = self._linear(part, "proj_mlp", normed)
+        fed = self.between(_GELU(wide))
+        attention = part.part("attn.")
+        names = ["to_q", "to_k", "to_v"]
+        query, key, value = self._heads(attention, names, "norm_", normed)
+        mixed = self._mixed(query, key, value, turn)
+        both = torch.cat((mixed, fed), -1)
+        out = self._linear(part, "proj_out", both)
+        moved = self.between(gate * out)
         return self.between(states + moved)
 
     def _heads(self, part: Part, names: list[str], norm: str, states: Tensor) -> list[Tensor]:
         heads = []
         for name, kind in zip(names, "qkv", strict=True):
             projected = self._linear(part, name, states)
-            projected = projected.unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
+            split = projected.unflatten(-1, (self.sizes.heads, -1))
+            head = split.transpose(1, 2)
             if kind != "v":
-                mean = projected.square().mean(-1, keepdim=True)
+                mean = head.square().mean(-1, keepdim=True)
                 length = (mean + _EPS + self.constants.norm_eps).rsqrt()
-                projected = self.between(projected * length * part[f"{norm}{kind}.weight"])
-            heads.append(projected)
+                weight = part[f"{norm}{kind}.weight"]
+                head = self.between(head * length * weight)
+            heads.append(head)
         return heads
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, turn: Turn) -> Tensor:
         query = self.between(_turned(query, *turn))
         key = self.between(_turned(key, *turn))
         hidden = torch.zeros((), dtype=torch.bool)
-        scores = Scores(hidden=hidden, scale=query.shape[-1] ** -0.5)
+        scale = query.shape[-1] ** -0.5
+        scores = Scores(hidden=hidden, scale=scale)
         return self.attended(query, key, value, scores)
 
     def _modulation(self, part: Part, name: str, condition: Tensor, parts: int) -> list[Tensor]:
-        modulation = self._linear(part, name, self.between(silu(condition)))
-        return list(modulation.unsqueeze(1).chunk(parts, -1))
+        activated = self.between(silu(condition))
+        modulation = self._linear(part, name, activated)
+        of_all_tokens = modulation.unsqueeze(1)
+        return list(of_all_tokens.chunk(parts, -1))
 
     def _normed(self, states: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        even = self.between(_Even.apply(states, _EPS + self.constants.norm_eps, self.keeping))
-        return self.between(self.between(even * (1 + scale)) + shift)
+        eps = _EPS + self.constants.norm_eps
+        even = self.between(_Even.apply(states, eps, self.keeping))
+        scaled = self.between(even * (1 + scale))
+        return self.between(scaled + shift)
 
     def _linear(self, part: Part, name: str, states: Tensor) -> Tensor:
         # The gradient of the states is rounded as well, before those of other products are added.
-        product = self.between(states) @ part[name + ".weight"].T
-        return self.between(product + part[name + ".bias"])
+        weight = part[name + ".weight"]
+        bias = part[name + ".bias"]
+        product = self.between(states) @ weight.T
+        return self.between(product + bias)
 
     def _angles(self, states: Tensor) -> Turn:
         """Return cosine and sine [tokens, size / 2] by index (always 0), row and column.
@@ -212,13 +245,17 @@ class Diffusion(Transformer):
         index = max(2, size // 8)
         index += (size - index) % 4
         along = (size - index) // 2
-        angles = [torch.zeros(side * side, index // 2, dtype=torch.float64)]
-        for axis in (place.repeat_interleave(side), place.repeat(side)):
-            frequencies = _PERIOD ** (-torch.arange(0, along, 2, dtype=torch.float64) / along)
-            angles.append(axis[:, None] * frequencies)
-        of_image = torch.cat(angles, -1)
+        pairs = torch.arange(0, along, 2, dtype=torch.float64)
+        frequencies = _PERIOD ** (-pairs / along)
+        of_index = torch.zeros(side * side, index // 2, dtype=torch.float64)
+        rows = place.repeat_interleave(side)
+        of_rows = rows[:, None] * frequencies
+        columns = place.repeat(side)
+        of_columns = columns[:, None] * frequencies
+        of_image = torch.cat((of_index, of_rows, of_columns), -1)
         of_text = torch.zeros(before, of_image.shape[1], dtype=torch.float64)
-        phases = self.constants.phases(torch.cat((of_text, of_image)))
+        angles = torch.cat((of_text, of_image))
+        phases = self.constants.phases(angles)
         cosine = self.constants.angles(phases.cos().to(states.dtype))
         sine = self.constants.angles(phases.sin().to(states.dtype))
         return self.between(cosine), self.between(sine)
@@ -234,7 +271,8 @@ class _Even(torch.autograd.Function):
     def forward(context: Any, states: Tensor, eps: float, keeping: Rounding) -> Tensor:
         mean = states.mean(-1, keepdim=True)
         centred = states - mean
-        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        variance = centred.square().mean(-1, keepdim=True)
+        scale = (variance + eps).rsqrt()
         context.save_for_backward(states, keeping(mean), keeping(scale))
         return centred * scale
 
@@ -243,8 +281,11 @@ class _Even(torch.autograd.Function):
         gradient = gradients[0]
         states, mean, scale = context.saved_tensors
         even = (states - mean) * scale
-        along = even * (gradient * even).mean(-1, keepdim=True)
-        return scale * (gradient - gradient.mean(-1, keepdim=True) - along), None, None
+        product = (gradient * even).mean(-1, keepdim=True)
+        along = even * product
+        centred = gradient - gradient.mean(-1, keepdim=True)
+        of_states = scale * (centred - along)
+        return of_states, None, None
 
 
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -252,4 +293,5 @@ def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     second = states[..., 1::2]
     turned_first = first * cosine - second * sine
     turned_second = second * cosine + first * sine
-    return torch.stack((turned_first, turned_second), -1).flatten(-2)
+    pairs = torch.stack((turned_first, turned_second), -1)
+    return pairs.flatten(-2)

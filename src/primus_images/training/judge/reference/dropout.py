@@ -36,9 +36,10 @@ class Dropout:
         self._pieces = int(job["accumulation"])
         self._layers: list[str] = []
         if self.rate:
-            ends = ".lora_A.weight"
-            adapters = adapters_of(job, sizes)
-            self._layers = [name.removesuffix(ends) for name in adapters if name.endswith(ends)]
+            for name in adapters_of(job, sizes):
+                layer, end, _ = name.partition(".lora_A.weight")
+                if end:
+                    self._layers.append(layer)
 
     def factors(self, step: int, rank: int, piece: int, dtype: torch.dtype) -> Tensors:
         """Return by which factors the inputs of each layer's adapter are multiplied.
@@ -48,8 +49,10 @@ class Dropout:
         if not self.rate:
             return {}
         factors = {}
-        for layer, masks in self._recorded(step, rank)["masks"].items():
-            factors[f"{layer}.dropout"] = masks[piece].to(dtype) / (1 - self.rate)
+        recorded = self._recorded(step, rank)
+        for layer, masks in recorded["masks"].items():
+            mask = masks[piece].to(dtype)
+            factors[f"{layer}.dropout"] = mask / (1 - self.rate)
         return factors
 
     def findings(self, steps: Sequence[int]) -> list[str] | None:
@@ -61,17 +64,19 @@ class Dropout:
         for step in steps:
             for rank in range(self._ranks):
                 recorded = self._recorded(step, rank)
-                place = f"step {step}, rank {rank}"
-                findings += [f"{place}: {fault}" for fault in self._of_step(recorded)]
+                for fault in self._of_step(recorded):
+                    findings.append(f"step {step}, rank {rank}: {fault}")
                 for layer in self._layers:
-                    every.setdefault((layer, rank), []).extend(recorded["masks"].get(layer, ()))
+                    masks = every.setdefault((layer, rank), [])
+                    masks += recorded["masks"].get(layer, ())
         if findings:
             return findings
         for layer in self._layers:
             of_ranks = [every[layer, rank] for rank in range(self._ranks)]
             findings += self._of_layer(layer, of_ranks)
         for first, second in pairwise(self._layers):
-            findings += self._alike(second, f"{first} has", every[second, 0], every[first, 0])
+            masks = every[second, 0]
+            findings += self._alike(second, f"{first} has", masks, every[first, 0])
         return findings
 
     def _recorded(self, step: int, rank: int) -> dict[str, _Masks]:
@@ -87,20 +92,28 @@ class Dropout:
             if len(masks) != self._pieces:
                 yield f"{layer} dropped inputs {len(masks)} times, not {self._pieces}"
             again = recorded["again"].get(layer, [])
-            recomputed = zip(masks, again, strict=False)
-            if not all(torch.equal(mask, repeated) for mask, repeated in recomputed):
-                yield f"{layer} was recomputed with another mask"
+            for mask, repeated in zip(masks, again, strict=False):
+                if not torch.equal(mask, repeated):
+                    yield f"{layer} was recomputed with another mask"
+                    break
 
     def _of_layer(self, layer: str, of_ranks: Sequence[Sequence[Tensor]]) -> Iterator[str]:
-        masks = [mask for ranks in of_ranks for mask in ranks]
-        count = sum(mask.numel() for mask in masks)
-        kept = sum(int(mask.sum()) for mask in masks) / count
+        count = 0
+        kept_count = 0
+        for masks in of_ranks:
+            for mask in masks:
+                count += mask.numel()
+                kept_count += int(mask.sum())
+        kept = kept_count / count
         expected = 1 - self.rate
-        if abs(kept - expected) > _ERRORS * math.sqrt(self.rate * expected / count):
+        error = math.sqrt(self.rate * expected / count)
+        if abs(kept - expected) > _ERRORS * error:
             yield f"{layer} keeps {kept:.2%} of its inputs, not {expected:.2%}"
             return
-        for ranks in of_ranks:
-            yield from self._alike(layer, "the step before has", ranks[1:], ranks[:-1])
+        for masks in of_ranks:
+            later = masks[1:]
+            earlier = masks[:-1]
+            yield from self._alike(layer, "the step before has", later, earlier)
         for first, second in pairwise(of_ranks):
             yield from self._alike(layer, "another rank has", second, first)
 
@@ -112,13 +125,15 @@ class Dropout:
         count = 0
         for first, second in zip(masks, others, strict=True):
             if first.shape == second.shape:
-                equal += int((first == second).sum())
+                is_equal = first == second
+                equal += int(is_equal.sum())
                 count += first.numel()
         if not count:
             return
-        expected = self.rate**2 + (1 - self.rate) ** 2
         share = equal / count
-        if abs(share - expected) > _ERRORS * math.sqrt(expected * (1 - expected) / count):
+        expected = self.rate**2 + (1 - self.rate) ** 2
+        error = math.sqrt(expected * (1 - expected) / count)
+        if abs(share - expected) > _ERRORS * error:
             yield f"{layer} has {share:.1%} of the mask that {other}, by chance {expected:.1%}"
 
 
@@ -126,6 +141,8 @@ def _by_layer(masks: _Masks) -> _Masks:
     """Return the masks by Hugging Face's names of layers."""
     named = {}
     for name, tensors in masks.items():
-        layer = name.partition(".lora_dropout")[0]
-        named[layer.removeprefix("model.").removeprefix("base_model.model.")] = tensors
+        layer, _, _ = name.partition(".lora_dropout")
+        layer = layer.removeprefix("model.")
+        layer = layer.removeprefix("base_model.model.")
+        named[layer] = tensors
     return named

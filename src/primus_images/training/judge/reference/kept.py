@@ -37,10 +37,14 @@ def missing(output: Path, job: Job, last: int, best: int | None) -> list[str]:
     interval = int(config.get("training.checkpoint_interval", 0))
     if job["backend"] == "torchtitan" and config.get("checkpoint.enable"):
         interval = int(config.get("checkpoint.interval", 500))
-    if interval and last == job["last_step"] and not folder_of(output, last).is_dir():
-        findings.append(f"step {last}, the last one, has no checkpoint")
-    if best is not None and not folder_of(output, best).is_dir():
-        findings.append(f"step {best}, whose evaluation is the best, has no checkpoint")
+    if interval and last == job["last_step"]:
+        folder = folder_of(output, last)
+        if not folder.is_dir():
+            findings.append(f"step {last}, the last one, has no checkpoint")
+    if best is not None:
+        folder = folder_of(output, best)
+        if not folder.is_dir():
+            findings.append(f"step {best}, whose evaluation is the best, has no checkpoint")
     return findings
 
 
@@ -57,15 +61,19 @@ def differences(
     if job["backend"] == "megatron" and not _on_one_rank(stored):
         # The pieces of ranks that share layers or experts are joined by nothing here.
         return []
-    saved = to_canonical(job["backend"], sizes, _weights(job, stored))
+    backend = job["backend"]
+    stored_weights = _weights(job, stored)
+    saved = to_canonical(backend, sizes, stored_weights)
     findings: list[str] = []
     for name, tensor in weights.items():
         if name not in saved and not is_trained(job, name):
             # Frozen weights are read from their source again.
             continue
         findings += _difference(job, name, saved.get(name), tensor)
-    for key, expected in (("exp_avg", optimizer.first), ("exp_avg_sq", optimizer.second)):
-        moments = to_canonical(job["backend"], sizes, _moments(stored, key))
+    every_moment = {"exp_avg": optimizer.first, "exp_avg_sq": optimizer.second}
+    for key, expected in every_moment.items():
+        stored_moments = _moments(stored, key)
+        moments = to_canonical(backend, sizes, stored_moments)
         findings += _other_moments(key, moments, expected)
     return [f"{folder.name}: {finding}" for finding in findings]
 
@@ -81,8 +89,11 @@ def _other_model(folder: Path, sizes: Architecture, weights: Tensors) -> list[st
     findings = []
     saved = to_canonical("finetune", sizes, tensors)
     for name, expected in weights.items():
+        if name.endswith(BIAS):
+            continue
         tensor = saved.get(name, torch.empty(0))
-        if not name.endswith(BIAS) and not torch.equal(tensor, expected.to(tensor.dtype)):
+        rounded = expected.to(tensor.dtype)
+        if not torch.equal(tensor, rounded):
             findings.append(f"{folder.name}: {name} is not what transformers needs")
     return findings
 
@@ -94,28 +105,34 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
     reader = dcp.FileSystemReader(folder)
     tensors = {}
-    for name, metadata in reader.read_metadata().state_dict_metadata.items():
+    stored = reader.read_metadata().state_dict_metadata
+    for name, metadata in stored.items():
         if isinstance(metadata, TensorStorageMetadata):
-            tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+            dtype = metadata.properties.dtype
+            tensors[name] = torch.empty(metadata.size, dtype=dtype)
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def _on_one_rank(stored: Mapping[str, Tensor]) -> bool:
     """Return whether one rank of Megatron has the whole model."""
-    names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
-    return all(_PLACE.match(name) for name in names)
+    for name in stored:
+        inner = name.removeprefix("model.")
+        if inner != name and not _PLACE.match(inner):
+            return False
+    return True
 
 
 def _weights(job: Job, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {}
+    backend = job["backend"]
     for name, tensor in stored.items():
-        if job["backend"] == "torchtitan":
+        if backend == "torchtitan":
             if not name.startswith(_OTHER_STATES):
                 weights[name] = tensor
         elif name.startswith("model."):
             inner = name.removeprefix("model.")
-            if job["backend"] == "megatron":
+            if backend == "megatron":
                 inner = _PLACE.sub("", inner)
                 if not _PARAMETER.search(inner):
                     continue
@@ -136,10 +153,12 @@ def _difference(job: Job, name: str, saved: Tensor | None, expected: Tensor) -> 
     if saved is None:
         yield f"{name} is missing"
         return
-    if saved.dtype != expected.dtype and (job["backend"] != "megatron" or name.endswith(BIAS)):
-        # Megatron saves its weights in bfloat16, and the optimizer's of float32 beside them.
+    # Megatron saves its weights in bfloat16, and the optimizer's of float32 beside them.
+    may_differ = job["backend"] == "megatron" and not name.endswith(BIAS)
+    if saved.dtype != expected.dtype and not may_differ:
         yield f"{name} is {saved.dtype}, and was trained in {expected.dtype}"
-    if not torch.equal(saved, expected.to(saved.dtype)):
+    rounded = expected.to(saved.dtype)
+    if not torch.equal(saved, rounded):
         yield f"{name} is not that of the step"
 
 
@@ -149,5 +168,6 @@ def _other_moments(key: str, saved: Tensors, expected: Mapping[str, Tensor]) -> 
         if moment is None or tensor.dtype != torch.float32:
             continue
         gap = float((tensor.double() - moment).norm())
-        if not gap <= LIMITS["saved"]["moments"] * float(moment.norm()):
+        length = float(moment.norm())
+        if not gap <= LIMITS["saved"]["moments"] * length:
             yield f"{key} of {name} is not that of the step"

@@ -178,12 +178,16 @@ class Transformer:
         logits = between(products * (scores.scale * self.constants.attention))
         logits = logits.masked_fill(hidden, -torch.inf)
         if scores.sinks is not None:
-            sinks = scores.sinks.view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+            of_heads = scores.sinks.view(-1, 1, 1)
+            sinks = of_heads.expand(*logits.shape[:-1], 1)
             logits = torch.cat((logits, sinks), -1)
-        logits = between(logits - logits.detach().amax(-1, keepdim=True))
-        shares = logits.softmax(-1)[..., : key.shape[-2]]
+        largest = logits.detach().amax(-1, keepdim=True)
+        logits = between(logits - largest)
+        length = key.shape[-2]
+        shares = logits.softmax(-1)[..., :length]
         shares = between(self.constants.shares(shares))
-        return between(shares @ value).transpose(1, 2).flatten(-2)
+        out = between(shares @ value)
+        return out.transpose(1, 2).flatten(-2)
 
     def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
         """Return the loss of each label, or of each image, and the balancing loss per token."""
@@ -214,9 +218,12 @@ class Model(Transformer):
 
     @override
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
-        states = self.between(weights["model.embed_tokens.weight"][batch["inputs"]])
+        embedding = weights["model.embed_tokens.weight"]
+        tokens = batch["inputs"]
+        states = self.between(embedding[tokens])
         if self.sizes.scaled_embedding:
-            scale = self.dialect.scale(torch.tensor(self.sizes.hidden_size**0.5))
+            root = torch.tensor(self.sizes.hidden_size**0.5)
+            scale = self.dialect.scale(root)
             states = self.between(states * scale)
         return states, batch.get("positions")
 
@@ -235,11 +242,12 @@ class Model(Transformer):
             before = "pre_feedforward_layernorm.weight"
         states = self.between(states + attended)
         normed = self._norm(layer[before], states)
+        feed_forward = layer.part("mlp.")
         balance = states.new_zeros(())
         if sizes.is_sparse(number):
-            fed, balance = self._experts(layer.part("mlp."), normed)
+            fed, balance = self._experts(feed_forward, normed)
         else:
-            fed = self._swiglu(layer.part("mlp."), normed)
+            fed = self._swiglu(feed_forward, normed)
         if sizes.sandwich_norms:
             fed = self._norm(layer["post_feedforward_layernorm.weight"], fed)
         return self.between(states + fed), balance
@@ -250,9 +258,12 @@ class Model(Transformer):
             attend = self._latent_attention
         if positions is None:
             return attend(part, states)
-        starts = (positions.flatten() == 0).nonzero().flatten().tolist()
-        lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
-        documents = states.reshape(1, -1, states.shape[-1]).split(lengths, 1)
+        begins = positions.flatten() == 0
+        starts = begins.nonzero().flatten().tolist()
+        edges = [*starts, positions.numel()]
+        lengths = [end - start for start, end in pairwise(edges)]
+        stream = states.reshape(1, -1, states.shape[-1])
+        documents = stream.split(lengths, 1)
         outputs = [attend(part, document) for document in documents]
         return torch.cat(outputs, 1).view_as(states)
 
@@ -267,12 +278,16 @@ class Model(Transformer):
     @override
     def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         labels = batch["labels"]
-        chosen = predicted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total = predicted.logsumexp(-1)
         constants = self.constants
+        index = labels.clamp(min=0).unsqueeze(-1)
+        chosen = predicted.gather(-1, index).squeeze(-1)
         if constants.smoothing:
-            chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
-        return (total - chosen + constants.z_loss * total.square()) * (labels >= 0)
+            spread = predicted.mean(-1) - chosen
+            chosen = chosen + constants.smoothing * spread
+        total = predicted.logsumexp(-1)
+        losses = total - chosen + constants.z_loss * total.square()
+        is_trained = labels >= 0
+        return losses * is_trained
 
     def _linear(self, part: Part, name: str, states: Tensor) -> Tensor:
         layer = part.part(name)
@@ -292,8 +307,9 @@ class Model(Transformer):
             states = self.between(states * kept)
         low = self.between(self._multiplied(layer, ".lora_A.weight", states))
         adapted = self.between(self._multiplied(layer, ".lora_B.weight", low))
-        scaled = part.weights[".adapter_scale"] * adapted
-        return self.between(out + self.between(scaled))
+        scale = part.weights[".adapter_scale"]
+        scaled = self.between(scale * adapted)
+        return self.between(out + scaled)
 
     def _multiplied(self, layer: Part, name: str, states: Tensor) -> Tensor:
         weight = layer[name]
@@ -308,7 +324,8 @@ class Model(Transformer):
         # added.
         states = self.between(states)
         mean = states.square().mean(-1, keepdim=True)
-        even = states * (mean + (self.sizes.norm_eps + self.constants.norm_eps)).rsqrt()
+        eps = self.sizes.norm_eps + self.constants.norm_eps
+        even = states * (mean + eps).rsqrt()
         if self.sizes.norm_offset:
             weight = 1 + weight
         if "norms" in self.inner:
@@ -321,12 +338,16 @@ class Model(Transformer):
         if self.sizes.activation == "clamped_swiglu":
             gate = gate.clamp(max=7.0)
             up = self.between(up.clamp(-7.0, 7.0) + 1)
-            gate = gate * self.between(self.between(1.702 * gate).sigmoid())
+            scaled = self.between(1.702 * gate)
+            opened = self.between(scaled.sigmoid())
+            gate = gate * opened
         elif self.sizes.activation == "gelu_tanh":
             gate = functional.gelu(gate, approximate="tanh")
         else:
             gate = gate * gate.sigmoid()
-        return self._linear(part, "down_proj", self.between(self.between(gate) * up))
+        activated = self.between(gate)
+        hidden = self.between(activated * up)
+        return self._linear(part, "down_proj", hidden)
 
     def _attention(self, part: Part, states: Tensor) -> Tensor:
         sizes = self.sizes
@@ -336,26 +357,34 @@ class Model(Transformer):
         if sizes.qk_norm:
             query = self._norm(part["q_norm.weight"], query)
             key = self._norm(part["k_norm.weight"], key)
-        windowed = sizes.has_window(int(part.prefix.split(".")[2]))
+        number = int(part.prefix.split(".")[2])
+        windowed = sizes.has_window(number)
         window = 0
         if windowed:
             window = sizes.window
         if windowed or not sizes.interleaved_rope:
             query, key = self._rotated(query, key, windowed)
         else:
-            # Llama 4 sharpens the attention of tokens from the 8,192nd on.
-            places = torch.arange(1, query.shape[-2] + 1, device=query.device)[:, None]
-            query = self.between(query * (1 + 0.1 * (places // 8192).to(query.dtype).log1p()))
+            query = self._sharpened(query)
+        scalar = sizes.query_scalar or sizes.head_size
         scores = Scores(
-            hidden=self._hidden(query, window),
-            scale=(sizes.query_scalar or sizes.head_size) ** -0.5,
-            sinks=part.get("sinks"),
+            hidden=self._hidden(query, window), scale=scalar**-0.5, sinks=part.get("sinks")
         )
-        return self._linear(part, "o_proj", self.attended(query, key, value, scores))
+        attended = self.attended(query, key, value, scores)
+        return self._linear(part, "o_proj", attended)
+
+    def _sharpened(self, query: Tensor) -> Tensor:
+        """Llama 4 sharpens the attention of tokens from the 8,192nd on."""
+        length = query.shape[-2]
+        places = torch.arange(1, length + 1, device=query.device)
+        passed = (places // 8192).to(query.dtype)
+        growth = 1 + 0.1 * passed.log1p()
+        return self.between(query * growth[:, None])
 
     def _heads(self, part: Part, name: str, states: Tensor) -> Tensor:
-        size = self.sizes.head_size
-        return self._linear(part, name, states).unflatten(-1, (-1, size)).transpose(1, 2)
+        projected = self._linear(part, name, states)
+        split = projected.unflatten(-1, (-1, self.sizes.head_size))
+        return split.transpose(1, 2)
 
     def _rotated(self, query: Tensor, key: Tensor, windowed: bool) -> tuple[Tensor, Tensor]:
         magnitude, _ = self._yarn_magnitudes()
@@ -363,7 +392,9 @@ class Model(Transformer):
         cosine = magnitude * self.constants.angles(cosine)
         sine = magnitude * self.constants.angles(sine)
         if not self.sizes.interleaved_rope:
-            return self._turned(query, cosine, sine), self._turned(key, cosine, sine)
+            query = self._turned(query, cosine, sine)
+            key = self._turned(key, cosine, sine)
+            return query, key
         query = self._turned(_paired(query), cosine, sine)
         key = self._turned(_paired(key), cosine, sine)
         one = query.new_ones(())
@@ -373,6 +404,8 @@ class Model(Transformer):
         """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
         heads = self.sizes.heads
         mla = self.sizes.mla
+        plain_size = mla.qk_nope_head_dim
+        turned_size = mla.qk_rope_head_dim
         if mla.q_lora_rank:
             low = self._linear(part, "q_a_proj", states)
             low = self._norm(part["q_a_layernorm.weight"], low)
@@ -381,22 +414,27 @@ class Model(Transformer):
             query = self._linear(part, "q_proj", states)
         query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
         low = self._linear(part, "kv_a_proj_with_mqa", states)
-        low, shared = low.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+        low, shared = low.split([mla.kv_lora_rank, turned_size], -1)
         low = self._norm(part["kv_a_layernorm.weight"], low)
         wide = self._linear(part, "kv_b_proj", low)
         wide = wide.unflatten(-1, (heads, -1)).transpose(1, 2)
-        key, value = wide.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+        key, value = wide.split([plain_size, mla.v_head_dim], -1)
         magnitude, scale = self._yarn_magnitudes()
-        cosine, sine = self._angles(mla.qk_rope_head_dim, states)
+        cosine, sine = self._angles(turned_size, states)
         cosine = self.constants.angles(cosine) * magnitude
         sine = self.constants.angles(sine) * magnitude
-        plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
-        query = torch.cat((plain, self._turned(_paired(turned), cosine, sine)), -1)
-        shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine)
-        key = torch.cat((key, shared.expand(-1, heads, -1, -1)), -1)
-        scale *= (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
-        scores = Scores(hidden=self._hidden(query, self.sizes.window), scale=scale)
-        return self._linear(part, "o_proj", self.attended(query, key, value, scores))
+        plain, turned = query.split([plain_size, turned_size], -1)
+        turned = self._turned(_paired(turned), cosine, sine)
+        query = torch.cat((plain, turned), -1)
+        shared = _paired(shared.unsqueeze(1))
+        shared = self._turned(shared, cosine, sine)
+        of_every_head = shared.expand(-1, heads, -1, -1)
+        key = torch.cat((key, of_every_head), -1)
+        scale *= (plain_size + turned_size) ** -0.5
+        hidden = self._hidden(query, self.sizes.window)
+        scores = Scores(hidden=hidden, scale=scale)
+        attended = self.attended(query, key, value, scores)
+        return self._linear(part, "o_proj", attended)
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
         """Return YaRN's factors (arXiv:2309.00071, section 3.4).
@@ -416,12 +454,13 @@ class Model(Transformer):
     def _hidden(self, query: Tensor, window: int) -> Tensor:
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
-        hidden = place[None, :] > place[:, None]
+        keys = place[None, :]
+        hidden = keys > place[:, None]
         if 0 < window < length:
             first = place - window + 1
             if self.sizes.interleaved_rope:
                 first = place - place % window
-            hidden |= place[None, :] < first[:, None]
+            hidden |= keys < first[:, None]
         return hidden
 
     def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
@@ -431,9 +470,12 @@ class Model(Transformer):
             theta = float(self.sizes.local_rope_theta)
             scaling = RopeScaling()
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
-        frequencies = _stretched(theta ** (-place / size), theta, scaling)
-        positions = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)
-        phases = self.constants.phases(positions[:, None] * frequencies[None, :])
+        frequencies = theta ** (-place / size)
+        frequencies = _stretched(frequencies, theta, scaling)
+        length = like.shape[-2]
+        positions = torch.arange(length, dtype=torch.float64, device=like.device)
+        angles = positions[:, None] * frequencies[None, :]
+        phases = self.constants.phases(angles)
         return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
     def _turned(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -446,7 +488,8 @@ class Model(Transformer):
         first, second = states.chunk(2, -1)
         turned_first = inner(first * cosine) - inner(second * sine)
         turned_second = inner(second * cosine) + inner(first * sine)
-        return self.between(torch.cat((turned_first, turned_second), -1))
+        turned = torch.cat((turned_first, turned_second), -1)
+        return self.between(turned)
 
     def _experts(self, part: Part, states: Tensor) -> tuple[Tensor, Tensor]:
         moe = self.sizes.moe
@@ -467,22 +510,27 @@ class Model(Transformer):
             choice = choice + bias
         self.choices[name] = choice
         chosen = self._best(self._limited(choice))
-        self.sent[name] = self.sent.get(name, 0) + chosen.flatten().bincount(minlength=moe.experts)
+        counts = chosen.flatten().bincount(minlength=moe.experts)
+        self.sent[name] = self.sent.get(name, 0) + counts
         share = self._shares(scores.gather(-1, chosen))
         out = torch.zeros_like(flat)
         for number in range(moe.experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
             if not len(token):
                 continue
+            entered = flat[token]
             weight = share[token, place].unsqueeze(-1)
             expert = part.part(f"experts.{number}.")
             if moe.weighted_inputs:
-                fed = self._swiglu(expert, self.between(flat[token] * weight))
+                weighted = self.between(entered * weight)
+                fed = self._swiglu(expert, weighted)
             else:
-                fed = self.between(self._swiglu(expert, flat[token]) * weight)
+                computed = self._swiglu(expert, entered)
+                fed = self.between(computed * weight)
             out = out.index_add(0, token, fed)
         if moe.shared_experts:
-            out = self.between(out) + self._swiglu(part.part("shared_experts."), flat)
+            shared = self._swiglu(part.part("shared_experts."), flat)
+            out = self.between(out) + shared
         samples = states.shape[0]
         return out.view_as(states), self._balance(scores, samples)
 
@@ -496,17 +544,21 @@ class Model(Transformer):
 
     def _best(self, scores: Tensor) -> Tensor:
         count = self.sizes.moe.top_k
-        best = scores.topk(min(count + 1, scores.shape[-1]), -1)
-        if scores.shape[-1] == count:
+        experts = scores.shape[-1]
+        best = scores.topk(min(count + 1, experts), -1)
+        if experts == count:
             return best.indices
         last = best.values[:, count - 1]
-        apart = (last - best.values[:, count]) / last.abs().clamp(min=1e-9)
+        next_best = best.values[:, count]
+        apart = (last - next_best) / last.abs().clamp(min=1e-9)
         self.closest = min(self.closest, float(apart.min()))
         chosen, other = best.indices.split([count, 1], -1)
         if not self.doubt:
             return chosen
-        swapped = torch.where(apart[:, None] < self.doubt, other, chosen[:, -1:])
-        return torch.cat([chosen[:, :-1], swapped], 1)
+        is_close = apart[:, None] < self.doubt
+        first = chosen[:, :-1]
+        swapped = torch.where(is_close, other, chosen[:, -1:])
+        return torch.cat([first, swapped], 1)
 
     def _limited(self, choice: Tensor) -> Tensor:
         moe = self.sizes.moe
@@ -516,11 +568,13 @@ class Model(Transformer):
         best = self._of_groups(choice).topk(moe.top_groups, -1).indices
         hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device)
         hidden.scatter_(1, best, False)
-        return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(-2)
+        limited = grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf)
+        return limited.flatten(-2)
 
     def _of_groups(self, choice: Tensor) -> Tensor:
         grouped = choice.unflatten(-1, (self.sizes.moe.groups, -1))
-        return grouped.topk(self.dialect.group_best, -1).values.sum(-1)
+        best = grouped.topk(self.dialect.group_best, -1).values
+        return best.sum(-1)
 
     def doubtful(self, choice: Tensor, shift: Tensor) -> Tensor:
         """Return which tokens [tokens] may go to other experts.
@@ -531,7 +585,8 @@ class Model(Transformer):
         near = torch.zeros_like(shift, dtype=torch.bool)
         if moe.top_k < moe.experts:
             limited = self._limited(choice).sort(-1, descending=True).values
-            near |= limited[:, moe.top_k - 1] - limited[:, moe.top_k] < 2 * shift
+            apart = limited[:, moe.top_k - 1] - limited[:, moe.top_k]
+            near |= apart < 2 * shift
         if 1 < moe.groups != moe.top_groups:
             sums = self._of_groups(choice).sort(-1, descending=True).values
             apart = sums[:, moe.top_groups - 1] - sums[:, moe.top_groups]
@@ -545,7 +600,8 @@ class Model(Transformer):
         if not moe.auxiliary_loss or kind == "none":
             return scores.new_zeros(())
         scores = scores / scores.sum(-1, keepdim=True)
-        sent = torch.zeros_like(scores).scatter_(1, self._best(scores.detach()), 1.0)
+        chosen = self._best(scores.detach())
+        sent = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
         if kind == "batch":
             total = (sent.mean(0) * scores.mean(0)).sum() * moe.experts / moe.top_k
             return moe.auxiliary_loss * total
@@ -568,7 +624,9 @@ def _paired(states: Tensor) -> Tensor:
 
     The rotation above pairs element i with i + size / 2.
     """
-    return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
+    first = states[..., 0::2]
+    second = states[..., 1::2]
+    return torch.cat((first, second), -1)
 
 
 def _stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
@@ -586,12 +644,14 @@ def _stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tenso
             high = math.ceil(high)
         low = max(low, 0)
         high = min(high, size - 1)
-        place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-        share = 1 - (place - low) / max(high - low, 0.001)
+        place = torch.arange(size // 2, dtype=frequencies.dtype, device=frequencies.device)
+        risen = (place - low) / max(high - low, 0.001)
+        share = 1 - risen
     else:
         return frequencies / scaling.factor
     share = share.clamp(0, 1)
-    return share * frequencies + (1 - share) * frequencies / scaling.factor
+    kept = share * frequencies
+    return kept + (1 - share) * frequencies / scaling.factor
 
 
 def _dimension(turns: float, size: int, theta: float, scaling: RopeScaling) -> float:

@@ -101,15 +101,19 @@ class Models:
     def _keeps(self, name: str) -> bool:
         if self.exact or name.endswith(BIAS):
             return True
+        if self._job["precision"] != "fp8":
+            return False
         # torchtitan can gather weights in FP8, which it then rounds from float32.
         gathered = self._job["config"].get("quantize.linear.float8.enable_fsdp_float8_all_gather")
-        return self._job["precision"] == "fp8" and bool(gathered) and is_narrow(name)
+        return bool(gathered) and is_narrow(name)
 
 
 def scale_of(job: Job) -> float:
     """Return the factor of what adapters add to their layers."""
     config = job["config"]
-    return float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
+    alpha = float(config.get("lora.alpha", 32.0))
+    rank = float(config.get("lora.rank", 16))
+    return alpha / rank
 
 
 def _dialect(job: Job) -> Dialect:
@@ -120,14 +124,13 @@ def _dialect(job: Job) -> Dialect:
     if job["backend"] == "megatron" and moe["experts"]:
         config = job["config"]
         kind = config.get("model.moe_router_load_balancing_type", "aux_loss")
+        balances = {"seq_aux_loss": "sequence", "aux_loss": "batch"}
+        balance = balances.get(kind, "none")
+        best = moe["top_k"] // moe["top_groups"]
         rate = 0.0
         if moe["score"] == "sigmoid":
             rate = float(config.get("model.moe_router_bias_update_rate", 1e-3))
-        return Dialect(
-            balance={"seq_aux_loss": "sequence", "aux_loss": "batch"}.get(kind, "none"),
-            group_best=max(1, moe["top_k"] // moe["top_groups"]),
-            bias_rate=rate,
-        )
+        return Dialect(balance=balance, group_best=max(1, best), bias_rate=rate)
     if job["precision"] == "fp32":
         return Dialect()
     # transformers rounds the factor of Gemma's embedding as it rounds the embedding.
@@ -147,8 +150,9 @@ def as_trained(sizes: Architecture, backend: str, length: int) -> Architecture:
 
 def _eight_bit(tensor: Tensor) -> Tensor:
     # The gradient is that of the tensor itself.
-    rounded = tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype)
-    return tensor + (rounded - tensor.detach())
+    plain = tensor.detach()
+    rounded = plain.to(torch.float8_e4m3fn).to(tensor.dtype)
+    return tensor + (rounded - plain)
 
 
 _ROUNDINGS = {"bf16": bfloat, "fp8": _eight_bit}
@@ -180,9 +184,13 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
         return variants
     plain = replace(model, eight=None)
     variants = _of_table(plain, "all")
-    # torchtitan's Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other
-    # models do not.
-    if backend != "torchtitan" or family(model.sizes.family).backends[backend].model == "qwen3":
+    rounds = True
+    if backend == "torchtitan":
+        # Its Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other models
+        # do not.
+        of_backend = family(model.sizes.family).backends[backend]
+        rounds = of_backend.model == "qwen3"
+    if rounds:
         variants[_AS_BACKEND] = variants.pop(_ROUNDED)
     variants |= _of_table(plain, "language")
     for name, changes in _changes_of_sizes(model):
@@ -206,18 +214,24 @@ def _changed(model: Transformer, **changes: Any) -> Transformer:
 def _of_table(model: Transformer, key: str) -> dict[str, Trial]:
     variants = {}
     for name, row in _TRIALS[key].items():
-        values = {key: _ROUNDINGS.get(value, value) for key, value in row["constants"].items()}
-        changed = _changed(model, constants=Constants(**values))
-        variants[name] = Trial(model=changed, shows=tuple(row["shows"]))
+        values = {}
+        for constant, value in row["constants"].items():
+            values[constant] = _ROUNDINGS.get(value, value)
+        constants = Constants(**values)
+        changed = _changed(model, constants=constants)
+        shows = tuple(row["shows"])
+        variants[name] = Trial(model=changed, shows=shows)
     return variants
 
 
 def _changes_of_sizes(model: Model) -> Iterator[tuple[str, dict[str, Any]]]:
     sizes = model.sizes
     moe = sizes.moe
-    yield "rotary base × 1.05", {"sizes": replace(sizes, rope_theta=sizes.rope_theta * 1.05)}
+    larger = replace(sizes, rope_theta=sizes.rope_theta * 1.05)
+    yield "rotary base × 1.05", {"sizes": larger}
     if sizes.window:
-        yield "window + 1", {"sizes": replace(sizes, window=sizes.window + 1)}
+        wider = replace(sizes, window=sizes.window + 1)
+        yield "window + 1", {"sizes": wider}
     if moe.experts:
         heavier = replace(moe, route_scale=moe.route_scale * 1.01)
         yield "weight of experts × 1.01", {"sizes": replace(sizes, moe=heavier)}
@@ -232,8 +246,11 @@ def _changes_of_balance(model: Model) -> Iterator[tuple[str, dict[str, Any]]]:
     if not (moe.experts and moe.auxiliary_loss) or kind == "none":
         return
     more = replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5)
-    yield "balancing loss × 1.5", {"sizes": replace(model.sizes, moe=more)}
-    other = {"batch": "sequence", "sequence": "batch"}[kind]
+    sizes = replace(model.sizes, moe=more)
+    yield "balancing loss × 1.5", {"sizes": sizes}
+    other = "sequence"
+    if kind == "sequence":
+        other = "batch"
     dialect = replace(model.dialect, balance=other)
     yield "balancing loss of other groups of tokens", {"dialect": dialect}
 
@@ -257,15 +274,21 @@ def products_of_blocks(names: Sequence[str], results: "Iterable[Result]") -> lis
         if not usual:
             continue
         # Weight each token by how exactly the precision determines it.
-        weight = (result.certain / noise.square().clamp(min=usual)).sqrt().unsqueeze(-1)
+        squares = noise.square().clamp(min=usual)
+        weight = (result.certain / squares).sqrt().unsqueeze(-1)
         none = torch.zeros_like(result.exact)
-        moved = torch.stack([result.moved.get(name, none) * weight for name in names]).double()
-        errors = ((result.run - result.exact) * weight).double().flatten(1)
-        rounding = ((result.rounded - result.exact) * weight).double().flatten(1)
-        for sample, directions in enumerate(moved.flatten(2).unbind(1)):
+        weighted = [result.moved.get(name, none) * weight for name in names]
+        moved = torch.stack(weighted).double().flatten(2)
+        errors = (result.run - result.exact) * weight
+        errors = errors.double().flatten(1)
+        rounding = (result.rounded - result.exact) * weight
+        rounding = rounding.double().flatten(1)
+        for sample, directions in enumerate(moved.unbind(1)):
             if bool(result.certain[sample].any()):
-                squares = directions @ directions.T
-                parts.append((squares, directions @ errors[sample], directions @ rounding[sample]))
+                with_each_other = directions @ directions.T
+                with_errors = directions @ errors[sample]
+                with_rounding = directions @ rounding[sample]
+                parts.append((with_each_other, with_errors, with_rounding))
     return parts
 
 
@@ -292,7 +315,9 @@ def fit(names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]
     rounding = inverse @ noise.sum(0)
     # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen
     # its limit.
-    deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
+    unexplained = noise - squares @ rounding
+    by_part = unexplained @ inverse
+    deviations = by_part.square().sum(0).sqrt()
     rules: Mapping[str, Any] = ChainMap(*_TRIALS.values())
     fitted = {}
     for place, number in enumerate(moving):

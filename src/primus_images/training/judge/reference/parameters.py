@@ -29,10 +29,13 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
     backward; frozen ones beside ``adapters`` (the number of weights that LoRA trains) take 2 less.
     """
     if model.of_images:
+        dit = model.dit
         width = model.hidden_size
-        blocks = model.dit.double_layers + model.dit.single_layers
-        tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
-        return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
+        blocks = dit.double_layers + dit.single_layers
+        tokens = (dit.image_size // 16) ** 2 + dit.text_tokens
+        of_weights = 6 * 12 * width**2
+        of_pairs = 12 * width * tokens
+        return blocks * tokens * (of_weights + of_pairs)
     count = 0.0
     for name, shape in shapes(model).items():
         if name == _EMBEDDING and not model.tied_embeddings:
@@ -46,8 +49,12 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
         weights = 4 * count + 6 * adapters
     # Queries with keys, and the shares with values, in layers with and without a window.
     sizes = model.query_size + model.value_size
-    full = sum(not model.has_window(layer) for layer in range(model.layers))
-    pairs = full * length + (model.layers - full) * min(model.window, length)
+    pairs = 0
+    for layer in range(model.layers):
+        if model.has_window(layer):
+            pairs += min(model.window, length)
+        else:
+            pairs += length
     return weights + 6 * model.heads * sizes * pairs
 
 
@@ -59,7 +66,7 @@ def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> Sh
     adapters: Shapes = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")
-        kind = layer.rpartition(".")[2]
+        _, _, kind = layer.rpartition(".")
         linear = name.endswith("_proj.weight") and ".experts." not in name
         if linear and (not targets or kind in targets):
             adapters[layer + ".lora_A.weight"] = (rank, shape[1])
@@ -70,7 +77,9 @@ def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> Sh
 def adapters_of(job: Job, sizes: Architecture) -> Shapes:
     """Return the adapters that the recipe of ``job`` requests."""
     config = job["config"]
-    return adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
+    rank = int(config.get("lora.rank", 16))
+    targets = config.get("lora.targets") or ()
+    return adapter_shapes(sizes, rank, targets)
 
 
 def strange(job: Job, sizes: Architecture, folder: Path, weights: Tensors) -> list[str]:
@@ -78,8 +87,8 @@ def strange(job: Job, sizes: Architecture, folder: Path, weights: Tensors) -> li
 
     These are ``weights``, by canonical names, and ranks that use random numbers of another seed.
     """
-    config = job["config"]
-    if config.get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+    is_random = job["config"].get("weights", "random") == "random"
+    if not is_random or job["resume_from"] or job["first_step"] != 1:
         return []
     findings = list(_other_seeds(job, folder))
     for name, tensor in weights.items():
@@ -96,13 +105,15 @@ def _fault(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> str:
         if bool((wide != value).any()):
             return f"does not begin as {value:g}"
         return ""
+    errors = _LIMITS["errors"]
+    count = tensor.numel()
     expected = _deviation(job, sizes, name, tensor)
     deviation = float(wide.std())
-    mean = float(wide.mean())
-    count = tensor.numel()
-    if abs(deviation / expected - 1) > _LIMITS["errors"] / math.sqrt(2 * count):
+    ratio = deviation / expected
+    if abs(ratio - 1) > errors / math.sqrt(2 * count):
         return f"begins with a standard deviation of {deviation:.4g}, not {expected:.4g}"
-    if abs(mean) > _LIMITS["errors"] * expected / math.sqrt(count):
+    mean = float(wide.mean())
+    if abs(mean) > errors * expected / math.sqrt(count):
         return f"begins with a mean of {mean:.4g}, not 0"
     if _repeats(tensor, job["world_size"]):
         return "begins with the same numbers in each rank's share"
@@ -110,8 +121,10 @@ def _fault(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> str:
 
 
 def _repeats(tensor: Tensor, ranks: int) -> bool:
+    if ranks == 1:
+        return False
     for axis in (0, -1):
-        if ranks > 1 and tensor.shape[axis] % ranks == 0:
+        if tensor.shape[axis] % ranks == 0:
             first, *others = tensor.chunk(ranks, axis)
             if any(torch.equal(first, other) for other in others):
                 return True
@@ -128,7 +141,8 @@ def _other_seeds(job: Job, folder: Path) -> Iterator[str]:
         # Without a seed, torchtitan uses a random one.
         return
     for rank in range(job["world_size"]):
-        used = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)["seed"]
+        recorded = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
+        used = recorded["seed"]
         expected = seed
         if job["backend"] not in ("torchtitan", "megatron"):
             # Our own loop draws dropout from a different seed on each rank.
@@ -180,7 +194,8 @@ def _deviation_of_torchtitan(sizes: Architecture, name: str, width: int) -> floa
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     deep = _INTO_STREAM.search(name) or name.endswith((".up_proj.weight", ".mlp.gate.weight"))
     if layer and deep:
-        return 0.02 / math.sqrt(2 * (int(layer[1]) + 1))
+        depth = int(layer[1]) + 1
+        return 0.02 / math.sqrt(2 * depth)
     return 0.02
 
 
@@ -194,12 +209,23 @@ def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     if job["mode"] == "lora":
         expected |= adapters_of(job, sizes)
     present = without_bias(weights)
-    missing = [f"missing: {name}" for name in sorted(expected.keys() - present.keys())]
+    missing = []
+    for name in sorted(expected.keys() - present.keys()):
+        missing.append(f"missing: {name}")
+    count = 0
     for name, shape in expected.items():
+        count += math.prod(shape)
         if name in present and present[name].shape != shape:
-            missing.append(f"{name}: {list(present[name].shape)}, not {list(shape)}")
-    odd = [f"not in the model: {name}" for name in sorted(present.keys() - expected.keys())]
-    trained = sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name))
+            other = list(present[name].shape)
+            missing.append(f"{name}: {other}, not {list(shape)}")
+    odd = []
+    for name in sorted(present.keys() - expected.keys()):
+        odd.append(f"not in the model: {name}")
+    odd += _odd_values(job, present)
+    trained = 0
+    for name, tensor in weights.items():
+        if is_trained(job, name):
+            trained += tensor.numel()
     adapters = None
     if job["mode"] == "lora":
         adapters = trained
@@ -207,8 +233,8 @@ def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     return {
         "flops": operations(sizes, length, adapters),
         "missing": missing,
-        "odd": [*odd, *_odd_values(job, present)],
-        "count": sum(math.prod(shape) for shape in expected.values()),
+        "odd": odd,
+        "count": count,
         "trained": trained,
     }
 
@@ -218,15 +244,21 @@ def _odd_values(job: Job, weights: Tensors) -> Iterator[str]:
     for name, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
             yield f"{name} is not finite"
-        elif ".lora_B." in name:
+            continue
+        if ".lora_B." in name:
             if job["first_step"] == 1 and bool(tensor.any()):
                 yield f"{name} is not zero, so the adapted model is not the given one"
-        elif tensor.ndim > 1 and float(tensor.std()) == 0 and constant(job, name, tensor) is None:
+            continue
+        if tensor.ndim <= 1:
+            continue
+        is_random = constant(job, name, tensor) is None
+        if is_random and float(tensor.std()) == 0:
             yield f"{name} holds one value"
-        elif tensor.ndim > 1 and ".lora_" not in name:
-            same = [other for other, matrix in matrices.items() if torch.equal(matrix, tensor)]
-            if same:
-                yield f"{name} equals {same[0]}"
+        elif ".lora_" not in name:
+            for other, matrix in matrices.items():
+                if torch.equal(matrix, tensor):
+                    yield f"{name} equals {other}"
+                    break
             matrices[name] = tensor
 
 

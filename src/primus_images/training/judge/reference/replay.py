@@ -77,7 +77,8 @@ def _add_findings(
 ) -> None:
     folder = output / "witness"
     evaluated = evaluation.reported(output)
-    steps = range(job["first_step"], evaluation.last_step(job, evaluated) + 1)
+    last = evaluation.last_step(job, evaluated)
+    steps = range(job["first_step"], last + 1)
     sizes = architecture(job["model"])
     start = _weights(job, sizes, folder, steps[0] - 1)
     findings["parameters"] = parameters.describe(job, sizes, start)
@@ -91,7 +92,7 @@ def _add_findings(
     findings["summands"] = job["data_parallel"] * job["accumulation"]
     findings["narrow_sums"] = _adds_narrowly(job)
     best = evaluation.best(evaluated)
-    findings["checkpoints"] = kept.missing(output, job, steps[-1], best)
+    findings["checkpoints"] = kept.missing(output, job, last, best)
     before = start
     with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
         computed = replayed.compute(steps, pool)
@@ -117,11 +118,11 @@ def _adds_narrowly(job: Job) -> bool:
     Megatron also divides those of FSDP2 by labels.
     """
     config = job["config"]
-    return (
-        config.get("sharding.reduce_dtype") == "bfloat16"
-        or config.get("ddp.grad_reduce_in_fp32") is False
-        or bool(config.get("torch_fsdp2") and job["precision"] == "bf16")
-    )
+    if config.get("sharding.reduce_dtype") == "bfloat16":
+        return True
+    if config.get("ddp.grad_reduce_in_fp32") is False:
+        return True
+    return bool(config.get("torch_fsdp2")) and job["precision"] == "bf16"
 
 
 def _use_one_core() -> None:
@@ -194,34 +195,43 @@ class _Replay:
         computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
         usual: dict[str, float] = {}
         for step in examined:
-            for key, noise in _noises(computed[step].row["noise"]).items():
-                usual[key] = max(usual.get(key, 0.0), noise)
-        others = [step for step in steps if step not in examined]
-        suspicious = [step for step in others if self._is_suspicious(computed[step].row, usual)]
-        again = pool.map(lambda step: self._compute(step, noisy=True), suspicious)
+            noises = _noises(computed[step].row["noise"])
+            for key, noise in noises.items():
+                before = usual.get(key, 0.0)
+                usual[key] = max(before, noise)
+        suspicious = []
+        for step in steps:
+            if step not in examined and self._is_suspicious(computed[step].row, usual):
+                suspicious.append(step)
+        again = pool.map(self._compute_noisy, suspicious)
         computed |= zip(suspicious, again, strict=True)
         return [computed[step] for step in steps]
 
+    def _compute_noisy(self, step: int) -> _Step:
+        return self._compute(step, noisy=True)
+
     def updated(self, computed: _Step, before: Tensors, after: Tensors) -> Row:
-        row = computed.row
+        rate = computed.row["rate"]
         weights = _wide(without_bias(before))
-        expected = self._optimizer.update(weights, _wide(computed.gradients), row["rate"])
+        gradients = _wide(computed.gradients)
+        expected = self._optimizer.update(weights, gradients, rate)
         self.moving |= update.moving(before, expected, self._rounding)
-        return {
-            "biases": list(self._wrong_biases(before, after, computed)),
-            "update": update.gap(before, expected, after, self._rounding),
-        }
+        biases = list(self._wrong_biases(before, after, computed))
+        gap = update.gap(before, expected, after, self._rounding)
+        return {"biases": biases, "update": gap}
 
     def tokens(self, step: int) -> float:
         """Return the tokens of ``step``, those of images included, as a mean over all ranks."""
+        job = self._job
         total = 0
-        for rank in range(self._job["data_parallel"]):
+        for rank in range(job["data_parallel"]):
             batch = self._samples.batch(step, rank)
             if "inputs" in batch:
                 total += batch["inputs"].numel()
             else:
-                total += len(batch["latents"]) * int(self._job["config"]["training.seq_len"])
-        return total / int(self._job["world_size"])
+                of_image = int(job["config"]["training.seq_len"])
+                total += len(batch["latents"]) * of_image
+        return total / int(job["world_size"])
 
     def checkpoint(self, computed: _Step, after: Tensors) -> list[str]:
         """Return how the checkpoint after a step differs from it; nothing if none was kept."""
@@ -235,19 +245,25 @@ class _Replay:
         if not due:
             return []
         held_out = evaluation.Evaluation(self._job, self._models)
-        return [held_out.repeated(step, self._weights_before(step + 1)) for step in due]
+        rows = []
+        for step in due:
+            weights = self._weights_before(step + 1)
+            rows.append(held_out.repeated(step, weights))
+        return rows
 
     def _is_suspicious(self, row: Row, usual: Mapping[str, float]) -> bool:
         for key, gap in self._gaps(row).items():
-            if gap > _limit("small", key) + _limit("suspect", key) * usual[key]:
+            noise = _limit("suspect", key) * usual[key]
+            if gap > _limit("small", key) + noise:
                 return True
         return False
 
     def _gaps(self, row: Row) -> dict[str, float]:
         gaps = {kind: gap for kind, (gap, _) in row.get("gaps", {}).items()}
+        reported_figures = self._reported.get(row["step"], {})
         for key in _FIGURES:
             expected = row[key]
-            reported = self._reported.get(row["step"], {}).get(key, expected)
+            reported = reported_figures.get(key, expected)
             gaps[key] = 0.0
             if expected:
                 gaps[key] = abs(reported - expected) / expected
@@ -286,10 +302,12 @@ class _Replay:
         try:
             rows, parts = blocks.compare(self._folder, self._job, step, self._samples, pair)
         except blocks.Unlike as error:
-            return replace(computed, row=computed.row | {"blocks": str(error)})
+            unlike = computed.row | {"blocks": str(error)}
+            return replace(computed, row=unlike)
         if self._exact:
             parts = []
-        return replace(computed, row=computed.row | {"blocks": rows}, parts=parts)
+        row = computed.row | {"blocks": rows}
+        return replace(computed, row=row, parts=parts)
 
     def _compute(self, step: int, *, noisy: bool) -> _Step:
         before = self._weights_before(step)
@@ -318,7 +336,8 @@ class _Replay:
         narrow = False
         if taken is not None:
             gradients = taken["gradients"]
-            narrow = any(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+            dtypes = {gradient.dtype for gradient in gradients.values()}
+            narrow = torch.bfloat16 in dtypes
             row |= self._row_of_update(step, taken, exact)
         if noisy:
             row["noise"] = self._noise(step, before, exact)
@@ -329,11 +348,13 @@ class _Replay:
     def _row_of_update(self, step: int, taken: Mapping[str, Any], exact: _Pass) -> Row:
         gradients = taken["gradients"]
         norm = self._reported.get(step, {}).get("grad_norm", 0.0)
+        rates = set(taken["rates"].values())
+        missing = exact.clipped.keys() - gradients.keys()
         return {
             "stale": taken["stale"],
             "apart": taken["apart"],
-            "rates": sorted(set(taken["rates"].values())),
-            "missing": sorted(exact.clipped.keys() - gradients.keys()),
+            "rates": sorted(rates),
+            "missing": sorted(missing),
             "gaps": exact.gaps(gradients),
             "used_norm": update.norm_of(gradients),
             "rounded": update.least_rounded(self._settings, gradients, norm),
@@ -349,7 +370,8 @@ class _Replay:
         step = row["step"]
         others = [self._noise(step, before, exact, grid) for grid in _LIMITS["grids"]]
         for kind, gap in noise["gaps"].items():
-            noise["gaps"][kind] = max(gap, typical([other["gaps"][kind] for other in others]))
+            of_others = [other["gaps"][kind] for other in others]
+            noise["gaps"][kind] = max(gap, typical(of_others))
         for key in _FIGURES:
             square = sum(other[key] ** 2 for other in others) / len(others)
             noise[key] = max(noise[key], math.sqrt(square))
@@ -363,8 +385,10 @@ class _Replay:
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
-        other = self._pass(step, weights, replace(model, doubt=_LIMITS["doubt"]))
-        return {kind: gap for kind, (gap, _) in exact.gaps(other.clipped).items()}
+        doubtful = replace(model, doubt=_LIMITS["doubt"])
+        other = self._pass(step, weights, doubtful)
+        gaps = exact.gaps(other.clipped)
+        return {kind: gap for kind, (gap, _) in gaps.items()}
 
     def _is_doubtful(self, row: Row) -> bool:
         noises = _noises(row["noise"])
@@ -388,13 +412,19 @@ class _Replay:
             if not self._exact or computed.row["closest"] <= 1e-5:
                 # If rounding decides the routing of a token, experts near the mean may be on either
                 # side of it.
-                decided = (count - mean).abs() > 2 + 0.1 * float(mean)
-            moved = (after[name] - before[name]).double()[decided]
-            expected = (mean - count).sign()[decided] * dialect.bias_rate
+                distance = (count - mean).abs()
+                decided = distance > 2 + 0.1 * float(mean)
+            every_move = (after[name] - before[name]).double()
+            moved = every_move[decided]
+            direction = (mean - count).sign()
+            expected = direction[decided] * dialect.bias_rate
+            if not len(expected):
+                continue
             if dialect.centered:
                 moved = moved - moved.mean()
                 expected = expected - expected.mean()
-            if len(expected) and float((moved - expected).abs().max()) > 0.01 * dialect.bias_rate:
+            largest = float((moved - expected).abs().max())
+            if largest > 0.01 * dialect.bias_rate:
                 yield f"{name} did not move towards balance"
 
     def _different_data(self, step: int) -> list[str]:
@@ -413,7 +443,8 @@ class _Replay:
                     different.append(f"step {step}, rank {rank}: {difference}")
         parallel = self._job["data_parallel"]
         each = self._job["world_size"] // parallel
-        if sorted(shares) != sorted([*range(parallel)] * each):
+        expected_shares = [*range(parallel)] * each
+        if sorted(shares) != sorted(expected_shares):
             different.append(
                 f"step {step}: the ranks took the shares {shares} of the data, "
                 f"not each of {parallel} by {each} ranks"
@@ -424,7 +455,7 @@ class _Replay:
         leaves = {}
         for name, tensor in weights.items():
             leaves[name] = tensor.clone().requires_grad_(is_trained(self._job, name))
-        dtype = next(iter(weights.values())).dtype
+        first_leaf, *_ = leaves.values()
         ranks = self._job["data_parallel"]
         pieces = self._job["accumulation"]
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
@@ -432,10 +463,12 @@ class _Replay:
         losses = []
         for rank, batch in enumerate(batches):
             for piece, micro_batch in enumerate(data.micro_batches(batch, pieces)):
-                factors = self.dropout.factors(step, rank, piece, dtype)
+                factors = self.dropout.factors(step, rank, piece, first_leaf.dtype)
                 of_labels, balance = model.losses(leaves | factors, micro_batch)
-                (of_labels.sum() / terms + balance / (ranks * pieces)).backward()
-                losses.append(of_labels.detach().to(torch.float64).flatten())
+                loss = of_labels.sum() / terms + balance / (ranks * pieces)
+                loss.backward()
+                computed = of_labels.detach().to(torch.float64)
+                losses.append(computed.flatten())
         gradients = {}
         for name, leaf in leaves.items():
             if leaf.grad is not None:
@@ -444,14 +477,10 @@ class _Replay:
                 # An expert that no token chose has zero gradients; its moments still move it.
                 gradients[name] = torch.zeros_like(leaf)
         every_loss = torch.cat(losses)
+        mean = float(every_loss.sum()) / terms
         norm = update.norm_of(gradients)
-        return _Pass(
-            loss=float(every_loss.sum()) / terms,
-            losses=every_loss,
-            gradients=gradients,
-            norm=norm,
-            clipped=update.clipped(gradients, norm, self._settings.max_norm),
-        )
+        clipped = update.clipped(gradients, norm, self._settings.max_norm)
+        return _Pass(loss=mean, losses=every_loss, gradients=gradients, norm=norm, clipped=clipped)
 
     def _noise(self, step: int, before: Tensors, exact: _Pass, grid: float = 1.0) -> Row:
         """Return how far the run's precision alone moves the results."""
@@ -459,7 +488,8 @@ class _Replay:
         other = self._pass(step, weights, self._models.rounding(grid))
         # The error of the mean can be small by chance. The errors of single labels show how large
         # it can become.
-        spread = float((other.losses - exact.losses).std()) / math.sqrt(len(exact.losses))
+        errors = other.losses - exact.losses
+        spread = float(errors.std()) / math.sqrt(len(errors))
         clipped = other.clipped
         if not self._exact:
             # Each gradient is a number of the run's precision before it is summed over ranks.
@@ -467,9 +497,11 @@ class _Replay:
             clipped = update.clipped(rounded, other.norm, self._settings.max_norm)
         squares = 0.0
         for name, gradient in exact.gradients.items():
-            squares += float((other.gradients[name] - gradient).square().sum())
+            difference = other.gradients[name] - gradient
+            squares += float(difference.square().sum())
+        of_mean = abs(other.loss - exact.loss)
         return {
-            "loss": max(abs(other.loss - exact.loss), spread) / exact.loss,
+            "loss": max(of_mean, spread) / exact.loss,
             # The error of a norm is at most that of its vector.
             "grad_norm": math.sqrt(squares) / exact.norm,
             "gaps": exact.gaps(clipped),
@@ -491,9 +523,11 @@ class _Replay:
 def _reported(file: Path) -> dict[int, dict[str, float]]:
     reported = {}
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        text = file.read_text(encoding="utf-8")
+        for line in text.splitlines():
             row = json.loads(line)
-            reported[int(row["step"])] = {key: float(row[key]) for key in _FIGURES}
+            step = int(row["step"])
+            reported[step] = {key: float(row[key]) for key in _FIGURES}
     return reported
 
 
@@ -505,7 +539,8 @@ def _noises(noise: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _limit(kind: str, key: str) -> float:
-    return float(_LIMITS[kind].get(key, _LIMITS[kind]["gradient"]))
+    limits = _LIMITS[kind]
+    return float(limits.get(key, limits["gradient"]))
 
 
 def _difference(name: str, tensor: Tensor, expected: Tensor) -> str:
@@ -513,7 +548,8 @@ def _difference(name: str, tensor: Tensor, expected: Tensor) -> str:
         return f"{name} have the shape {list(tensor.shape)}, not {list(expected.shape)}"
     if torch.equal(tensor, expected):
         return ""
-    share = float((tensor != expected).float().mean())
+    differs = tensor != expected
+    share = float(differs.float().mean())
     return f"{share:.0%} of the {name} are others"
 
 
@@ -528,5 +564,7 @@ def _wide(tensors: Tensors) -> Tensors:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    findings = replay(folder, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
-    (folder / "proof.json").write_text(json.dumps(findings, indent=1) + "\n", encoding="utf-8")
+    cores = len(os.sched_getaffinity(0))
+    findings = replay(folder, threads=min(_MOST_THREADS, cores))
+    text = json.dumps(findings, indent=1)
+    (folder / "proof.json").write_text(text + "\n", encoding="utf-8")

@@ -54,8 +54,10 @@ class _Attended(torch.autograd.Function):
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
         groups = key.shape[1]
         query = query.unflatten(1, (groups, -1))
-        scores = kernel.scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        shares = scores.masked_fill_(kernel.hidden, -torch.inf).softmax(-1)
+        of_group = key.unsqueeze(2)
+        scores = kernel.scale * query @ of_group.transpose(-1, -2)
+        scores.masked_fill_(kernel.hidden, -torch.inf)
+        shares = scores.softmax(-1)
         narrow = kernel.between(shares)
         out = kernel.between(narrow @ value.unsqueeze(2))
         context.save_for_backward(query, key, value, shares, narrow, out)
@@ -66,11 +68,14 @@ class _Attended(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, shares, narrow, out = context.saved_tensors
         kernel = context.kernel
-        gradient = gradients[0].unflatten(1, (key.shape[1], -1))
-        wide = gradient @ value.unsqueeze(2).transpose(-1, -2)
+        groups = key.shape[1]
+        gradient = gradients[0].unflatten(1, (groups, -1))
+        value_of_group = value.unsqueeze(2)
+        wide = gradient @ value_of_group.transpose(-1, -2)
         along = (out * gradient).sum(-1, keepdim=True)
         of_scores = kernel.between(shares * (wide - along) * kernel.scale)
-        of_query = kernel.between(of_scores @ key.unsqueeze(2))
+        key_of_group = key.unsqueeze(2)
+        of_query = kernel.between(of_scores @ key_of_group)
         of_key = _added(of_scores, query, kernel)
         of_value = _added(narrow, gradient, kernel)
         return of_query.flatten(1, 2), of_key, of_value, None
@@ -81,7 +86,8 @@ def _added(shares: Tensor, states: Tensor, kernel: Kernel) -> Tensor:
     length = states.shape[-2]
     size = _block_size(length)
     if not kernel.adding or length % size:
-        return kernel.between((shares.transpose(-1, -2) @ states).sum(2))
+        products = shares.transpose(-1, -2) @ states
+        return kernel.between(products.sum(2))
     blocks = shares.unflatten(-2, (-1, size)).transpose(-1, -2)
     parts = blocks @ states.unflatten(-2, (-1, size))
     total = torch.zeros_like(parts[:, :, 0, 0])
@@ -152,5 +158,8 @@ class _Multiplied(torch.autograd.Function):
 
 
 def _scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = torch.finfo(dtype).max / tensor.abs().amax().clamp(min=1e-12)
-    return (tensor * scale).to(torch.float32).to(dtype).to(tensor.dtype) / scale
+    largest = tensor.abs().amax()
+    scale = torch.finfo(dtype).max / largest.clamp(min=1e-12)
+    scaled = (tensor * scale).to(torch.float32)
+    rounded = scaled.to(dtype)
+    return rounded.to(tensor.dtype) / scale

@@ -23,6 +23,8 @@ LAYOUTS: list[list[str]] = _TABLE["layouts"]
 _MAGIC = {b"\x1f\x8b": gzip, b"BZh": bz2, b"\xfd7zXZ": lzma}
 _ZSTD = b"\x28\xb5"
 _PARQUET = b"PAR1"
+# Megatron-LM's code of the type of a token → its letter in ``struct``.
+_TOKENS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
 
 def rows_of(corpus: Path, split: str | None) -> Iterator[Row]:
@@ -46,13 +48,14 @@ def tokens_of(index: Path) -> Iterator[list[int]]:
     lengths = numbers[:sequences]
     places = numbers[sequences : 2 * sequences]
     firsts = numbers[2 * sequences :]
-    token = struct.Struct("<" + {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code])
+    token = struct.Struct("<" + _TOKENS[code])
     whole = index.with_suffix(".bin").read_bytes()
     for number in range(entries - 1):
         tokens: list[int] = []
         for sequence in range(firsts[number], firsts[number + 1]):
             begin = places[sequence]
-            part = whole[begin : begin + lengths[sequence] * token.size]
+            end = begin + lengths[sequence] * token.size
+            part = whole[begin:end]
             tokens += [value for (value,) in token.iter_unpack(part)]
         if tokens:
             yield tokens
@@ -176,15 +179,19 @@ def _as_written(value: Any, kind: Any) -> Any:
     if repr(kind).startswith("Json("):
         return value
     if isinstance(value, dict):
-        kinds = kind if isinstance(kind, dict) else {}
+        kinds = {}
+        if isinstance(kind, dict):
+            kinds = kind
         written = {}
         for key, item in value.items():
+            kind_of_item = kinds.get(key)
             # A column of nulls alone has that type, and was written so.
-            if item is not None or repr(kinds.get(key)) == "Value('null')":
-                written[key] = _as_written(item, kinds.get(key))
+            if item is not None or repr(kind_of_item) == "Value('null')":
+                written[key] = _as_written(item, kind_of_item)
         return written
     if isinstance(value, list):
-        return [_as_written(item, getattr(kind, "feature", None)) for item in value]
+        kind_of_item = getattr(kind, "feature", None)
+        return [_as_written(item, kind_of_item) for item in value]
     return value
 
 

@@ -30,17 +30,19 @@ def differences(output: Path, job: dict[str, Any], sizes: Architecture, last: Te
     ``last`` are the run's last weights.
     """
     findings = []
-    for file in sorted((output / "witness").glob("random-*.json")):
+    witness = output / "witness"
+    for file in sorted(witness.glob("random-*.json")):
         if not json_if_readable(file).get("kept"):
-            rank = file.stem.partition("-")[2]
+            _, _, rank = file.stem.partition("-")
             findings.append(f"rank {rank} has other random states after loading its checkpoint")
     config = job["config"]
     merged = config.get("export") == "merged"
     if not (merged or config.get("save_weights")):
         return findings
     folder = output / "weights"
+    tokenizer = Path(job["assets"]["tokenizer"])
     initial = Path(str(config.get("weights")))
-    findings += _other_tokens(folder, Path(job["assets"]["tokenizer"]), initial)
+    findings += _other_tokens(folder, tokenizer, initial)
     if job["mode"] == "lora" and not merged:
         return findings + _other_adapters(folder, job, sizes, last)
     tolerance = 0.0
@@ -56,7 +58,8 @@ def _merged(weights: Tensors, scale: float) -> Tensors:
         if name.endswith(".lora_A.weight"):
             layer = name.removesuffix("lora_A.weight")
             up = weights[layer + "lora_B.weight"]
-            whole[layer + "weight"] += scale * (up.double() @ down.double())
+            product = up.double() @ down.double()
+            whole[layer + "weight"] += scale * product
     return whole
 
 
@@ -77,12 +80,14 @@ def _other_model(
         tensors[f"model.{name}"] = tensor.detach()
     saved = to_canonical("finetune", sizes, tensors)
     findings += _other_weights(folder, saved, last, tolerance)
-    tokens = data.samples(job).batch(1, 0)["inputs"][:1]
+    batch = data.samples(job).batch(1, 0)
+    tokens = batch["inputs"][:1]
     weights = {name: tensor.float() for name, tensor in saved.items()}
     with torch.no_grad():
         theirs = model.float()(tokens).logits
         ours, _ = Model(sizes).prediction(weights, {"inputs": tokens})
-    gap = float((theirs - ours).norm() / ours.norm())
+    difference = (theirs - ours).norm()
+    gap = float(difference / ours.norm())
     if not gap <= _LIMITS["logits"]:
         findings.append(
             f"{folder.name}, loaded with transformers, gives other logits: {gap:.1%} apart"
@@ -95,10 +100,12 @@ def _other_sizes(file: Path, sizes: Architecture) -> Iterator[str]:
     # Programs before transformers 5 read rope_theta and rope_scaling.
     older = {key: value for key, value in config.items() if key != "rope_parameters"}
     findings: list[str] = []
+    usual_heads = sizes.heads * sizes.head_size == sizes.hidden_size
+    of_family = family(sizes.family)
     for settings in (config, older):
-        for key, name, value in described(family(sizes.family), settings, file):
+        for key, name, value in described(of_family, settings, file):
             size = attrgetter(key)(sizes)
-            if key == "head_dim" and sizes.heads * sizes.head_size == sizes.hidden_size:
+            if key == "head_dim" and usual_heads:
                 # A file leaves out the size of a head if it follows from others.
                 size = 0
             if value != size:
@@ -110,14 +117,16 @@ def _other_adapters(folder: Path, job: Job, sizes: Architecture, last: Tensors) 
     from safetensors.torch import load_file
 
     adapters = {name: tensor for name, tensor in last.items() if ".lora_" in name}
-    saved = to_canonical("finetune", sizes, load_file(folder / "adapter_model.safetensors"))
+    stored = load_file(folder / "adapter_model.safetensors")
+    saved = to_canonical("finetune", sizes, stored)
     findings = _other_weights(folder, saved, adapters, 0.0)
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["target_modules"] = sorted(settings["target_modules"])
-    for key, value in _lora_settings(job, sizes).items():
-        if key not in _LIMITS["free"] and settings.get(key) != value:
-            findings.append(f"{file.name}: {key} is {settings.get(key)}, not {value}")
+    for key, expected in _lora_settings(job, sizes).items():
+        value = settings.get(key)
+        if key not in _LIMITS["free"] and value != expected:
+            findings.append(f"{file.name}: {key} is {value}, not {expected}")
     return findings
 
 
@@ -131,7 +140,8 @@ def _lora_settings(job: Job, sizes: Architecture) -> dict[str, Any]:
         lora_alpha=float(config.get("lora.alpha", 32.0)),
         target_modules=sorted(targets),
     )
-    settings: dict[str, Any] = json.loads(json.dumps(expected.to_dict(), default=sorted))
+    text = json.dumps(expected.to_dict(), default=sorted)
+    settings: dict[str, Any] = json.loads(text)
     return settings
 
 
@@ -139,9 +149,11 @@ def _other_weights(folder: Path, saved: Tensors, expected: Tensors, tolerance: f
     findings = []
     for name, tensor in expected.items():
         value = saved.get(name)
-        if value is None or not torch.allclose(
-            value, tensor.to(value.dtype), rtol=0, atol=tolerance
-        ):
+        same = False
+        if value is not None:
+            trained = tensor.to(value.dtype)
+            same = torch.allclose(value, trained, rtol=0, atol=tolerance)
+        if not same:
             findings.append(f"{name} in {folder.name} is not the trained one")
     return findings
 
@@ -153,9 +165,10 @@ def _other_tokens(folder: Path, tokenizer: Path, initial: Path) -> Iterator[str]
         source = tokenizer / file.name
         if source.is_file() and file.read_bytes() != source.read_bytes():
             yield f"{file.name} is not the tokenizer's"
+    marks = data.marks(tokenizer)
     for name in ("config.json", "generation_config.json"):
         config = json_if_readable(folder / name)
         before = json_if_readable(initial / name)
-        for key, number in data.marks(tokenizer).items():
+        for key, number in marks.items():
             if key in config and config[key] not in (number, before.get(key)):
                 yield f"{name}: {key} is {config[key]}, not {number}"

@@ -83,7 +83,8 @@ def _of_torchtitan(config: Mapping[str, Any]) -> _Schedule:
 
 def _of_our_loop(config: Mapping[str, Any]) -> _Schedule:
     warmup = int(config.get("training.warmup_steps", 0))
-    end = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
+    steps = int(config.get("training.steps", 50))
+    end = int(config.get("training.decay_steps", 0)) or steps
     return _Schedule(
         rate=float(config.get("training.lr", 3e-4)),
         least=float(config.get("training.min_lr", 0.0)),
@@ -105,18 +106,21 @@ def rate(job: Job, step: int) -> float:
         return schedule.rate * step / schedule.risen
     if schedule.kind == "constant" or step < schedule.begin:
         return schedule.rate
-    done = min(1.0, (step - schedule.begin) / max(1, schedule.end - schedule.begin))
+    steps = max(1, schedule.end - schedule.begin)
+    done = min(1.0, (step - schedule.begin) / steps)
     remaining = {
         "linear": 1 - done,
         "cosine": (1 + math.cos(math.pi * done)) / 2,
         "sqrt": 1 - math.sqrt(done),
     }
-    return schedule.least + (schedule.rate - schedule.least) * remaining[schedule.kind]
+    share = remaining[schedule.kind]
+    return schedule.least + (schedule.rate - schedule.least) * share
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
     """Return the length of all gradients as one vector."""
-    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    squares = [float(gradient.square().sum()) for gradient in gradients.values()]
+    return math.sqrt(sum(squares))
 
 
 def _factor(norm: float, limit: float) -> float:
@@ -161,12 +165,17 @@ class AdamW:
             decayed = weight * (1 - lr * decay)
         else:
             gradient = gradient + decay * weight
+        beta1 = settings.beta1
+        beta2 = settings.beta2
         first = self.first.setdefault(name, torch.zeros_like(weight))
-        first.mul_(settings.beta1).add_(gradient, alpha=1 - settings.beta1)
+        first.mul_(beta1)
+        first.add_(gradient, alpha=1 - beta1)
         second = self.second.setdefault(name, torch.zeros_like(weight))
-        second.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
-        spread = (second / (1 - settings.beta2**self.step)).sqrt_().add_(settings.eps)
-        size = -lr / (1 - settings.beta1**self.step)
+        second.mul_(beta2)
+        second.addcmul_(gradient, gradient, value=1 - beta2)
+        variance = second / (1 - beta2**self.step)
+        spread = variance.sqrt_().add_(settings.eps)
+        size = -lr / (1 - beta1**self.step)
         return torch.addcdiv(decayed, first, spread, value=size)
 
 
@@ -181,8 +190,10 @@ def least_rounded(settings: Settings, used: Tensors, norm: float) -> float:
     for gradient in used.values():
         plain = gradient[gradient != 0].double() / factor
         if gradient.ndim > 1 and len(plain):
-            near = (plain - plain.bfloat16().double()).abs() <= 4e-7 * plain.abs()
-            least = min(least, float(near.double().mean()))
+            rounded = plain.bfloat16().double()
+            near = (plain - rounded).abs() <= 4e-7 * plain.abs()
+            share = float(near.double().mean())
+            least = min(least, share)
     return least
 
 
@@ -193,8 +204,10 @@ def moving(before: Tensors, expected: Tensors, rounding: float) -> set[str]:
     """
     changed = set()
     for name, target in expected.items():
-        distance = rounding / 2 * before[name].abs()
-        if bool(((target - before[name]).abs() > distance).any()):
+        weight = before[name]
+        lost = rounding / 2 * weight.abs()
+        moves = (target - weight).abs() > lost
+        if bool(moves.any()):
             changed.add(name)
     return changed
 
@@ -207,8 +220,8 @@ def gap(before: Tensors, expected: Tensors, after: Tensors, rounding: float) -> 
     worst = 0.0
     at = ""
     for name, target in expected.items():
-        error = float((after[name].to(torch.float64) - target).norm())
-        error -= rounding * float(target.norm())
+        difference = after[name].to(torch.float64) - target
+        error = float(difference.norm()) - rounding * float(target.norm())
         if error <= 0:
             continue
         change = float((target - before[name]).norm())
@@ -227,7 +240,8 @@ def scales_of(gradients: Tensors) -> dict[str, float]:
     It is the tensor's own length, or a thousandth of the length of all gradients.
     """
     lengths = {name: float(gradient.norm()) for name, gradient in gradients.items()}
-    least = 1e-3 * math.sqrt(sum(length**2 for length in lengths.values()))
+    square = sum(length**2 for length in lengths.values())
+    least = 1e-3 * math.sqrt(square)
     return {name: max(length, least) or 1.0 for name, length in lengths.items()}
 
 
@@ -238,12 +252,15 @@ def gaps_of(run: Tensors, expected: Tensors, scales: Mapping[str, float]) -> Gap
     """
     worst: Gaps = {}
     for name, target in expected.items():
-        if name in run:
-            kind = kind_of(name)
-            gap = float((run[name].to(target.dtype) - target).norm()) / scales[name]
-            if not math.isfinite(gap):
-                gap = 1e9
-            worst[kind] = max(worst.get(kind, (0.0, "")), (gap, name))
+        if name not in run:
+            continue
+        difference = run[name].to(target.dtype) - target
+        gap = float(difference.norm()) / scales[name]
+        if not math.isfinite(gap):
+            gap = 1e9
+        kind = kind_of(name)
+        before = worst.get(kind, (0.0, ""))
+        worst[kind] = max(before, (gap, name))
     return worst
 
 
@@ -252,4 +269,6 @@ def typical(gaps: Sequence[tuple[float, str]]) -> tuple[float, str]:
 
     The tensor is the one with the largest gap.
     """
-    return math.sqrt(sum(gap**2 for gap, _ in gaps) / len(gaps)), max(gaps)[1]
+    square = sum(gap**2 for gap, _ in gaps) / len(gaps)
+    _, name = max(gaps)
+    return math.sqrt(square), name

@@ -36,6 +36,8 @@ def test_requirements_come_from_the_metadata() -> None:
         "amd-aiter 0.1.14.post1 requires einops, which the image lacks",
     ]
     assert {finding.layer for finding in report.findings} == {"aiter"}
+    # Those of an extra and of another Python are not counted.
+    assert report.summary == "3 requirements of 3 packages"
     assert not report.passed
 
 

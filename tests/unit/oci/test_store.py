@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,20 @@ def store(tmp_path: Path) -> Store:
     store = Store(tmp_path / "store")
     store.prepare()
     return store
+
+
+def test_a_new_store_is_an_image_layout_for_other_programs(store: Store) -> None:
+    assert json.loads((store.root / "oci-layout").read_text())["imageLayoutVersion"] == "1.0.0"
+    index = json.loads((store.root / "index.json").read_text())
+    assert (index["schemaVersion"], index["manifests"]) == (2, [])
+
+
+def test_a_store_that_is_prepared_again_keeps_its_images(store: Store) -> None:
+    index = store.root / "index.json"
+    text = index.read_text().replace("[]", '[{"digest": "sha256:1"}]')
+    index.write_text(text)
+    Store(store.root).prepare()
+    assert index.read_text() == text
 
 
 def entries(data: bytes = b"hello") -> list[Entry]:

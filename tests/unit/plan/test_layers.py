@@ -102,6 +102,24 @@ def test_a_wrong_extra_is_one_sentence_with_its_place(
     assert said in done.err
 
 
+def test_an_extra_of_a_channel_without_a_base_is_one_sentence(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "base: small\n", "")
+    with pytest.raises(InputError, match="has no extra 'rdma'") as caught:
+        resolve(Project(kit.root), "demo")
+    assert str(caught.value.where).startswith("images/demo.yaml:")
+
+
+def test_a_pin_that_drifts_is_shown_where_it_stands(kit: Kit) -> None:
+    resolved = resolve(Project(kit.root), "demo")
+    places = {
+        "base small suite": "versions.yaml:5:5",
+        "base small rdma packages": "versions.yaml:8:14",
+        "base gone suite": "versions.yaml",
+    }
+    for pin, where in places.items():
+        assert resolved.drift_place(pin) == ("", where), pin
+
+
 def test_an_extra_that_adds_nothing_is_named(kit: Kit) -> None:
     lock = _lock(kit, _file("python3.11-minimal", "small"))
     with pytest.raises(

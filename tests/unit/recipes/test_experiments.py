@@ -139,6 +139,19 @@ def test_a_layout_of_several_nodes_is_the_default(monkeypatch: pytest.MonkeyPatc
     assert (recipe.get("nodes", int), recipe.global_batch) == (2, 128)
 
 
+@pytest.mark.parametrize(
+    ("stages", "first", "last"), [("1", None, None), ("8", None, None), ("3", 11, 10), ("5", 6, 5)]
+)
+def test_the_outer_stages_get_fewer_layers_only_where_stages_cannot_be_equal(
+    stages: str, first: int | None, last: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_STAGES", stages)
+    settings = import_experiment(LLAMA).done.settings
+    prefix = "megatron.model.num_layers_in_"
+    assert settings.get(f"{prefix}first_pipeline_stage") == first
+    assert settings.get(f"{prefix}last_pipeline_stage") == last
+
+
 def test_what_fsdp2_excludes_is_left_out_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -304,6 +304,29 @@ def test_the_fastest_interface_is_recommended_where_none_is_the_default(tmp_path
     assert any("NCCL_SOCKET_IFNAME=eth9" in message for _, _, message, _ in machine.findings())
 
 
+def test_a_short_line_of_the_routes_is_passed_over(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    header, *routes = (tmp_path / "proc/net/route").read_text().splitlines()
+    words = routes[0].split()
+    for count in range(9):
+        short = " ".join(words[:count])
+        machine.write("proc/net/route", "\n".join([header, short, *routes]))
+        recommended = [message for check, _, message, _ in machine.findings() if check == "network"]
+        assert any("NCCL_SOCKET_IFNAME=eth1" in message for message in recommended), count
+
+
+def test_a_dangling_link_to_a_device_is_none_that_is_closed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    before = machine.findings()
+    device = tmp_path / "dev/infiniband/uverbs1"
+    device.unlink()
+    device.symlink_to("/nowhere")
+    assert machine.findings() == before
+    machine.closed.add(tmp_path / "dev/infiniband/uverbs0")
+    (closed,) = [result for result in machine.findings() if result[0] == "RDMA rights"]
+    assert "/dev/infiniband/uverbs0" in closed[2]
+
+
 SPOILED = ("", "\0\x1b[2J\n::", "9" * 5000, "ue: N/A\nce: x", "x" * 100_000)
 
 

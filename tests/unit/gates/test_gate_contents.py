@@ -59,6 +59,10 @@ def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
         ("header", "rccl", "2.30.4"),
     ]
     assert stated_in("etc/hosts", "Name: x\nVersion: 1\n") == []
+    # What names no version, or nothing, states none.
+    metadata = "opt/venv/lib/python3.12/site-packages/foo-1.dist-info/METADATA"
+    for text in ("", "Name: foo\n", "Version: 1\n"):
+        assert stated_in(metadata, text) == [], text
 
 
 def stated(kind: str, name: str, version: str) -> Stated:

@@ -4,6 +4,7 @@ import re
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -415,6 +416,23 @@ def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[
 def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> None:
     text = slurm.script(plan(), slurm.Site(container="pyxis", image=image))
     assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"image": "Not An Image"}, "'Not An Image' is not the name of an image"),
+        ({"output": Path("/shared/a:b")}, "--output: /shared/a:b contains : or ,"),
+        ({"resume_from": "/shared/a,b"}, "--resume-from: /shared/a,b contains : or ,"),
+    ],
+)
+def test_what_containers_cannot_take_is_refused_for_them_alone(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(says)):
+        slurm.Site(**{"container": "podman", "image": "a/b:c", **options})
+    if "image" not in options:
+        slurm.Site(container="none", **options)
 
 
 def test_the_exit_code_of_the_ranks_is_the_jobs(tmp_path: Path) -> None:

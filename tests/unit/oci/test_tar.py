@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from primus_images.errors import CheckFailed, InputError
-from primus_images.oci.tar import MTIME, Entry, in_order, write_tar
+from primus_images.oci.tar import MTIME, Entry, Kind, in_order, write_tar
 
 NAME = st.text(st.sampled_from(string.ascii_letters + "._-é漢"), min_size=1, max_size=60).filter(
     lambda name: name not in (".", "..") and not name.startswith(".wh.")
@@ -88,6 +88,12 @@ def test_tarfile_reads_back_what_was_written(entries: list[Entry]) -> None:
         else:
             assert member.isdir()
             assert member.mode == one.mode
+
+
+@pytest.mark.parametrize("kind", ["file", "dir"])
+def test_what_no_one_else_owns_is_roots(kind: Kind) -> None:
+    (member,) = opened([Entry(path="a", kind=kind)])
+    assert (member.uid, member.gid, member.mode) == (0, 0, 0o644)
 
 
 @given(tree(), st.randoms())

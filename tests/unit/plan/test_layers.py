@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from primus_images.errors import InputError
+from primus_images.oci.store import Store
+from primus_images.plan.explain import outline
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.versions.lock import Kind, Lock, LockedFile
@@ -46,6 +48,14 @@ def test_an_extra_is_a_layer_a_label_and_a_line_of_image_json(kit: Kit) -> None:
     (facts,) = (action for action in plan.layers if action.name == "facts")
     assert '"extras": [\n  "rdma"\n ]' in str(facts.spec["inline"]["etc/primus/image.json"]["text"])  # type: ignore[index]
     assert [file.name for file in plan.resolved.debs] == ["python3.11-minimal", "libibverbs1"]
+
+
+def test_the_outline_counts_the_files_of_each_layer(kit: Kit) -> None:
+    lock = _lock(kit, _file("python3.11-minimal", "small"), _file("libibverbs1", "small rdma"))
+    plan = plan_over(kit.root, "demo", lock)
+    rows = {row["name"]: row for row in outline(Store(kit.root / "store"), plan)}
+    assert (rows["extra rdma"]["inputs"], rows["extra rdma"]["bytes"]) == (1, 1)
+    assert {row["do"] for row in rows.values()} == {"build"}
 
 
 def test_without_the_extra_the_image_is_as_before(kit: Kit) -> None:

@@ -346,6 +346,68 @@ def test_a_pattern_of_layers_that_is_none_is_refused(pattern: Any) -> None:
         models._places_of_experts(arguments, 4)
 
 
+def _megatron_arguments(**values: Any) -> dict[str, Argument]:
+    return {key: Argument(key=key, value=value, where="x") for key, value in values.items()}
+
+
+_EXPERTS = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 96,
+    "num_experts": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, {"top_k": 2, "ffn_size": 96, "shared_experts": 0, "normalize_top_k": True}),
+        ({"moe_ffn_hidden_size": 32}, {"ffn_size": 32, "shared_experts": 0}),
+        (
+            {"moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 64},
+            {"shared_experts": 2},
+        ),
+        ({"moe_router_pre_softmax": True}, {"normalize_top_k": False}),
+        ({"moe_aux_loss_coeff": 0.5}, {"auxiliary_loss": 0.5}),
+        (
+            {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "none"},
+            {"auxiliary_loss": 0.0},
+        ),
+        (
+            {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_pre_softmax": True,
+            },
+            {"score": "sigmoid", "normalize_top_k": True},
+        ),
+    ],
+)
+def test_experts_are_as_megatron_reads_its_arguments(
+    changed: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = models.of_megatron(_megatron_arguments(**_EXPERTS, **changed))
+    assert {key: model[f"moe.{key}"] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"moe_shared_expert_intermediate_size": 50}, "no multiple of experts of 96"),
+        ({"moe_router_enable_expert_bias": True}, "softmax scores has no bias"),
+        (
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": False},
+            "sigmoid scores needs its bias",
+        ),
+        ({"num_experts": "8"}, "num_experts must be"),
+    ],
+)
+def test_experts_that_no_field_expresses_are_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        models.of_megatron(_megatron_arguments(**{**_EXPERTS, **changed}))
+
+
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [

@@ -294,6 +294,22 @@ def test_a_gid_with_an_ipv4_address_is_preferred(tmp_path: Path) -> None:
     assert variables(Host(root=tmp_path, environment={}))["NCCL_IB_GID_INDEX"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("index", "advice"),
+    [("3", "NCCL_IB_GID_INDEX=3"), ("1", "NCCL_IB_GID_INDEX=1 (older scripts set 3)")],
+)
+def test_an_index_that_older_scripts_do_not_set_is_pointed_out(
+    index: str, advice: str, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path)
+    for number in range(2):
+        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1"
+        (port / "gids/3").rename(port / f"gids/{index}")
+        (port / "gid_attrs/types/3").rename(port / f"gid_attrs/types/{index}")
+    (message,) = [message for check, _, message, _ in machine.findings() if check == "RDMA"]
+    assert message.endswith(f"; {advice}")
+
+
 def test_the_fastest_interface_is_recommended_where_none_is_the_default(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.write("proc/net/route", "")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from primus_images.errors import InputError, nearest
 from primus_images.terminal import harmless, say
@@ -61,6 +61,9 @@ class Options:
     """The option that almost every verb has."""
 
     json: bool
+
+
+VerbOptions = TypeVar("VerbOptions", bound=Options)
 
 
 class _Help(argparse.HelpFormatter):
@@ -108,15 +111,18 @@ def _continued(command: str, width: int) -> str:
 
 def run(verb: str, namespace: argparse.Namespace) -> int:
     """Run a verb and return its exit code. Raises PrimusError."""
-    function = _named(f"cli.{VERBS[verb].call}")
-    code: int = function(options_of(function, namespace))
-    return code
+    function: Callable[[Options], int] = _named(f"cli.{VERBS[verb].call}")
+    options = options_of(function, namespace)
+    return function(options)
 
 
-def options_of(function: Callable[..., int], namespace: argparse.Namespace) -> Any:
+def options_of(
+    function: Callable[[VerbOptions], int], namespace: argparse.Namespace
+) -> VerbOptions:
     """Return the namespace as the dataclass that ``function``, which runs a verb, takes."""
-    parameter = next(iter(inspect.signature(function).parameters.values()))
-    return parameter.annotation(**vars(namespace))
+    (parameter,) = inspect.signature(function).parameters.values()
+    options: VerbOptions = parameter.annotation(**vars(namespace))
+    return options
 
 
 class Parser(argparse.ArgumentParser):

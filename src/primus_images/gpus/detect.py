@@ -5,6 +5,7 @@ which identifies the product. ``DetectedGpus.generation`` is known only if the p
 and no GPU is a partition.
 """
 
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -87,6 +88,12 @@ def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
     if "ROCR_VISIBLE_DEVICES" in environment:
         count = len(_words(environment["ROCR_VISIBLE_DEVICES"]))
     return tuple(map(str, range(count)))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs of this machine that this process may use."""
+    gpus = detect()
+    return visible(len(gpus.names), os.environ)
 
 
 def _words(text: str) -> list[str]:

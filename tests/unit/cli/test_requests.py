@@ -34,7 +34,7 @@ def options(**choices: Any) -> Any:
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(requests, "detect", DetectedGpus)
+    monkeypatch.setattr("primus_images.gpus.detect.detect", DetectedGpus)
     config = json.loads(PUBLISHED.read_text())
     del config["parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -56,7 +56,7 @@ def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
 
 
 def test_what_the_user_sets_stays(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "detect", lambda: SimpleNamespace(names=("a", "b")))
+    monkeypatch.setattr(requests, "visible_gpus", lambda: ("0", "1"))
     words = ("local_batch=1", "ranks=1", "assets.tokenizer=mock")
     made = fine_tuning(request(*words, mode="lora"), str(weights))
     assert made.choices.mode == "lora"

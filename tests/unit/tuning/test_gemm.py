@@ -133,7 +133,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
         "primus_images.cli.image.tune.measure",
         lambda shapes, work, gpus: real(shapes, work, gpus, program),
     )
-    monkeypatch.setattr("primus_images.cli.image.tune.visible", lambda *_: ("0", "1"))
+    monkeypatch.setattr("primus_images.cli.image.tune.visible_gpus", lambda: ("0", "1"))
     place = gemm.Place(tmp_path / "output/tune_gemm/llama2-7b")
     place.shapes.mkdir(parents=True)
     (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primus_images.cli.verb import Options
 from primus_images.errors import InputError
-from primus_images.gpus.detect import detect, visible
+from primus_images.gpus.detect import visible_gpus
 from primus_images.recipes.experiments.presets import ROOT
 from primus_images.recipes.experiments.source import ALLOW_UNMAPPED
 from primus_images.recipes.load import names
@@ -153,7 +153,7 @@ def fine_tuning(request: Request, weights: str, *, to_train: bool = False) -> Re
     settings = {"weights": str(folder), "tokenizer": str(folder), **other_family(folder)}
     if to_train:
         settings["save_weights"] = "true"
-    gpus = visible(len(detect().names), os.environ)
+    gpus = visible_gpus()
     if gpus:
         settings["ranks"] = str(len(gpus))
     added = [f"{key}={value}" for key, value in settings.items() if key not in typed]

@@ -17,7 +17,7 @@ from primus_images.cli.image.request import LocalRecipeOptions
 from primus_images.cli.verb import answer, note, refuse_others
 from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import write_file
-from primus_images.gpus.detect import detect, visible
+from primus_images.gpus.detect import detect, visible_gpus
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import changed
 from primus_images.recipes.rules import USABLE, gpu_bytes
@@ -122,7 +122,7 @@ def _dump(recipe: Recipe, place: Place, options: TuneOptions) -> int:
 
 
 def _require_gpus() -> list[str]:
-    gpus = list(visible(len(detect().names), os.environ))
+    gpus = list(visible_gpus())
     if not gpus:
         raise HostError(
             "there is no GPU on this machine, or the environment hides all", hint="run it on a GPU"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from primus_images.cli.image import request as requests
 from primus_images.cli.image.request import Request, fine_tuning
 from primus_images.cli.image.train import checked_recipe
 from primus_images.errors import InputError
@@ -56,7 +55,8 @@ def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
 
 
 def test_what_the_user_sets_stays(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "visible_gpus", lambda: ("0", "1"))
+    two = DetectedGpus(names=("a", "b"))
+    monkeypatch.setattr("primus_images.gpus.detect.detect", lambda: two)
     words = ("local_batch=1", "ranks=1", "assets.tokenizer=mock")
     made = fine_tuning(request(*words, mode="lora"), str(weights))
     assert made.choices.mode == "lora"

@@ -1,9 +1,11 @@
-"""pip's constraints file: the versions that an image holds."""
+"""The versions that an image holds: pip's constraints file, and the variables that name it."""
 
 from types import SimpleNamespace
 from typing import Any
 
-from primus_images.plan.skeleton import constraints
+import pytest
+
+from primus_images.plan.skeleton import Prefix, constraints, image_config
 
 
 def resolved(**rows: tuple[bool, str | None, str]) -> Any:
@@ -28,6 +30,44 @@ def test_held_python_packages_are_listed_by_name_in_any_order_of_the_pins() -> N
     assert lines[0].startswith("# ")
     assert lines[1:] == ["apex==1.0", "torch==2.9.0", "torch-vision==0.24"]
     assert constraints(resolved(**dict(reversed(rows.items())))).splitlines() == lines
+
+
+def _environment(constraints: str, python: str | None, **variables: str) -> dict[str, str]:
+    target = SimpleNamespace(workdir="/workspace", entrypoint=(), command=("bash",))
+    demo: Any = SimpleNamespace(
+        target=target,
+        environment=variables,
+        all_pins={},
+        choice=SimpleNamespace(preview=None),
+        extras=(),
+        versions=SimpleNamespace(created="2026-11-20"),
+    )
+    prefix = None
+    if python:
+        prefix = Prefix(python)
+    config: Any = image_config(demo, prefix, constraints)["config"]
+    return dict(row.split("=", 1) for row in config["Env"])
+
+
+def test_pip_and_uv_keep_what_the_image_holds() -> None:
+    environment = _environment("torch==2.9.0", "3.12")
+    assert environment["PIP_CONSTRAINT"] == "/etc/primus/constraints.txt"
+    assert environment["UV_CONSTRAINT"] == environment["PIP_CONSTRAINT"]
+    assert "/opt/venv/bin" in environment["PATH"].split(":")
+
+
+def test_the_environment_of_a_target_goes_first() -> None:
+    own = {"PATH": "/mine", "PIP_CONSTRAINT": "/a", "UV_CONSTRAINT": "/b"}
+    assert _environment("torch==2.9.0", "3.12", **own) == own
+
+
+@pytest.mark.parametrize(("constraints", "python"), [("", "3.12"), ("torch==2.9.0", None)])
+def test_without_constraints_or_python_there_is_no_constraint(
+    constraints: str, python: str | None
+) -> None:
+    environment = _environment(constraints, python)
+    assert [name for name in environment if name.endswith("_CONSTRAINT")] == []
+    assert ("PATH" in environment) == (python is not None)
 
 
 def test_an_image_that_holds_nothing_has_no_constraints() -> None:

@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs.generated import dataclass_keys
@@ -157,6 +158,33 @@ def test_backend_keys_are_read_from_a_source() -> None:
         "model.converters": {"types": ["list"], "items": ["str"], "default": []},
         "model.hook": {"types": []},
     }
+
+
+_VALUES: dict[str, Any] = {
+    "int": 1,
+    "float": 0.5,
+    "bool": True,
+    "str": "a",
+    "list": ["a"],
+    "dict": {"a": 1},
+    "None": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("types", "accepted"),
+    [
+        (("int",), {"int"}),
+        (("float",), {"int", "float"}),
+        (("bool",), {"bool"}),
+        (("str", "None"), {"str", "None"}),
+        (("list",), {"list"}),
+        (("tuple",), {"list"}),
+    ],
+)
+def test_a_rule_takes_values_of_its_types_alone(types: tuple[str, ...], accepted: set[str]) -> None:
+    rule = schema.Rule(types=frozenset(types))
+    assert {name for name, value in _VALUES.items() if rule.objection(value) is None} == accepted
 
 
 def test_a_rule_judges_type_choice_items_and_size() -> None:

@@ -67,7 +67,8 @@ def relative_gap(value: float, other: float | None) -> float:
         return 0.0
     if other is None or not (math.isfinite(value) and math.isfinite(other)):
         return math.inf
-    return abs(value - other) / max(abs(value), abs(other))
+    largest = max(abs(value), abs(other))
+    return abs(value - other) / largest
 
 
 def skipped(verdict: Verdict, why: str) -> Verdict:
@@ -136,7 +137,8 @@ def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict
     if step is None:
         return Verdict("first loss", False, "step 1 was not logged", limit=limit)
     least = (1 - tolerance) * expected
-    passed = least <= step.loss <= (1 + tolerance) * expected + spread
+    most = (1 + tolerance) * expected + spread
+    passed = least <= step.loss <= most
     reason = f"ln({vocabulary}) = {expected:.3f}"
     if not passed:
         reason += "; data or labels are wrong"
@@ -189,7 +191,8 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
     reason = f"largest against the running median at step {at}"
     if worst > jump and repeated:
         reason += "; the reference has the same norm"
-    return Verdict(name, repeated or worst <= jump, reason, measured=f"×{worst:.2f}", limit=limit)
+    passed = repeated or worst <= jump
+    return Verdict(name, passed, reason, measured=f"×{worst:.2f}", limit=limit)
 
 
 def _ratio(value: float, median: float) -> float:
@@ -269,7 +272,10 @@ def _profiled_products(facts: Mapping[str, Any], precision: str) -> tuple[int, l
 
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
-    untold = sum(count for name, count in products.items() if name not in flops)
+    untold = 0
+    for name, count in products.items():
+        if name not in flops:
+            untold += count
     every = sum(products.values())
     if untold > LIMITS["untold"] * every:
         return 1.0
@@ -290,7 +296,10 @@ def _eight_bit_products(
         complaints.append("no layer computes in 8 bits")
     evidence = f"{converted} layers converted"
     dtypes = facts.get("matmul_dtypes", {})
-    products = sum(count for name, count in dtypes.items() if "Float8" in name)
+    products = 0
+    for name, count in dtypes.items():
+        if "Float8" in name:
+            products += count
     if products:
         evidence += f", {products} products of 8-bit factors"
     elif facts.get("device") == "cpu":
@@ -395,7 +404,8 @@ def same_loss(
     second = _last_fifth(other.losses)
     gap = relative_gap(first, second)
     reason = f"{first:.4f} in {usual}, {second:.4f} in {narrow}"
-    return Verdict(name, gap <= tolerance, reason, measured=f"{gap:.2g}", limit=limit)
+    passed = gap <= tolerance
+    return Verdict(name, passed, reason, measured=f"{gap:.2g}", limit=limit)
 
 
 def _last_fifth(losses: Sequence[float]) -> float:

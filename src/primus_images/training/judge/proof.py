@@ -583,8 +583,10 @@ def _wrong_memory(series: Series, least: float, counted: float | None) -> Iterat
         if step.memory_gib < max(least, 0.005):
             memory = f"{step.memory_gib:g} GiB of memory"
             yield f"step {step.step}: {memory}, and the weights alone take {least:.2g}"
+    if counted is None:
+        return
     low, high = LIMITS["memory"]
-    if counted is not None and not low * counted <= most <= high * counted:
+    if not low * counted <= most <= high * counted:
         yield f"{most:g} GiB of memory, and the largest rank had {counted:.3g}"
 
 
@@ -606,7 +608,8 @@ def _wrong_rates(series: Series, flops: float, recipe: Recipe) -> Iterator[str]:
         rate = step.tokens_per_second
         tflops = rate / unit * flops / 1e12
         # Half a unit of the last digit of either figure.
-        rounded = 0.51 / 10**step.tflops_decimals + 0.5 * tflops / max(rate, 1)
+        of_log = 0.51 / 10**step.tflops_decimals
+        rounded = of_log + 0.5 * tflops / max(rate, 1)
         allowed = rounded + LIMITS["logged_flops"] * tflops
         if not abs(step.tflops - tflops) <= allowed:
             yield f"step {step.step}: {step.tflops:g} TFLOP/s in the log, not {tflops:.4g}"
@@ -641,7 +644,9 @@ def clock(
     # The log rounds tokens per second, of which images have few on a CPU.
     rounding = sum(0.5 * tokens / step.tokens_per_second**2 for step in steps)
     slack = LIMITS["own_clock_slack"] + rounding
-    if not least * reported - slack <= measured <= most * reported + slack:
+    shortest = least * reported - slack
+    longest = most * reported + slack
+    if not shortest <= measured <= longest:
         reason = (
             "tokens per second, as the run reports them, times the seconds of a step ÷ its tokens"
         )
@@ -664,4 +669,5 @@ def clock(
         "tokens per second, as the run reports them, times the seconds between its lines ÷ "
         "the tokens of a step"
     )
-    return Verdict("clock", least <= ratio <= most, reason, measured=f"×{ratio:.3f}", limit=limit)
+    passed = least <= ratio <= most
+    return Verdict("clock", passed, reason, measured=f"×{ratio:.3f}", limit=limit)

@@ -102,30 +102,31 @@ class _Planner:
 
     def standard(self) -> list[Job]:
         recipe = self._recipe
+        repeat = self._job("repeat", self._changed({}))
         if recipe.find("eval.patience", 0):
-            return [self.base(), self._job("repeat", self._changed({})), self._split()]
+            return [self.base(), repeat, self._split()]
         middle = recipe.get("validation.resume_at", int)
         if middle >= recipe.steps:
             raise InputError(
                 f"validation.resume_at: {middle} leaves no step of {recipe.steps} to resume",
                 where=recipe.settings["validation.resume_at"].origin,
             )
-        base = replace(self.base(), recipe=self._changed({"checkpoint": middle}))
-        return [
-            base,
-            self._job("repeat", self._changed({})),
-            _resumed(self._job("resume", self._changed({})), base, middle),
-            self._split(),
-            *self._epochs(),
-        ]
+        saving = self._changed({"checkpoint": middle})
+        base = replace(self.base(), recipe=saving)
+        rest = self._job("resume", self._changed({}))
+        resumed = _resumed(rest, base, middle)
+        return [base, repeat, resumed, self._split(), *self._epochs()]
 
     def _split(self) -> Job:
         recipe = self._recipe
+        micro_batches = recipe.get("validation.accumulation", int)
         batch = {
-            "local_batch": recipe.local_batch // recipe.get("validation.accumulation", int),
+            "local_batch": recipe.local_batch // micro_batches,
             "global_batch": recipe.global_batch,
         }
-        return _judged(self._job("accumulation", self._changed(batch | _short(recipe, _SHORT))))
+        changes = batch | _short(recipe, _SHORT)
+        job = self._job("accumulation", self._changed(changes))
+        return _judged(job)
 
     def _epochs(self) -> list[Job]:
         """Return a job that passes an epoch of a small text, and one that resumes in the second."""
@@ -141,7 +142,8 @@ class _Planner:
         passed = _steps_of_an_epoch(recipe)
         saved = passed + 2
         settings |= _short(recipe, passed + 4)
-        whole = self._job(_EPOCH, self._changed(settings | {"checkpoint": saved}))
+        saving = settings | {"checkpoint": saved}
+        whole = self._job(_EPOCH, self._changed(saving))
         rest = self._job(_EPOCH_RESUMED, self._changed(settings))
         return [_judged(whole), _resumed(rest, whole, saved)]
 
@@ -166,9 +168,12 @@ class _Planner:
         recipe = self._recipe
         jobs = []
         for precision in recipe.precisions:
-            if precision != recipe.precision and computes(recipe.gpu, precision, recipe.backend):
+            if precision == recipe.precision:
+                continue
+            if computes(recipe.gpu, precision, recipe.backend):
                 choices = replace(recipe.choices, precision=precision)
-                jobs.append(self._job(_PRECISION_JOB + precision, self._changed({}, choices)))
+                other = self._changed({}, choices)
+                jobs.append(self._job(_PRECISION_JOB + precision, other))
         return jobs
 
     def _job(self, name: str, recipe: Recipe) -> Job:
@@ -200,7 +205,8 @@ def _steps_of_an_epoch(recipe: Recipe) -> int:
     """Return the steps after which every rank has read the small text once."""
     samples = math.ceil(_DOCUMENTS / recipe.global_batch)
     # Ranks of torchtitan have shares of other lengths.
-    stream = math.ceil(1.25 * _TOKENS / (recipe.global_batch * recipe.seq_len))
+    tokens = recipe.global_batch * recipe.seq_len
+    stream = math.ceil(1.25 * _TOKENS / tokens)
     return max(samples, stream)
 
 
@@ -237,7 +243,8 @@ def left_out(recipe: Recipe, jobs: Sequence[Job]) -> list[str]:
         reasons.append(f"a second epoch: {no_epoch(recipe)}")
     if "accumulation" in names and _dropout(recipe):
         reasons.append("base with accumulation: other micro-batches have other masks of dropout")
-    if recipe.gpu != CPU and not recipe.get("proxy", bool) and not _reference_fits(recipe):
+    is_timed = recipe.gpu != CPU and not recipe.get("proxy", bool)
+    if is_timed and not _reference_fits(recipe):
         reasons.append(f"throughput: {_no_reference(recipe)}")
     return reasons
 
@@ -317,7 +324,9 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
             of_job = outcome.basic_verdicts(outcomes[job.name])
         else:
             of_job = (checks.skipped(not_run, f"was not run, because {jobs[0].name} failed"),)
-        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
+        for verdict in of_job:
+            name = f"{job.name}: {verdict.name}"
+            verdicts.append(replace(verdict, name=name))
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     comparisons = _Comparisons(jobs, outcomes, passed)
     for names, verdict in comparisons.all():
@@ -339,7 +348,8 @@ class _Comparisons:
         self._passed = passed
         self._not_run = self._jobs.keys() - outcomes.keys()
         for name in self._not_run:
-            self._outcomes[name] = Outcome(job=self._jobs[name], exit_code=1, series=Series())
+            job = self._jobs[name]
+            self._outcomes[name] = Outcome(job=job, exit_code=1, series=Series())
 
     def skipped_without(self, names: Sequence[str], verdict: Verdict) -> Verdict:
         for name in names:
@@ -413,11 +423,13 @@ class _Comparisons:
             yield self._same_steps("accumulation", "accumulation", names, Steps(last=1))
 
     def _of_resumed(self, name: str, names: tuple[str, str]) -> Iterator[_Comparison]:
-        later = Steps(first=self._jobs[names[1]].first_step)
+        whole, rest = names
+        later = Steps(first=self._jobs[rest].first_step)
         yield self._same_steps(name, "resume", names, later)
-        whole, rest = (self._outcomes[job] for job in names)
+        first = self._outcomes[whole]
+        second = self._outcomes[rest]
         tolerance = self._limit("resume_tolerance")
-        yield names, _same_weights(f"{name}: last weights", whole, rest, tolerance)
+        yield names, _same_weights(f"{name}: last weights", first, second, tolerance)
 
     def _same_steps(
         self, name: str, limit: str, runs: tuple[str, str], steps: Steps = EVERY_STEP
@@ -435,21 +447,27 @@ def _same_weights(name: str, base: Outcome, repeat: Outcome, tolerance: float) -
         limit = "equal"
     if first is None or second is None:
         return Verdict(name, False, "a run ended without the digest of its weights", limit=limit)
+    equal = first == second
     reason = "final weights differ"
-    if first == second:
+    if equal:
         reason = "final weights of both runs, all ranks, are equal"
+    passed = equal or tolerance > 0
     measured = f"{first[:12]} and {second[:12]}"
-    return Verdict(name, first == second or tolerance > 0, reason, measured=measured, limit=limit)
+    return Verdict(name, passed, reason, measured=measured, limit=limit)
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
     digests = {name: run.recipe_sha256 for name, run in outcomes.items()}
-    wrong = [job.name for job in jobs if digests.get(job.name) != job.recipe.digest]
+    wrong = []
+    for job in jobs:
+        if digests.get(job.name) != job.recipe.digest:
+            wrong.append(job.name)
     names = ", ".join(wrong)
     reason = "the runs resolved the planned recipe"
     if wrong:
         reason = f"another recipe was run in: {names}"
-    measured = f"{len(jobs) - len(wrong)} of {len(jobs)}"
+    right = len(jobs) - len(wrong)
+    measured = f"{right} of {len(jobs)}"
     verdict = Verdict("recipe", not wrong, reason, measured=measured, limit="all")
     if any(digests.get(name) for name in wrong):
         return verdict
@@ -489,25 +507,39 @@ def record(
 ) -> Record:
     """Return the record of one validation, without the findings of gates."""
     recipe = recipe_of(jobs)
-    base = outcomes.get(jobs[0].name)
-    ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
+    first = jobs[0]
+    recorded_jobs = []
+    ran = True
+    for job in jobs:
+        of_job = outcomes.get(job.name)
+        recorded_jobs.append(_recorded_job(job, of_job))
+        if of_job is None or not of_job.series.steps:
+            ran = False
+    all_passed = all(verdict.passed for verdict in verdicts)
+    facts: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
+    base = outcomes.get(first.name)
+    if base is not None:
+        facts = dict(base.facts)
+        measurements = asdict(base.summary)
+    suite = RecordedSuite(
+        sha256=digest(recipe, jobs), format=FORMAT, reference=_reference_version()
+    )
     return Record(
         format=RECORD_FORMAT,
         made=place.made,
-        passed=bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
+        passed=bool(verdicts) and ran and all_passed,
         target=place.target,
         image=place.image,
         gpu=place.gpu,
         recipe=_recorded_recipe(recipe),
-        wrap=shlex.join(jobs[0].wrap),
-        suite=RecordedSuite(
-            sha256=digest(recipe, jobs), format=FORMAT, reference=_reference_version()
-        ),
-        versions=dict(base.facts.get("versions", {})) if base else {},
-        facts=dict(base.facts) if base else {},
-        measurements=asdict(base.summary) if base else {},
+        wrap=shlex.join(first.wrap),
+        suite=suite,
+        versions=dict(facts.get("versions", {})),
+        facts=facts,
+        measurements=measurements,
         verdicts=tuple(verdicts),
-        jobs=tuple(_recorded_job(job, outcomes.get(job.name)) for job in jobs),
+        jobs=tuple(recorded_jobs),
         engine=place.engine,
         machine=place.machine,
     )
@@ -516,7 +548,8 @@ def record(
 def _reference_version() -> str:
     """Return a hash of the reference's code. Another reference proves something else."""
     digest_of_code = hashlib.sha256()
-    for path in sorted(Path(reference.__file__).parent.iterdir()):
+    folder = Path(reference.__file__).parent
+    for path in sorted(folder.iterdir()):
         if path.suffix in (".py", ".yaml"):
             digest_of_code.update(path.read_bytes())
     return digest_of_code.hexdigest()[:16]

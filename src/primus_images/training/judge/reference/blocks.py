@@ -88,7 +88,9 @@ class Pair:
 
     def both(self, compute: Callable[[Any, Tensors], Any]) -> tuple[Any, Any]:
         """Return the results of both."""
-        return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
+        of_exact = compute(self.exact, self.weights)
+        of_rounded = compute(self.rounded, self.narrow)
+        return of_exact, of_rounded
 
     def shown(self, where: str) -> dict[str, Trial]:
         """Return the changes that show in ``where``."""
@@ -208,7 +210,7 @@ class _MicroBatch:
         for name in names:
             if not torch.equal(self._needed(name, inside), states):
                 raise Unlike(f"{name} did not get what the block before it returned")
-            if model.sizes.of_images and not torch.equal(self._time(name), self._time(names[0])):
+            if model.sizes.of_images and not self._has_time_of(name, names[0]):
                 raise Unlike(f"{name} did not get the time that the first block got")
             gradient = self._read(name, inside, "grad.")
             of_returned = None
@@ -271,14 +273,18 @@ class _MicroBatch:
             raise Unlike(f"{name} left no time")
         return time
 
+    def _has_time_of(self, name: str, other: str) -> bool:
+        time = self._time(name)
+        return torch.equal(time, self._time(other))
+
     def _read(self, name: str, keys: Shapes, prefix: str = "") -> Tensor | None:
         """Return the tensors ``keys`` of the module ``name`` joined along their length.
 
         With the ``prefix`` "grad.", these are their gradients, if the run has any.
         """
         parts = self.calls.get(name, [])
-        wrong = [calls for calls in parts if not calls or len(calls) % self.count]
-        if wrong or not parts:
+        as_often = [bool(calls) and len(calls) % self.count == 0 for calls in parts]
+        if not parts or not all(as_often):
             times = 0
             if parts:
                 times = len(parts[0])
@@ -344,7 +350,8 @@ class _MicroBatch:
             return
         moved = {}
         for name, trial in pair.shown("gradients").items():
-            moved[name] = compute(trial.model, pair.weights)[1] - gradient
+            _, changed = compute(trial.model, pair.weights)
+            moved[name] = changed - gradient
         yield Result(
             name=f"gradients of {seen.name}",
             entered=seen.of_returned,
@@ -379,11 +386,11 @@ class _MicroBatch:
             states = _leaf(seen.entered, weights)
             out = model.head(weights, states, self.context)
             loss = self._loss(model, out)
-            gradient = torch.autograd.grad(loss, states, retain_graph=True)[0]
+            (gradient,) = torch.autograd.grad(loss, states, retain_graph=True)
             if model is pair.exact:
                 for name, trial in pair.shown("loss").items():
                     change = self._loss(trial.model, out) - loss
-                    moved[name] = torch.autograd.grad(change, states, retain_graph=True)[0]
+                    (moved[name],) = torch.autograd.grad(change, states, retain_graph=True)
             return out.detach(), model.between(gradient)
 
         (exact, gradient), (rounded, near) = pair.both(compute)
@@ -446,15 +453,19 @@ def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
     Megatron's begin with the length.
     """
     samples, length, size = shape
-    joined = [torch.cat(list(parts), axis) for axis in range(parts[0].ndim)]
-    for whole in (parts[0], *joined):
+    first = parts[0]
+    possible = [first]
+    for axis in range(first.ndim):
+        possible.append(torch.cat(list(parts), axis))
+    for whole in possible:
         if whole.shape == (samples, length, size):
             return whole
         if whole.shape == (length, samples, size):
             return whole.transpose(0, 1)
         if whole.shape == (samples * length, size):
             return whole.unflatten(0, (samples, length))
-    raise Unlike(f"{name} computed {len(parts)} × {list(parts[0].shape)}, not {list(shape)}")
+    computed = f"{len(parts)} × {list(first.shape)}"
+    raise Unlike(f"{name} computed {computed}, not {list(shape)}")
 
 
 def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
@@ -474,7 +485,8 @@ def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
 def _certain(exact: Model, rounded: Transformer) -> Tensor:
     (choice,) = exact.choices.values()
     (other,) = rounded.choices.values()
-    moved = (other.to(choice.dtype) - choice).abs().amax(-1)
+    difference = other.to(choice.dtype) - choice
+    moved = difference.abs().amax(-1)
     usual = _mean_square(moved)
     shift = _LIMITS["ahead"] * moved.clamp(min=usual)
     return ~exact.doubtful(choice, shift)
@@ -554,7 +566,8 @@ def _typical(errors: Tensor, noise: Tensor, certain: Tensor, floor: float) -> fl
         certain = certain[None]
     medians = []
     for number, compared in enumerate(certain):
-        if int(compared.sum()) >= min(_LIMITS["enough"], compared.numel()):
+        enough = min(_LIMITS["enough"], compared.numel())
+        if int(compared.sum()) >= enough:
             rounding = noise[number][compared].median() + floor
             error = errors[number][compared].median()
             medians.append(float(error / rounding))

@@ -31,7 +31,9 @@ def reported(output: Path) -> dict[int, float]:
 def due(job: Job, step: int) -> bool:
     """Return whether ``job`` evaluates after ``step``."""
     evaluation = job["evaluation"]
-    return bool(evaluation) and (step % evaluation["every"] == 0 or step == job["last_step"])
+    if not evaluation:
+        return False
+    return step % evaluation["every"] == 0 or step == job["last_step"]
 
 
 def best(losses: Mapping[int, float]) -> int | None:
@@ -75,14 +77,16 @@ class Evaluation:
             dtype = torch.float64
         model = self._models.model()
         exact = self._losses(model, self._models.weights(weights, dtype))
-        rounding = self._models.rounding()
-        other = self._losses(rounding, self._models.weights(weights, torch.float32))
+        narrow = self._models.weights(weights, torch.float32)
+        other = self._losses(self._models.rounding(), narrow)
         loss = float(exact.mean())
-        spread = float((other - exact).std()) / math.sqrt(len(exact))
+        errors = other - exact
+        spread = float(errors.std()) / math.sqrt(len(errors))
+        of_mean = abs(float(other.mean()) - loss)
         return {
             "step": step,
             "loss": loss,
-            "noise": max(abs(float(other.mean()) - loss), spread) / loss,
+            "noise": max(of_mean, spread) / loss,
             "closest": min(model.closest, 1e9),
         }
 
@@ -91,10 +95,11 @@ class Evaluation:
         losses = []
         for batch in self._batches():
             of_labels, _ = model.losses(weights, batch)
-            losses.append(of_labels[batch["labels"] >= 0].double())
+            is_trained = batch["labels"] >= 0
+            losses.append(of_labels[is_trained].double())
         return torch.cat(losses)
 
     def _batches(self) -> Iterator[data.Batch]:
-        parts = zip(*(tensor.split(_SAMPLES) for tensor in self._samples.values()), strict=True)
-        for tensors in parts:
+        parts = [tensor.split(_SAMPLES) for tensor in self._samples.values()]
+        for tensors in zip(*parts, strict=True):
             yield dict(zip(self._samples, tensors, strict=True))

@@ -476,7 +476,9 @@ class Model(Transformer):
         positions = torch.arange(length, dtype=torch.float64, device=like.device)
         angles = positions[:, None] * frequencies[None, :]
         phases = self.constants.phases(angles)
-        return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
+        cosine = phases.cos().to(like.dtype)
+        sine = phases.sin().to(like.dtype)
+        return cosine, sine
 
     def _turned(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Rotate each pair (i, i + size / 2) by its angle (RoFormer, arXiv:2104.09864, eq. 34)."""
@@ -565,7 +567,8 @@ class Model(Transformer):
         if moe.groups <= 1:
             return choice
         grouped = choice.unflatten(-1, (moe.groups, -1))
-        best = self._of_groups(choice).topk(moe.top_groups, -1).indices
+        sums = self._of_groups(choice)
+        best = sums.topk(moe.top_groups, -1).indices
         hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device)
         hidden.scatter_(1, best, False)
         limited = grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf)
@@ -585,11 +588,13 @@ class Model(Transformer):
         near = torch.zeros_like(shift, dtype=torch.bool)
         if moe.top_k < moe.experts:
             limited = self._limited(choice).sort(-1, descending=True).values
-            apart = limited[:, moe.top_k - 1] - limited[:, moe.top_k]
+            last = limited[:, moe.top_k - 1]
+            apart = last - limited[:, moe.top_k]
             near |= apart < 2 * shift
         if 1 < moe.groups != moe.top_groups:
             sums = self._of_groups(choice).sort(-1, descending=True).values
-            apart = sums[:, moe.top_groups - 1] - sums[:, moe.top_groups]
+            last = sums[:, moe.top_groups - 1]
+            apart = last - sums[:, moe.top_groups]
             near |= apart < 2 * self.dialect.group_best * shift
         return near
 
@@ -603,11 +608,13 @@ class Model(Transformer):
         chosen = self._best(scores.detach())
         sent = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
         if kind == "batch":
-            total = (sent.mean(0) * scores.mean(0)).sum() * moe.experts / moe.top_k
+            products = sent.mean(0) * scores.mean(0)
+            total = products.sum() * moe.experts / moe.top_k
             return moe.auxiliary_loss * total
         sent = sent.unflatten(0, (samples, -1)).mean(1)
         mean = scores.unflatten(0, (samples, -1)).mean(1)
-        total = (sent * mean).sum() * moe.experts / moe.top_k
+        products = sent * mean
+        total = products.sum() * moe.experts / moe.top_k
         return moe.auxiliary_loss * (total / samples)
 
 

@@ -72,16 +72,19 @@ def from_canonical(
     """
     # Backends move whole rows, but transformers transposes some experts. Where each goes is seen
     # from its number.
-    outer = shape[:-1] or shape
-    numbers = torch.arange(math.prod(outer)).view(*outer, 1)
+    outer = [*(shape[:-1] or shape), 1]
     if _transposes(model) and ".experts." in name:
-        numbers = torch.arange(math.prod(shape)).view(*shape)
+        outer = [*shape]
+    count = math.prod(outer)
+    numbers = torch.arange(count).view(*outer)
+    numbered = to_canonical(backend, model, {name: numbers})
     tensor: Tensor | None = None
-    for part, rows in to_canonical(backend, model, {name: numbers}).items():
+    for part, rows in numbered.items():
         values = look_up(part)
         if tensor is None:
             tensor = torch.zeros(tuple(shape), dtype=values.dtype)
-        tensor.view(numbers.numel(), -1)[rows.flatten()] = values.reshape(rows.numel(), -1)
+        every_row = tensor.view(count, -1)
+        every_row[rows.flatten()] = values.reshape(rows.numel(), -1)
     if tensor is None:
         raise UnknownWeight(name)
     return tensor
@@ -98,15 +101,23 @@ def _from_torchtitan(
     canonical = renamed(model, backend).get(inner)
     if canonical is None:
         raise UnknownWeight(name)
-    pairs = backend == "torchtitan" and family(model.family).backends[backend].model in _PAIRED
-    if pairs and canonical.endswith(("q_proj.weight", "k_proj.weight")):
-        # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
-        tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+    if _pairs_neighbors(model, backend) and canonical.endswith(("q_proj.weight", "k_proj.weight")):
+        # Hugging Face's rotation pairs element i with i + size / 2.
+        pairs = tensor.unflatten(0, (-1, model.head_size // 2, 2))
+        tensor = pairs.transpose(1, 2).flatten(0, 2)
     if "{}" not in canonical:
         yield layer + canonical, tensor
         return
     for number, expert in enumerate(tensor):
         yield layer + canonical.format(number), expert
+
+
+def _pairs_neighbors(model: Architecture, backend: str) -> bool:
+    """Return whether the backend's rotation pairs elements that are neighbors."""
+    if backend != "torchtitan":
+        return False
+    of_backend = family(model.family).backends[backend]
+    return of_backend.model in _PAIRED
 
 
 def _placed(name: str, layers: str) -> tuple[str, str]:
@@ -165,8 +176,10 @@ def _from_megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[t
         # One group: its heads of queries, then its head of keys, then its head of values.
         queries = model.heads // model.kv_heads
         grouped = tensor.unflatten(0, (model.kv_heads, queries + 2, model.head_size))
-        for kind, part in zip("qkv", grouped.split([queries, 1, 1], 1), strict=True):
-            yield f"{layer}self_attn.{kind}_proj.{match[1]}", part.flatten(0, 2)
+        heads = grouped.split([queries, 1, 1], 1)
+        for kind, part in zip("qkv", heads, strict=True):
+            canonical = f"{layer}self_attn.{kind}_proj.{match[1]}"
+            yield canonical, part.flatten(0, 2)
         return
     match = _FC.fullmatch(inner)
     if not match:

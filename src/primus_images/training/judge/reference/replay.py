@@ -98,7 +98,8 @@ def _add_findings(
         computed = replayed.compute(steps, pool)
         for step in computed:
             after = _weights(job, sizes, folder, step.row["step"])
-            findings["steps"].append(step.row | replayed.updated(step, before, after))
+            row = step.row | replayed.updated(step, before, after)
+            findings["steps"].append(row)
             findings["checkpoints"] += replayed.checkpoint(step, after)
             before = after
     findings["evaluations"] = replayed.evaluations(steps)
@@ -192,7 +193,8 @@ class _Replay:
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         # A run that ends early has no last ones.
         examined = [step for step in self._job["examined"] if step in steps]
-        computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
+        examinations = pool.map(self._examine, steps)
+        computed = dict(zip(steps, examinations, strict=True))
         usual: dict[str, float] = {}
         for step in examined:
             noises = _noises(computed[step].row["noise"])
@@ -374,7 +376,8 @@ class _Replay:
             noise["gaps"][kind] = max(gap, typical(of_others))
         for key in _FIGURES:
             square = sum(other[key] ** 2 for other in others) / len(others)
-            noise[key] = max(noise[key], math.sqrt(square))
+            typical_noise = math.sqrt(square)
+            noise[key] = max(noise[key], typical_noise)
         noise["doubt"] = self._in_doubt(step, weights, exact)
 
     def _in_doubt(self, step: int, weights: Tensors, exact: _Pass) -> dict[str, float]:
@@ -454,7 +457,8 @@ class _Replay:
     def _pass(self, step: int, weights: Tensors, model: Transformer) -> _Pass:
         leaves = {}
         for name, tensor in weights.items():
-            leaves[name] = tensor.clone().requires_grad_(is_trained(self._job, name))
+            leaf = tensor.clone()
+            leaves[name] = leaf.requires_grad_(is_trained(self._job, name))
         first_leaf, *_ = leaves.values()
         ranks = self._job["data_parallel"]
         pieces = self._job["accumulation"]

@@ -69,17 +69,20 @@ def files_of(corpus: Path, split: str | None) -> list[Path]:
     if not corpus.is_dir():
         return [corpus]
     card = corpus / "README.md"
-    if card.is_file() and "\nconfigs:" in card.read_text().partition("\n---")[0]:
-        return _files_of_card(corpus, split)
+    if card.is_file():
+        head, _, _ = card.read_text().partition("\n---")
+        if "\nconfigs:" in head:
+            return _files_of_card(corpus, split)
     files = _data_files(corpus)
     wanted = split or "train"
     shards = [file for file in files if _without_shard(file.name) == wanted]
     if shards:
         return shards
+    folders = {file: file.relative_to(corpus).parts[:-1] for file in files}
     if (corpus / "dataset_dict.json").exists():
         return [file for file in files if file.relative_to(corpus).parts[0] == wanted]
     by_name = _files_by_split(files, lambda file: [file.name])
-    by_folder = _files_by_split(files, lambda file: file.relative_to(corpus).parts[:-1])
+    by_folder = _files_by_split(files, folders.__getitem__)
     named = by_name or by_folder
     if named:
         return named[split or _default_split(named)]

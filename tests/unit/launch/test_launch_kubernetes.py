@@ -188,6 +188,13 @@ def test_the_results_of_a_pod_without_a_claim_have_a_place() -> None:
     assert claimed[1:] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "a"}}]
 
 
+def test_pods_get_a_token_of_the_cluster_only_with_an_account_that_calls_it() -> None:
+    assert pod_of(made())["spec"]["automountServiceAccountToken"] is False
+    called = pod_of(made(service_account="trainer"))["spec"]
+    assert called["serviceAccountName"] == "trainer"
+    assert "automountServiceAccountToken" not in called
+
+
 def test_more_options_reach_the_job() -> None:
     service, job = made(
         user="5:6",

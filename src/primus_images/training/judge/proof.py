@@ -352,7 +352,8 @@ def _blocks(evidence: Evidence) -> Verdict:
             compared += 1
             limits = LIMITS["blocks"][precision]
             if row["balanced"]:
-                limits = {key: LIMITS["balanced"] * limit for key, limit in limits.items()}
+                factor = LIMITS["balanced"]
+                limits = {key: factor * limit for key, limit in limits.items()}
             place = f"step {step['step']}: {row['name']}"
             for sentence in _unlike(row, limits, precision):
                 wrong.append(f"{place}: {sentence}")
@@ -399,7 +400,7 @@ def _constants(evidence: Evidence) -> Verdict:
     hidden = []
     shares = [0.0]
     limits = []
-    constants: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
+    constants: Mapping[str, _Step] = evidence.get("constants", {})
     for constant, row in constants.items():
         share = row["share"] - row["rounding"]
         if not row.get("one_sided"):
@@ -642,7 +643,9 @@ def clock(
     measured = sum(own[step.step] for step in steps)
     ratio = measured / reported
     # The log rounds tokens per second, of which images have few on a CPU.
-    rounding = sum(0.5 * tokens / step.tokens_per_second**2 for step in steps)
+    rounding = 0.0
+    for step in steps:
+        rounding += 0.5 * tokens / step.tokens_per_second**2
     slack = LIMITS["own_clock_slack"] + rounding
     shortest = least * reported - slack
     longest = most * reported + slack

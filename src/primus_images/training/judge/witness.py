@@ -30,6 +30,10 @@ else:
     _all_gather = dist.all_gather_into_tensor
 
 
+# What tensors that are gathered together have in common.
+_Kind = tuple[dist.ProcessGroup, torch.dtype]
+
+
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
     if isinstance(tensor, DTensor):
@@ -45,13 +49,15 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     DTensor's own crashed with gloo in one of a million (PyTorch 2.11 and 2.13).
     """
     wholes: dict[str, torch.Tensor] = {}
-    packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
+    packs: dict[_Kind, dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
         group = _group_of_rows(tensor)
         if group is None:
             wholes[name] = whole_tensor(tensor)
         else:
-            packs.setdefault((group, tensor.dtype), {})[name] = tensor
+            kind = (group, tensor.dtype)
+            pack = packs.setdefault(kind, {})
+            pack[name] = tensor
     for (group, _), pack in packs.items():
         wholes |= _gathered(pack, group)
     return {name: wholes[name] for name in tensors}
@@ -235,12 +241,15 @@ class _Recorder:
 
     def _record(self, name: str, tensor: Any) -> None:
         call = self._current
-        # A head that computes the loss, too, returns one number, and no logits.
-        if call is None or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        if call is None or not isinstance(tensor, torch.Tensor):
+            return
+        if not tensor.dim():
+            # A head that computes the loss, too, returns one number, and no logits.
             return
         call.setdefault(name, whole_tensor(tensor))
         if self._whole and tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
+            keep = partial(_keep, call, f"grad.{name}", tensor.shape)
+            tensor.register_hook(keep)
 
 
 def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
@@ -342,30 +351,33 @@ class Witness:
         with self.busy(step):
             rank = _rank()
             data_rank = self._rank["data_rank"]
-            clock = self._folder / f"clock-{rank}.json"
-            clock.write_text(json.dumps(self._clock), encoding="utf-8")
+            clock = json.dumps(self._clock)
+            (self._folder / f"clock-{rank}.json").write_text(clock, encoding="utf-8")
             batch = self._rank | self._batch
-            torch.save(batch, self._folder / f"batch-{step}-{rank}.pt")
+            self._save(f"batch-{step}-{rank}.pt", batch)
             self._batch = {}
             masks = self._masks.taken()
             if masks["masks"]:
-                content = {"data_rank": data_rank, **masks}
-                torch.save(content, self._folder / f"dropout-{step}-{rank}.pt")
+                self._save(f"dropout-{step}-{rank}.pt", {"data_rank": data_rank, **masks})
             if step in self._examined:
-                calls = {"data_rank": data_rank, "calls": self._blocks.taken()}
-                torch.save(calls, self._folder / f"blocks-{step}-{rank}.pt")
+                calls = self._blocks.taken()
+                self._save(f"blocks-{step}-{rank}.pt", {"data_rank": data_rank, "calls": calls})
             taken = self._taken()
             weights = None
             if taken:
                 weights = taken.weights
                 if rank == 0:
-                    content = {key: part for key, part in vars(taken).items() if key != "weights"}
-                    torch.save(content, self._folder / f"update-{step}.pt")
+                    update = dict(vars(taken))
+                    del update["weights"]
+                    self._save(f"update-{step}.pt", update)
             if weights is None:
                 # Other ranks than the first have no weights at hand, and gathering them is a matter
                 # of all.
                 weights = self._whole_weights()
             self._weights(step, weights)
+
+    def _save(self, name: str, content: Mapping[str, Any]) -> None:
+        torch.save(content, self._folder / name)
 
     def _taken(self) -> Taken | None:
         """Return the update since the last step; None if there was none."""
@@ -386,7 +398,8 @@ class Witness:
         before = self._seconds.get(step, 0.0)
         self._seconds[step] = before + time.perf_counter() - began
         if _rank() == 0:
-            (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+            text = json.dumps(self._seconds)
+            (self._folder / "seconds.json").write_text(text, encoding="utf-8")
         # Writing the file can take longer than a step. The next context writes that time, too.
         seconds = time.perf_counter() - began
         self._seconds[step] = before + seconds

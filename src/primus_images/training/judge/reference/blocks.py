@@ -23,6 +23,8 @@ from primus_images.training.judge.reference.rounding import LIMITS
 # One call of a module: its inputs, outputs and their gradients, by the names of
 # primus_images.training.judge.witness.
 Call = Mapping[str, Tensor]
+# Name of a module → its calls on each rank that shares it.
+Calls = dict[str, list[list[Call]]]
 Shape = tuple[int, ...]
 Rows = list[dict[str, Any]]
 # Name of a module's input or output → its shape [samples, length, size].
@@ -110,7 +112,8 @@ class Pair:
                 unchanged = plain
                 if trial.rounds:
                     unchanged = exact
-                moved[name] = compute(trial.model) - unchanged
+                changed = compute(trial.model)
+                moved[name] = changed - unchanged
         return moved
 
 
@@ -160,8 +163,9 @@ def _rank_of(file: Path) -> int:
     return int(file.stem.rpartition("-")[2])
 
 
-def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
-    calls: dict[int, dict[str, list[list[Call]]]] = {}
+def _calls(folder: Path, step: int) -> dict[int, Calls]:
+    """Return data-parallel rank → the calls of its modules."""
+    calls: dict[int, Calls] = {}
     files = folder.glob(f"blocks-{step}-*.pt")
     for file in sorted(files, key=_rank_of):
         recorded = torch.load(file, weights_only=True)
@@ -230,8 +234,9 @@ class _MicroBatch:
         if model.sizes.of_images:
             name = "velocity"
         prediction = None
-        if model.sizes.of_images or any(map(any, self.calls.get("output", ()))):
-            # A fused loss has no logits.
+        # A fused loss has no logits.
+        recorded = any(map(any, self.calls.get("output", ())))
+        if model.sizes.of_images or recorded:
             prediction = self._needed("output", {"out.0": predicted})
         gradient = self._read(names[-1], outside, "grad.")
         seen = _Seen(name=name, entered=states, returned=prediction, gradient=gradient)
@@ -537,7 +542,8 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     positions = (squares / spread.clamp(min=usual**2)).sqrt()
     change = exact
     if first.entered is not None:
-        change = exact - torch.cat([result.entered for result in results])
+        entered = torch.cat([result.entered for result in results])
+        change = exact - entered
     changes = change.norm(dim=-1)
     size = float(changes[certain].norm())
     share = 0.0
@@ -545,7 +551,8 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     if size:
         difference = _joined(results, "run") - _joined(results, "rounded")
         along = (difference * change).sum(-1)
-        share = float(along[certain].sum()) / size**2
+        total = float(along[certain].sum())
+        share = total / size**2
         count = int(certain.sum())
         relative_noise = usual * math.sqrt(count) / size
     return row | {

@@ -99,7 +99,8 @@ class _Ordered(Samples):
         self._stored: list[Batch] = []
 
     def batch(self, step: int, rank: int) -> Batch:
-        first = (step - 1) * self._batch + rank * self._per_rank
+        before = (step - 1) * self._batch
+        first = before + rank * self._per_rank
         numbers = range(first, first + self._per_rank)
         return _stacked([self._sample(number) for number in numbers])
 
@@ -284,7 +285,8 @@ class _Images(_Ordered):
         color = torch.randn(channels, generator=generator)
         variation = torch.randn(16, tokens, channels, generator=generator)
         self._pictures = color + 0.3 * variation
-        self._text = torch.randn(16, dit["text_tokens"], dit["text_dim"], generator=generator)
+        length = dit["text_tokens"]
+        self._text = torch.randn(16, length, dit["text_dim"], generator=generator)
         self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
 
     def _sample(self, number: int) -> Batch:
@@ -299,7 +301,8 @@ class _Images(_Ordered):
         picture = self._pictures[prompt]
         variation = torch.randn(picture.shape, generator=generator)
         latents = picture + 0.1 * variation
-        return {"latents": latents, "text": self._text[prompt], "pooled": self._pooled[prompt]}
+        text = self._text[prompt]
+        return {"latents": latents, "text": text, "pooled": self._pooled[prompt]}
 
 
 def _cached(folder: Path) -> Iterator[Batch]:
@@ -381,14 +384,21 @@ def _read(job: dict[str, Any], name: str, split: str | None) -> list[_Document]:
     documents: list[_Document] = []
     for row in rows_of(Path(name), split):
         if "question" in data:
-            asked = {"role": "user", "content": row[data["question"]]}
-            said = {"role": "assistant", "content": row[data["answer"]]}
+            question = row[data["question"]]
+            answer = row[data["answer"]]
+            asked = {"role": "user", "content": question}
+            said = {"role": "assistant", "content": answer}
             documents.append(words.chat(row, [asked, said]))
             continue
         if layout == [None]:
-            layout = next(names for names in LAYOUTS if row.keys() >= {*names})
+            layout = _layout_of(row)
         documents += _documents(row, layout, words)
     return documents
+
+
+def _layout_of(row: _Row) -> list[str]:
+    """Return the first layout whose columns the row has."""
+    return next(names for names in LAYOUTS if row.keys() >= {*names})
 
 
 def _divided(job: dict[str, Any], documents: list[_Document]) -> Iterator[tuple[_Document, bool]]:
@@ -412,7 +422,8 @@ def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document
             return [words.plain(value)]
         return []
     if len(layout) > 1:
-        return [words.chat(row, value + row["completion"], first=len(value))]
+        turns = value + row["completion"]
+        return [words.chat(row, turns, first=len(value))]
     return [words.chat(row, value)]
 
 
@@ -481,7 +492,8 @@ class _Words:
         if len(trained) < len(tokens):
             # A mark of the end.
             trained.append(True)
-        trained[-1] |= tokens[-1] == self._marks.get("eos_token_id")
+        end = self._marks.get("eos_token_id")
+        trained[-1] |= tokens[-1] == end
         return _Document(tokens, trained)
 
     def chat(self, row: _Row, turns: _Turns, first: int = 0) -> _Document:

@@ -116,7 +116,8 @@ class Diffusion(Transformer):
     def _condition(self, part: Part, pooled: Tensor, time: Tensor) -> Tensor:
         parts = {"timestep": self._waves(time)}
         if self.sizes.dit.guidance:
-            parts["guidance"] = self._waves(torch.full_like(time, self.guidance))
+            guidance = torch.full_like(time, self.guidance)
+            parts["guidance"] = self._waves(guidance)
         parts["text"] = pooled
         total = torch.zeros(())
         for name, value in parts.items():
@@ -157,12 +158,14 @@ class Diffusion(Transformer):
             names = [stream.projection.format(kind) for kind in "qkv"]
             heads.append(self._heads(attention, names, stream.norm, normed))
             modulations.append(six)
-        of_image, of_text = heads
-        pairs = zip(of_text, of_image, strict=True)
+        heads_of_image, heads_of_text = heads
+        pairs = zip(heads_of_text, heads_of_image, strict=True)
         query, key, value = (torch.cat(pair, 2) for pair in pairs)
         mixed = self._mixed(query, key, value, turn)
         outputs = []
-        mixtures = (mixed[:, length:], mixed[:, :length])
+        of_text = mixed[:, :length]
+        of_image = mixed[:, length:]
+        mixtures = (of_image, of_text)
         for stream, mixture, six in zip(streams, mixtures, modulations, strict=True):
             _, _, gate, shift, scale, gate_fed = six
             attended = self._linear(attention, stream.output, mixture)

@@ -17,6 +17,8 @@ from primus_images.training.judge.reference.parameters import adapters_of
 _ERRORS = 6.0
 # Layer → its masks, one per micro-batch: true where an input is kept.
 _Masks = dict[str, list[Tensor]]
+# A layer, and a data-parallel rank.
+_Place = tuple[str, int]
 
 
 def rate_of(job: Job) -> float:
@@ -60,7 +62,7 @@ class Dropout:
         if not self.rate:
             return None
         findings: list[str] = []
-        every: dict[tuple[str, int], list[Tensor]] = {}
+        every: dict[_Place, list[Tensor]] = {}
         for step in steps:
             for rank in range(self._ranks):
                 recorded = self._recorded(step, rank)
@@ -76,7 +78,8 @@ class Dropout:
             findings += self._of_layer(layer, of_ranks)
         for first, second in pairwise(self._layers):
             masks = every[second, 0]
-            findings += self._alike(second, f"{first} has", masks, every[first, 0])
+            others = every[first, 0]
+            findings += self._alike(second, f"{first} has", masks, others)
         return findings
 
     def _recorded(self, step: int, rank: int) -> dict[str, _Masks]:

@@ -170,5 +170,8 @@ def _other_tokens(folder: Path, tokenizer: Path, initial: Path) -> Iterator[str]
         config = json_if_readable(folder / name)
         before = json_if_readable(initial / name)
         for key, number in marks.items():
-            if key in config and config[key] not in (number, before.get(key)):
-                yield f"{name}: {key} is {config[key]}, not {number}"
+            if key not in config:
+                continue
+            value = config[key]
+            if value not in (number, before.get(key)):
+                yield f"{name}: {key} is {value}, not {number}"

@@ -221,7 +221,8 @@ def gap(before: Tensors, expected: Tensors, after: Tensors, rounding: float) -> 
     at = ""
     for name, target in expected.items():
         difference = after[name].to(torch.float64) - target
-        error = float(difference.norm()) - rounding * float(target.norm())
+        allowed = rounding * float(target.norm())
+        error = float(difference.norm()) - allowed
         if error <= 0:
             continue
         change = float((target - before[name]).norm())

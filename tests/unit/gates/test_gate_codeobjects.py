@@ -160,6 +160,14 @@ def test_damaged_files_are_errors_and_no_silence(data: bytes) -> None:
         look("x.co", data)
 
 
+@pytest.mark.parametrize("before", [0, 1, 48])
+def test_a_kernel_packs_table_may_begin_right_after_its_head(before: int) -> None:
+    whole = kernel_pack({"lib/x.so": ["gfx942"]})
+    _, _, start = struct.unpack("<4sIQ", whole[:16])
+    pack = struct.pack("<4sIQ", b"KPAK", 1, 16 + before) + bytes(before) + whole[start:]
+    assert need("x.kpack", pack).kernels == need("x.kpack", whole).kernels != {}
+
+
 WHOLE = (
     elf(
         {".hip_fatbin": pages(bundle(["gfx942"]), compressed(bundle(["gfx950"])))},

@@ -20,7 +20,7 @@ from primus_images.gates.rules import budget, litter, overlap, versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.oci.layer import walk, write_layer
 from primus_images.oci.store import Layer, Store
-from primus_images.oci.tar import Entry
+from primus_images.oci.tar import Entry, Member
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
 from primus_images.sandbox.container import LayerRef
@@ -495,6 +495,22 @@ def test_an_image_above_its_budget_names_the_five_largest_layers() -> None:
     report = judged_size(2100, {"f": 600, "a": 100, "c": 300, "d": 400, "e": 500, "b": 200})
     named = report.findings[0].message.partition(": ")[2]
     assert [words.split()[0] for words in named.split(", ")] == ["f", "e", "d", "c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "target", "copyrights"),
+    [
+        ("usr/share/doc/libssl3", "openssl", {"libssl3": "openssl"}),
+        ("usr/share/doc/libssl3", "../doc/openssl", {"libssl3": "openssl"}),
+        ("opt/share/doc/libssl3", "openssl", {}),
+        ("usr/share/doc/libssl3/examples", "../openssl", {}),
+    ],
+)
+def test_a_package_may_share_the_folder_of_its_copyright(
+    path: str, target: str, copyrights: dict[str, str]
+) -> None:
+    link = Member(path=path, kind="symlink", size=0, chunks=[], link=target)
+    assert observe([link]).copyrights == copyrights
 
 
 @pytest.mark.parametrize(

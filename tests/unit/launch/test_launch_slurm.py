@@ -418,6 +418,16 @@ def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> 
     assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
 
 
+@pytest.mark.parametrize(("gpu", "gpus"), [("cpu", None), ("mi300x", "8")])
+def test_a_node_is_asked_for_the_gpus_that_the_ranks_use(gpu: str, gpus: str | None) -> None:
+    words = ("proxy=true",) if gpu == "cpu" else ()
+    made = plan(*words, nodes=1, gpu=gpu, recipe="llama3.1-8b")
+    text = slurm.script(made, slurm.Site(container="none"))
+    asked = dict(re.findall(r"#SBATCH --(\S+)=(\S+)", text))
+    assert asked.get("gpus-per-node") == gpus
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("1", "1")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

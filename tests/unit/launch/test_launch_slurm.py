@@ -13,7 +13,7 @@ from primus_images.cli.main import main
 from primus_images.cli.verb import parser_of
 from primus_images.errors import InputError
 from primus_images.launch import slurm
-from primus_images.launch.plan import Plan
+from primus_images.launch.plan import Plan, refuse_secrets
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from tables import table_of
@@ -416,6 +416,39 @@ def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[
 def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> None:
     text = slurm.script(plan(), slurm.Site(container="pyxis", image=image))
     assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
+
+
+_HUB = "hf_" + "a" * 20
+_GITHUB = "ghp_" + "a" * 20
+_WANDB = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        # By its form, whatever its name.
+        (_HUB, "hf_aaa…"),
+        (f"A={_HUB}", "A"),
+        (f"--auth={_GITHUB}", "--auth"),
+        (f"key {_WANDB}", "key 01…"),
+        ("X=Bearer abc", "X"),
+        # By its name, whatever its form.
+        ("HF_TOKEN=hunter2", "HF_TOKEN"),
+        ("api_key=hunter2", "api_key"),
+        ("PASSWORD=hunter2", "PASSWORD"),
+    ],
+)
+def test_a_secret_is_refused_and_not_shown(word: str, shown: str) -> None:
+    with pytest.raises(InputError) as caught:
+        refuse_secrets(["A=b", word], "export it")
+    assert caught.value.message.startswith(f"{shown}: this looks like a secret")
+    for secret in (_HUB, _GITHUB, _WANDB, "hunter2"):
+        assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["HF_TOKEN", "HF_TOKEN=", "TOKENIZER=a", "KEYS=b", "hf_short", ""])
+def test_what_only_names_a_secret_is_accepted(word: str) -> None:
+    refuse_secrets([word], "export it")
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("cpu", None), ("mi300x", "8")])

@@ -35,6 +35,16 @@ def test_a_new_store_is_an_image_layout_for_other_programs(store: Store) -> None
     assert (index["schemaVersion"], index["manifests"]) == (2, [])
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_blobs_can_be_read_by_others_whatever_the_umask(store: Store, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        digest = write_layer(store, entries()).blob.digest
+    finally:
+        os.umask(before)
+    assert store.blob_path(digest).stat().st_mode & 0o777 == 0o644
+
+
 def test_a_store_that_is_prepared_again_keeps_its_images(store: Store) -> None:
     index = store.root / "index.json"
     text = index.read_text().replace("[]", '[{"digest": "sha256:1"}]')

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -154,7 +154,8 @@ def exported_step(output: Path) -> int:
 @torch.no_grad()
 def trained_logits(output: Path, source: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the weights in the run's checkpoint, in the model that was trained."""
-    job = read_job(output)
+    # This process computes on the CPU in float32, which GPU kernels do not.
+    job = replace(read_job(output), turbo=())
     model = entry._model(job, job.section(FinetuneConfig), source)
     weights.materialize(model, torch.device("cpu"))
     model.causal.tie_weights()

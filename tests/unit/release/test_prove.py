@@ -14,6 +14,7 @@ import pytest
 from primus_images.cli.main import main
 from primus_images.errors import CheckFailed, InputError
 from primus_images.files import below
+from primus_images.gpus.detect import DetectedGpus
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.release.prove import folder as sent, run
@@ -451,6 +452,21 @@ def test_the_command_reads_a_folder(
     printed = capsys.readouterr().out
     assert "1 of 2 steps passed" in printed
     assert "bad failed: exit code 1: ValueError: fault of a kernel" in printed
+
+
+@pytest.mark.parametrize(
+    ("count", "sentence"), [(8, "8 × NVIDIA H200"), (1, "1 of 8 × NVIDIA H200")]
+)
+def test_a_record_says_how_many_of_the_gpus_were_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sentence: str
+) -> None:
+    monkeypatch.setattr(sent, "detect", lambda _: DetectedGpus(names=("NVIDIA H200",) * 8))
+    setting = setting_of(tmp_path, gpus=count)
+    proof = sent.Proof(
+        steps=[], outcomes={}, setting=setting, resolved=resolve(Project(ROOT), "mi300x")
+    )
+    content = sent.write(tmp_path / "record", proof, None)
+    assert content["machine"]["gpus"] == sentence
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 
 from primus_images.errors import InputError
 from primus_images.files import below, sha256_of, text_if_readable, write_file
-from primus_images.gpus.detect import detect
+from primus_images.gpus.detect import DetectedGpus, detect
 from primus_images.oci.store import canonical_json
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.release.git import checkout
@@ -111,6 +111,13 @@ def statement(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpus(count: int, machine: DetectedGpus) -> str:
+    """Return the GPUs of the machine, and how many of them were used if not all."""
+    if 0 < count < len(machine.names):
+        return f"{count} of {machine.sentence()}"
+    return machine.sentence()
+
+
 def _content(proof: Proof) -> dict[str, Any]:
     setting = proof.setting
     machine = detect(setting.root)
@@ -137,7 +144,7 @@ def _content(proof: Proof) -> dict[str, Any]:
         "channel": proof.resolved.choice.channel,
         "here": setting.here,
         "machine": {
-            "gpus": machine.sentence(),
+            "gpus": _gpus(setting.gpus, machine),
             "generation": machine.generation,
             "driver": machine.driver,
             "firmware": machine.firmware,

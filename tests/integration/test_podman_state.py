@@ -22,13 +22,18 @@ from project_kit import until
 
 pytestmark = [pytest.mark.integration, needs_busybox, needs("podman")]
 
+CONTENTS = [
+    directory("srv"),
+    Entry(name="srv/a", data=b"one"),
+    Entry(name="srv/b", data=b"two"),
+    # Python takes this character for the end of a line.
+    Entry(name="a\u2028b", data=b"three"),
+]
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> RootFs:
-    root = image(
-        tmp_path_factory.mktemp("tiny"),
-        [directory("srv"), Entry(name="srv/a", data=b"one"), Entry(name="srv/b", data=b"two")],
-    )
+    root = image(tmp_path_factory.mktemp("tiny"), CONTENTS)
     assert run(root, "true") == 0
     return root
 
@@ -72,11 +77,11 @@ RUNNER = """
 import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
-from sandbox_kit import Entry, directory, image
+from sandbox_kit import image
+from test_podman_state import CONTENTS
 from primus_images.sandbox.container import Command
 from primus_images.sandbox.podman import Podman
-root = image(Path({place!r}), [directory("srv"), Entry(name="srv/a", data=b"one"),
-                               Entry(name="srv/b", data=b"two")])
+root = image(Path({place!r}), CONTENTS)
 sys.exit(Podman().run(root, Command(argv=("sh", "-c", {script!r}))))
 """
 
@@ -159,6 +164,7 @@ def _unpacked(root: RootFs, name: str) -> Path:
         lambda path: path.unlink(),
         lambda path: path.chmod(0o777),
         lambda path: path.with_name("added").write_bytes(b"new"),
+        lambda path: path.with_name("b\nadded").write_bytes(b"new"),
     ],
 )
 def test_a_changed_layer_is_unpacked_again_before_a_container_reads_it(tiny, tmp_path, change):
@@ -173,6 +179,7 @@ def test_a_changed_layer_is_unpacked_again_before_a_container_reads_it(tiny, tmp
     [
         lambda path: path.write_bytes(b"0ne"),
         lambda path: path.with_name("added").write_bytes(b"new"),
+        lambda path: path.with_name("a\nsrv").write_bytes(b"new"),
         lambda path: path.chmod(0o4755),
         lambda path: path.write_bytes(b""),
         lambda path: path.unlink(),

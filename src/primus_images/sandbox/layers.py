@@ -38,7 +38,8 @@ _UNPACK = (
 _COMPARE = (
     'exec tar --compare --verbose --file=- --directory="$1" --numeric-owner --quoting-style=literal'
 )
-_LIST = "%H\t%P\t%y %s %m %U %G %C@ %T@ %l\n"
+# A name may contain every character but NUL.
+_LIST = r"%H\t%P\t%y %s %m %U %G %C@ %T@ %l\0"
 
 
 def unpacked_layers(root: RootFs, state: State) -> list[str]:
@@ -129,7 +130,7 @@ def _listings(names: Sequence[str], state: State) -> dict[str, str]:
         # A file vanished, or cannot be read: nothing is known about any of them.
         return {}
     lines: dict[str, list[str]] = {name: [] for name in names}
-    for line in listed.stdout.splitlines():
+    for line in listed.stdout.split("\0")[:-1]:
         folder, _, rest = line.partition("\t")
         lines[folder.removeprefix("layers/")].append(rest)
     listings = {}
@@ -197,7 +198,7 @@ def _difference(root: RootFs, state: State, name: str, layer: LayerRef) -> str:
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         code = _tar(argv, state, root, layer, log)
         log.seek(0)
-        lines = log.read().splitlines()
+        lines = log.read().split("\n")[:-1]
     if code != 0:
         differences = [line for line in lines if ": " in line and not line.endswith("/")]
         return "; ".join(differences[-1:]) or f"tar ended with exit code {code}"
@@ -205,8 +206,8 @@ def _difference(root: RootFs, state: State, name: str, layer: LayerRef) -> str:
     for line in lines:
         path = PurePosixPath(line)
         expected |= {str(path), *map(str, path.parents)}
-    argv = [*state.inside(), "find", f"layers/{name}", "-mindepth", "1", "-printf", "%P\n"]
-    present = captured(argv, ENGINE, env=state.environment()).stdout.splitlines()
+    argv = [*state.inside(), "find", f"layers/{name}", "-mindepth", "1", "-printf", r"%P\0"]
+    present = captured(argv, ENGINE, env=state.environment()).stdout.split("\0")[:-1]
     added = sorted(set(present) - expected)
     if added:
         return f"{added[0]} is not in it"

@@ -299,15 +299,26 @@ def _runs(workspace: Path) -> Path:
         with suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             if _is_private(folder):
+                if runs.is_symlink() or not runs.is_dir():
+                    # Nobody else can have made it.
+                    runs.unlink(missing_ok=True)
                 runs.mkdir(mode=0o700, exist_ok=True)
         if _is_private(runs):
             return runs
-        refused.append(folder)
-    seen = "; ".join(ownership(folder) for folder in refused)
+        refused.append(runs if _is_private(folder) else folder)
+    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 0700 and a short path"
+    if os.geteuid() == 0:
+        hint = f"remove {refused[0]}"
+    seen = "; ".join(map(_objection, refused))
     raise HostError(
-        f"podman has no private folder for what a restart of the machine removes: {seen}",
-        hint="set XDG_RUNTIME_DIR to a folder of yours with mode 0700 and a short path",
+        f"podman has no private folder for what a restart of the machine removes: {seen}", hint=hint
     )
+
+
+def _objection(folder: Path) -> str:
+    if os.path.lexists(folder) and folder.lstat().st_uid == os.geteuid():
+        return f"{folder} is not a folder that you alone may change"
+    return ownership(folder)
 
 
 def _candidates() -> Iterator[Path]:

@@ -62,6 +62,28 @@ def test_no_private_folder_is_one_sentence(run):
     assert "set XDG_RUNTIME_DIR" in str(caught.value)
 
 
+def test_roots_folder_is_named_with_its_remedy(run, monkeypatch):
+    (run / "run/primus").mkdir(parents=True)
+    (run / "run/primus").chmod(0o777)
+    monkeypatch.setattr(state.os, "geteuid", lambda: 0)
+    with pytest.raises(HostError) as caught:
+        state._runs(Path("/workspace"))
+    folder = run / "run/primus"
+    assert f"{folder} is not a folder that you alone may change\n  → remove {folder}" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("spoil", [Path.touch, lambda path: path.symlink_to("/")])
+def test_what_lies_in_place_of_a_private_folder_is_replaced(run, spoil):
+    runs = state._runs(Path("/workspace"))
+    runs.rmdir()
+    spoil(runs)
+    assert state._runs(Path("/workspace")) == runs
+    assert runs.is_dir()
+    assert not runs.is_symlink()
+
+
 def test_the_folder_of_a_session_comes_first_if_it_is_private_and_short(monkeypatch):
     monkeypatch.setattr(state, "_is_private", lambda _: True)
     monkeypatch.setattr(state.os, "geteuid", lambda: 1000)

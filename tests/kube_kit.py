@@ -218,6 +218,8 @@ class Kubernetes:
                 folder / "tokens.csv",
                 "--authorization-mode",
                 "AlwaysAllow",
+                # As kubeadm sets it: Pod Security decides.
+                "--allow-privileged=true",
                 "--default-not-ready-toleration-seconds=1",
                 "--default-unreachable-toleration-seconds=1",
                 "--service-account-issuer",

@@ -239,11 +239,16 @@ def test_a_pod_on_a_lost_node_is_replaced(launch: Launch, server: kube_kit.Kuber
 
     def live() -> None:
         for name in alive:
+            place = f"/api/v1/nodes/{name}"
+            node = json.loads(server.kubectl("get", "--raw", place))
             now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now}
-            patch = json.dumps({"status": {"conditions": [ready]}})
-            raw = ("patch", "node", name, "--subresource=status", "--type=strategic")
-            server.kubectl(*raw, f"--patch={patch}")
+            for condition in node["status"]["conditions"]:
+                if condition["type"] == "Ready":
+                    condition |= {"status": "True", "lastHeartbeatTime": now}
+            # The controller may have changed the node meanwhile.
+            del node["metadata"]["resourceVersion"]
+            raw = ("replace", "--raw", f"{place}/status", "--filename=-")
+            server.kubectl(*raw, stdin=json.dumps(node))
 
     def place(pod: str, node: str) -> None:
         target = {"apiVersion": "v1", "kind": "Node", "name": node}

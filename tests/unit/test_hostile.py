@@ -42,6 +42,18 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
     assert without.returncode in (2, 3)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("verb", ["--version", "list"])
+def test_a_closed_standard_stream_is_as_the_empty_device(verb: str, closed: str) -> None:
+    done = shell(f"{PRIMUS} {verb} {closed}")
+    assert done.returncode == 0
+    assert done.stderr == b""
+    # No file that is opened later gets its number: programs would write into it.
+    code = "import os; from primus_images.cli.main import main; main(['--version']); "
+    code += "os._exit(os.open('/dev/zero', os.O_RDONLY))"
+    assert shell(f'{sys.executable} -c "{code}" {closed}').returncode > 2
+
+
 # An interrupt while a module is imported, and a second one.
 @pytest.mark.parametrize(
     "module", ["primus_images.recipes.load", "primus_images.cli.image.recipes"]

@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A short command ends before a collection of cycles frees anything.
     gc.set_threshold(100_000)
     try:
+        _open_streams()
         _write_utf8()
         code = _main(args)
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except PrimusError as error:
         _report(f"{name}: {error}")
@@ -112,6 +112,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def primus_cli() -> int:
     """Run AMD's ``primus-cli`` with the words of this process, translated."""
     return main(["compat", "primus-cli", *sys.argv[1:]])
+
+
+def _open_streams() -> None:
+    """Open closed standard streams as /dev/null.
+
+    Otherwise the next file gets their numbers, and programs that this one starts write into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def _write_utf8() -> None:

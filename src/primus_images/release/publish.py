@@ -26,14 +26,12 @@ from primus_images.release.registry import Repository
 from primus_images.release.statement import Request, Signer, bundles, statements
 from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.versions.remotes import skopeo
+from primus_images.versions.traffic import seconds_for
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds
 # that others wait.
 ANNOUNCED = ".by-"
 _PATIENCE = 2.0
-# Seconds that a push may take besides the time of its bytes, and the slowest line in bytes/s.
-_SEND_PATIENCE = 300.0
-_SLOWEST = 250_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +235,7 @@ def _push(
     progress.start("push", f"push {len(missing)} of {number} blobs, {size}", None)
     there.check_uploads()
     destination = f"docker://{there.name}@{ready.image.digest}"
-    seconds = _SEND_PATIENCE + _bytes(ready, missing) / _SLOWEST
+    seconds = seconds_for(_bytes(ready, missing))
     options = [f"--command-timeout={seconds:.0f}s", "--quiet", "--preserve-digests"]
     if there.plain:  # skopeo reads registries.conf only without this option
         options.append("--dest-tls-verify=false")

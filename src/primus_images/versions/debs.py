@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from primus_images.errors import HostError, InputError
@@ -29,7 +30,7 @@ from primus_images.versions.lock import (
     suites_of,
     upstream,
 )
-from primus_images.versions.traffic import bare_url, run_tool
+from primus_images.versions.traffic import bare_url, run_tool, seconds_for
 
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
@@ -56,10 +57,8 @@ class Apt:
     folder: Path
     mirrors: tuple[str, ...]
 
-    def run(
-        self, tool: str, *words: str, cwd: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a tool of apt."""
+    def run(self, tool: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a tool of apt. ``options`` are those of :func:`run_tool`."""
         environment = os.environ | {
             "LC_ALL": "C.UTF-8",
             "LANGUAGE": "",
@@ -67,7 +66,7 @@ class Apt:
         }
         command = next(word for word in words if not word.startswith("-") and "=" not in word)
         words = (tool, "-c", str(self.folder / "apt.conf"), *words)
-        return run_tool(words, " ".join(self.mirrors), command, cwd=cwd, env=environment)
+        return run_tool(words, " ".join(self.mirrors), command, env=environment, **options)
 
     def update(self, maker: str) -> None:
         """Get fresh indexes. Raises HostError if a mirror does not answer."""
@@ -348,7 +347,9 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
             words += [uri, file.sha256, f"SHA256:{file.sha256}"]
         if not words:
             return
-        done = apt.run("/usr/lib/apt/apt-helper", "download-file", *words, cwd=folder)
+        seconds = seconds_for(sum(file.size for file in uris))
+        helper = "/usr/lib/apt/apt-helper"
+        done = apt.run(helper, "download-file", *words, cwd=folder, timeout=seconds)
         _refuse_other_bytes(done.stderr, {uri: file for file, uri in uris.items()}, suites)
         # Whether a file that is not there any more matters is the caller's to judge.
         lost = r"^E: Failed to fetch (?!.*( 40[34] |not found)).*"

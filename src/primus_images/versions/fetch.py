@@ -28,7 +28,7 @@ from primus_images.versions.filecache import FileCache
 from primus_images.versions.indexes import LOGIN_HINT, Indexes, Offer
 from primus_images.versions.lock import LockedFile, Request, suites_of
 from primus_images.versions.remotes import archive_commit, copy_image
-from primus_images.versions.traffic import bare_url, cause
+from primus_images.versions.traffic import bare_url, cause, seconds_for
 from primus_images.waits import answer_of
 
 _JOBS = 8
@@ -239,17 +239,18 @@ class _Fetch:
 
 
 def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
-    """Download the rest of the part, as long as bytes keep arriving.
+    """Download the rest of the part, as long as bytes keep arriving in time.
 
     Returns False if the source has no file.
     """
+    deadline = time.monotonic() + seconds_for(file.size)
     faults = 0
     while True:
         begin = part.seek(0, os.SEEK_END)
         if begin >= file.size > 0:
             return True
         try:
-            _read_on(part, file, url, indexes)
+            _read_on(part, file, url, indexes, deadline)
             return True
         except (FileNotFoundError, PermissionError):
             return False
@@ -272,7 +273,7 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
         time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
 
 
-def _read_on(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> None:
+def _read_on(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes, deadline: float) -> None:
     """Append what the source sends; no more than a block beyond the file's size."""
     size = part.seek(0, os.SEEK_END)
     with answer_of(bare_url(url), lambda: size), indexes.open(url, size) as (_, offset, blocks):
@@ -284,3 +285,8 @@ def _read_on(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> No
             size += len(block)
             if size > file.size:
                 break
+            if time.monotonic() > deadline:
+                raise HostError(
+                    f"{bare_url(url)} is too slow: {size:,} of {file.size:,} bytes are here",
+                    hint="run it again to continue the download",
+                )

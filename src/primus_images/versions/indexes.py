@@ -26,7 +26,7 @@ from uv import find_uv_bin
 
 from primus_images.errors import HostError
 from primus_images.versions.lock import Kind, LockedFile
-from primus_images.versions.traffic import bare_url, cause
+from primus_images.versions.traffic import bare_url, cause, seconds_for, within
 from primus_images.waits import answer_of
 
 LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
@@ -215,13 +215,13 @@ class Indexes:
         try:
             if folder:
                 return _files_in(folder.absolute())
-            return self._files_at(url)
+            return within(seconds_for(0), url, lambda: self._files_at(url))
         except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
 
     def _files_at(self, url: str) -> list[Offer]:
         """Return the files on the page of a package; none if the index has no such package."""
-        with answer_of(bare_url(url)), self.get(url) as page:
+        with self.get(url) as page:
             if page.status_code in (403, 404):
                 return []
             page.raise_for_status()

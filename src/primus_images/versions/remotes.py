@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import tarfile
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import IO, Any, cast
 
 from primus_images.errors import HostError, InputError
 from primus_images.versions.lock import ARCHITECTURE, Commit, LockedFile
-from primus_images.versions.traffic import bare_url, run_tool
+from primus_images.versions.traffic import bare_url, run_tool, seconds_for
 from primus_images.yamlfile import read_values
 
 _FAILURES: Any = read_values(Path(__file__).with_name("skopeo.yaml")).data
@@ -31,9 +30,6 @@ _STATUS = "var/lib/dpkg/status"
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
 _SILENCE_S = 10
-# Seconds that a copy may take besides the time of its bytes, and the slowest line in bytes/s.
-_COPY_PATIENCE = 300.0
-_SLOWEST = 250_000
 # git's words for a commit that a server does not have, or does not send alone.
 _UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
 # In a repository's own file, attributes precede those of the tree.
@@ -121,7 +117,7 @@ def copy_image(image: str, folder: Path, size: int) -> None:
     ``size``, the bytes of its layers, says how long a registry may take.
     """
     platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
-    limit = f"--command-timeout={_COPY_PATIENCE + size / _SLOWEST:.0f}s"
+    limit = f"--command-timeout={seconds_for(size):.0f}s"
     skopeo("copy", "--quiet", limit, *platform, f"docker://{image}", f"dir:{folder}")
 
 
@@ -158,10 +154,10 @@ def skopeo(command: str, *words: str) -> str:
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
     for pause in (0.5, 2.0, None):
-        # Only the debug log tells that skopeo waits because of a rate limit.
-        done = run_tool(
-            ["skopeo", "--debug", command, "--retry-times", "2", *words], address, command
-        )
+        # Only the debug log tells that skopeo waits because of a rate limit. Its time limit is one
+        # of ``words``.
+        skopeo_words = ["skopeo", "--debug", command, "--retry-times", "2", *words]
+        done = run_tool(skopeo_words, address, command, timeout=None)
         if done.returncode == 0:
             return done.stdout
         reason = _reason(done.stderr)
@@ -272,24 +268,24 @@ def _check_out(source: Path, url: str, commit: str) -> None:
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
 
-def _git(source: Path, url: str, template: Path, *words: str, timeout: float | None = None) -> None:
+def _git(source: Path, url: str, template: Path, *words: str, **options: Any) -> None:
     # Another host must not name folders of this one.
     local = "always" if url.startswith("file:") else "never"
-    options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
-    options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
+    settings = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
+    settings += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
     variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
-    try:
-        done = run_tool(
-            ["git", *options, *words], url, words[0], env=os.environ | variables, timeout=timeout
-        )
-        if done.returncode == 0:
-            return
-        reasons = re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M)
-        reason = [*reasons, "git failed"][0]
-    except subprocess.TimeoutExpired:
-        reason = f"no answer in {timeout:.0f} s"
-    address = bare_url(url)
+    options["env"] = os.environ | variables
     about = Path(url).name.removesuffix(".git")
+    try:
+        done = run_tool(["git", *settings, *words], url, words[0], **options)
+    except HostError as error:
+        error.about = about
+        raise
+    if done.returncode == 0:
+        return
+    reasons = re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M)
+    reason = [*reasons, "git failed"][0]
+    address = bare_url(url)
     raise HostError(
         f"the repository {address} does not answer: {reason.replace(url, address)}",
         hint="check the address and the network, or give git a login for it",

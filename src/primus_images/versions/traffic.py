@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -12,11 +12,29 @@ from primus_images.waits import answer_of
 
 T = TypeVar("T")
 
+# Seconds that an exchange may take besides the time of its bytes, and the slowest line in bytes/s.
+_PATIENCE_S = 300.0
+_SLOWEST = 250_000
+# Seconds that a tool may take whose bytes nobody knows before.
+_LONGEST_S = 3600.0
+
+
+def seconds_for(size: int) -> float:
+    """Return how long an exchange of ``size`` bytes may take.
+
+    A server that sends a byte now and then never falls silent.
+    """
+    return _PATIENCE_S + size / _SLOWEST
+
 
 def run_tool(
     words: Sequence[str], url: str, command: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a tool's ``command`` that accesses ``url``. The caller checks the exit code."""
+    """Run a tool's ``command`` that accesses ``url``. The caller checks the exit code.
+
+    Raises HostError if it does not end in time, which is an hour without a ``timeout``.
+    """
+    options.setdefault("timeout", _LONGEST_S)
     try:
         with answer_of(f"{words[0]} {command} {bare_url(url)}"):
             return subprocess.run(
@@ -32,6 +50,12 @@ def run_tool(
         raise HostError(
             f"{words[0]} is missing; it is needed to reach registries and repositories",
             hint=f"apt-get install {words[0]}",
+        ) from None
+    except subprocess.TimeoutExpired as error:
+        raise HostError(
+            f"{bare_url(url)} does not answer: {words[0]} {command} has not ended in "
+            f"{error.timeout:.0f} s",
+            hint="check the network, and run it again",
         ) from None
 
 
@@ -50,7 +74,10 @@ def within(seconds: float, url: str, exchange: Callable[[], T]) -> T:
 
     Thread(target=run, daemon=True, name="exchange").start()
     with answer_of(bare_url(url)):
-        return answer.result(seconds)
+        wait([answer], seconds)
+    if not answer.done():
+        raise TimeoutError(f"its answer has not ended in {seconds:.0f} s")
+    return answer.result()
 
 
 def bare_url(url: str) -> str:

@@ -304,8 +304,11 @@ class Job:
         self.folder = runs / self.number
         self.log = runs / f"slurm-{self.number}.txt"
 
-    def ended(self, seconds: float = 400) -> dict[str, str]:
-        """What scontrol says of the job, once it is over."""
+    def ended(self, seconds: float = 900) -> dict[str, str]:
+        """What scontrol says of the job, once it is over.
+
+        Its nodes wait up to 600 s for one that was lost before they met.
+        """
         return self.slurm.ended(self.number, seconds)
 
     @property

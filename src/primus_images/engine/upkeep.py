@@ -140,16 +140,20 @@ def remove(waste: Sequence[Waste], store: Store, images: Iterable[str] = ()) -> 
 
 
 def _untag(store: Store, name: str, waste: Iterable[Waste]) -> None:
-    try:
-        store.untag(name)
-    except DiskFull:
-        # Nothing but the image was there to remove. Until the index is written, the image counts as
-        # damaged.
-        blobs = [path for kind in waste if kind.kind == _BLOBS for path in kind.paths]
-        if not blobs:
-            raise
-        max(blobs, key=_size).unlink()
-        store.untag(name)
+    """Remove the name of an image.
+
+    On a full disk, what only this image needs makes room for the new index, or for its file.
+    """
+    records = [path for kind in waste if kind.kind == _RECORDS for path in kind.paths]
+    # From here on, and until the index is written, the image counts as damaged.
+    blobs = [path for kind in waste if kind.kind == _BLOBS for path in kind.paths]
+    for path in [*records, *sorted(blobs, key=_size, reverse=True)]:
+        try:
+            store.untag(name)
+            return
+        except DiskFull:
+            path.unlink()
+    store.untag(name)
 
 
 def _remove_paths(paths: Iterable[Path]) -> None:

@@ -36,6 +36,23 @@ def admitted(
     return check.admit(examined)
 
 
+@pytest.mark.parametrize(
+    ("layer", "path", "place"),
+    [
+        ("", "", ""),
+        ("torch", "", "torch: "),
+        ("", "versions.yaml:3:5", "versions.yaml:3:5: "),
+        ("torch", "opt/a", "torch /opt/a: "),
+    ],
+)
+def test_a_finding_is_shown_with_what_is_known_of_its_place(
+    layer: str, path: str, place: str
+) -> None:
+    report = GateReport(summary="1 file", findings=[Finding("error", "bad", layer, path)], gate="g")
+    text = check.outcome_text(check.Outcome("demo", "v1-demo", "sha256:1", [report]))
+    assert text.splitlines()[-1] == f"      ✗ {place}bad"
+
+
 @pytest.mark.parametrize("preview", [None, "it lacks a GPU build"])
 def test_an_image_without_errors_is_admitted_in_silence(
     preview: str | None, monkeypatch: pytest.MonkeyPatch

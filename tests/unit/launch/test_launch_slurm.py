@@ -418,6 +418,33 @@ def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> 
     assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("container", "image", "run"),
+    [
+        ("docker", "a/b:c", "a/b:c"),
+        ("podman", "a/b:c", "a/b:c"),
+        ("apptainer", "a/b:c", "docker://a/b:c"),
+        ("apptainer", "docker://a/b:c", "docker://a/b:c"),
+        ("apptainer", "/data/a.sif", "/data/a.sif"),
+    ],
+)
+def test_the_engine_runs_the_image_with_the_folders_and_variables_of_the_run(
+    container: slurm.Container, image: str, run: str
+) -> None:
+    site = slurm.Site(container=container, image=image, output=Path("/shared/runs"))
+    (line,) = [
+        line
+        for line in slurm.script(plan(), site).splitlines()
+        if re.search(rf"\b{container} (run|exec) ", line)
+    ]
+    words = line.split()
+    assert run in words
+    before = " ".join(words[: words.index(run)])
+    assert "/shared/runs" in before
+    # apptainer passes on all variables.
+    assert ("MASTER_ADDR" in before) == (container != "apptainer")
+
+
 _HUB = "hf_" + "a" * 20
 _GITHUB = "ghp_" + "a" * 20
 _WANDB = "0123456789" * 4

@@ -2,6 +2,7 @@
 only.
 """
 
+import hashlib
 import io
 import string
 import tarfile
@@ -94,6 +95,19 @@ def test_tarfile_reads_back_what_was_written(entries: list[Entry]) -> None:
 def test_what_no_one_else_owns_is_roots(kind: Kind) -> None:
     (member,) = opened([Entry(path="a", kind=kind)])
     assert (member.uid, member.gid, member.mode) == (0, 0, 0o644)
+
+
+def test_the_bytes_of_a_layer_are_the_same_in_every_release() -> None:
+    entries = [
+        Entry(path="opt", kind="dir", mode=0o755),
+        Entry(path="opt/a", size=5, source=b"hello", mode=0o755, uid=7, gid=8),
+        Entry(path="opt/b", kind="symlink", mode=0o777, link="a"),
+        Entry(path="opt/" + "long/" * 50 + "c", size=0, xattrs={"user.a": b"b"}),
+    ]
+    digest = hashlib.sha256(written(entries)).hexdigest()
+    assert digest == "e95fa4e00cd03236cb4ac89becd0f87bec26570d6633544101c274ec214b65fd", (
+        "images of the same pins would have other digests"
+    )
 
 
 @given(tree(), st.randoms())

@@ -127,3 +127,26 @@ def test_a_builds_python_lists_folders_sorted(tmp_path: Path) -> None:
     assert plain.stdout.startswith("False"), (
         "this disk lists sorted on its own: the test shows nothing"
     )
+
+
+@pytest.mark.parametrize(
+    ("pin", "kind", "version"),
+    [
+        ("sdist: native", "sdist", None),
+        (
+            f"git: https://localhost/native\n        commit: {'a' * 40}\n        package: native",
+            "git",
+            "1.0",
+        ),
+    ],
+)
+def test_a_build_from_git_gets_the_version_that_no_history_tells(
+    pin: str, kind: str, version: str | None, tmp_path: Path
+) -> None:
+    files = [file for file in LOCK.files if file.kind != "sdist"]
+    lock = replace(LOCK, files=(*files, _file(kind, "native", "1.0")))
+    build = _build(tmp_path, lock=lock, versions=VERSIONS.replace("sdist: native", pin))
+    environment = build.spec["environment"]
+    assert isinstance(environment, dict)
+    assert environment.get("SETUPTOOLS_SCM_PRETEND_VERSION") == version
+    assert environment["FLAGS"] == "fast"

@@ -1,6 +1,7 @@
 import ast
 import math
 import random
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -354,5 +355,9 @@ def test_every_check_has_a_row_in_the_documentation() -> None:
     rows = (root / "docs/validation.md").read_text(encoding="utf-8").splitlines()
     listed = {row.split("|")[1].strip() for row in rows if row.startswith("| ")}
     assert {"loss falls", "clock", "reference data"} <= named
-    missing = {name for name in named - listed if not name.startswith("reference")}
+    # Those of the reference without a row of their own share one, which names each.
+    (shared,) = [row for row in rows if row.startswith("| reference … |")]
+    parts = re.split(r", | or ", shared.rpartition("in its ")[2].strip(" |"))
+    listed |= {"reference", *(f"reference {part}" for part in parts)}
+    missing = named - listed
     assert missing == set(), "add rows to the tables in docs/validation.md"

@@ -283,6 +283,16 @@ def test_contributors_read_every_package_that_slow_tests_need() -> None:
         assert f"`{package}`" in page
 
 
+def test_the_images_without_rdma_libraries_are_named() -> None:
+    page = " ".join((ROOT / "docs/using.md").read_text(encoding="utf-8").split())
+    lacking = set()
+    for lock in sorted((ROOT / "images/locks").glob("*/*.json")):
+        if '"ibverbs-providers"' not in lock.read_text(encoding="utf-8"):
+            lacking.add(lock.stem)
+    named = set(re.findall(r"`(\w+)` needs? the extra `rdma`", page))
+    assert named == lacking - {"cpu"}  # for tests on one machine
+
+
 def test_requirements_name_the_versions_of_the_machines_that_built() -> None:
     file = ROOT / "benchmarks/results/two-machines.json"
     data = json.loads(file.read_text(encoding="utf-8"))

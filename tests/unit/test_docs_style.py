@@ -176,6 +176,14 @@ def test_trackers_write_to_the_folders_that_the_page_names() -> None:
     assert 'output / "tensorboard"' in code
 
 
+def test_a_tracker_that_not_all_backends_have_names_those_that_lack_it() -> None:
+    lacking = {name for name, one in backends().items() if "mlflow" not in one.keys}
+    for page in WRITTEN:
+        for part in re.split(r"\n\n|\n(?=\|)", page.read_text(encoding="utf-8")):
+            if "--log" in part and "mlflow" in part:
+                assert all(f"not with {name}" in part for name in lacking), f"{page.name}: {part}"
+
+
 def test_releases_are_in_the_order_that_the_page_says() -> None:
     page = (ROOT / "docs/releases.md").read_text(encoding="utf-8")
     assert "the newest first" in page

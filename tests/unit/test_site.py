@@ -237,6 +237,9 @@ def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(
         # Titles of issues of other tools: no page has all of their words.
         ("torch.cuda.is_available() returns False in docker", "When training fails"),
         ("Rootless podman using --device not working as expected", "Using primus"),
+        ("load hugging face weights for pretraining", "Training on your own data and weights"),
+        ("ibv_reg_mr failed cannot allocate memory", "Running an image"),
+        ("GPU core dump", "When training fails"),
     ],
 )
 def test_a_search_finds_a_page_by_the_words_of_readers(

@@ -240,6 +240,8 @@ def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(
         ("load hugging face weights for pretraining", "Training on your own data and weights"),
         ("ibv_reg_mr failed cannot allocate memory", "Running an image"),
         ("GPU core dump", "When training fails"),
+        ("HIP error invalid device function", "FAQ: frequently asked questions"),
+        ("HSDP data_parallel_replicate_degree", "Training on your own data and weights"),
     ],
 )
 def test_a_search_finds_a_page_by_the_words_of_readers(

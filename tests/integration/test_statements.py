@@ -1097,7 +1097,11 @@ def test_a_withdrawn_image_says_so_first(
     by_others = kit.primus("withdraw", TAG, *words[:3], world.key("others"), *words[4:])
     assert by_others.code == 0
     assert world.verify(key="others.pub").withdrawn
-    assert kit.primus("withdraw", TAG, *words[:4], "--reason", " ").code == 2
+    for reason in (" ", "\x1b[2J", "a\x00b"):
+        assert kit.primus("withdraw", TAG, *words[:4], "--reason", reason).code == 2
+    spaced = kit.primus("withdraw", TAG, *words[:4], "--reason", "of\ntwo\tlines")
+    assert (spaced.code, ": of two lines" in spaced.out) == (0, True), spaced.err
+    assert kit.primus("plan", "demo").code == 0
 
 
 NEXT = "v26.11.1-demo"

@@ -57,7 +57,7 @@ def latest_withdrawal(predicates: Sequence[Any]) -> Withdrawal | None:
     for predicate in predicates:
         words = predicate if isinstance(predicate, dict) else {}
         withdrawal = Withdrawal(
-            reason=str(words.get("reason") or "for no stated reason"),
+            reason=" ".join(str(words.get("reason") or "for no stated reason").split()),
             date=str(words.get("date") or "an unknown day"),
             successor=str(words["successor"]) if words.get("successor") else None,
         )

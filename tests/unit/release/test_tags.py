@@ -199,6 +199,10 @@ def test_what_cannot_be_withdrawn_is_refused(
             "withdrawn on 2026-12-02: new",
         ),
         ([{}], "withdrawn on an unknown day: for no stated reason"),
+        (
+            [{"reason": "a\nverified\n", "date": "2026-12-01"}],
+            "withdrawn on 2026-12-01: a verified",
+        ),
         (["damaged"], "withdrawn on an unknown day: for no stated reason"),
     ],
 )

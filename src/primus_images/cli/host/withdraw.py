@@ -36,8 +36,11 @@ def withdraw(options: WithdrawOptions) -> int:
         "--reason 'wrong gradients' --successor v26.11.1-cpu"
     )
     check_repository(options.to, example)
-    if not options.reason.strip():
+    reason = " ".join(options.reason.split())
+    if not reason:
         raise InputError("--reason is empty: users must know why", hint=example)
+    if not reason.isprintable():
+        raise InputError("--reason has characters that cannot be printed", hint=example)
     signer = signer_of(options)
     if signer is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
@@ -50,7 +53,7 @@ def withdraw(options: WithdrawOptions) -> int:
     if options.successor:
         require_good_successor(there, options.successor, signer)
     withdrawal = Withdrawal(
-        reason=" ".join(options.reason.split()),
+        reason=reason,
         date=datetime.now(tz=UTC).date().isoformat(),
         successor=options.successor,
         digest=image.digest,

@@ -128,6 +128,24 @@ def test_the_speeds_beside_trl_are_measured() -> None:
         assert close(gib, memory)
 
 
+def test_the_first_steps_beside_trl_are_measured() -> None:
+    text = " ".join((ROOT / "docs/turbo.md").read_text(encoding="utf-8").split())
+    pattern = (
+        r"first step of Llama 3.2 1B comes after (\d+) seconds, and after (\d+) with TRL; "
+        r"that of LoRA in BF16 after (\d+) and (\d+)\."
+    )
+    (shown,) = re.findall(pattern, text)
+    longest: dict[tuple[str, str], float] = {}
+    for row in json.loads(SPEEDS.read_text(encoding="utf-8"))["results"]:
+        program = row["variant"].partition("-plain")[0]
+        if (row["model"], row["mode"]) in (("llama3.2-1b", "full"), ("llama3.1-8b", "lora")):
+            case = (row["mode"], program)
+            longest[case] = max(longest.get(case, 0), row.get("first_step_seconds", 0))
+    cases = [("full", "primus"), ("full", "trl"), ("lora", "primus"), ("lora", "trl")]
+    for figure, case in zip(shown, cases, strict=True):
+        assert close(longest[case], figure), case
+
+
 def test_the_micro_batches_of_llama_on_h200_are_those_of_the_recipe() -> None:
     text = " ".join((ROOT / "docs/turbo.md").read_text(encoding="utf-8").split())
     (first, second, last) = re.findall(r"the first of (\d), (\d) and (\d) sequences", text)[0]

@@ -18,11 +18,11 @@ from primus_images.training.run.recompute import Repeated, WrongResultError
 class Run:
     """Three steps of a small model, of which the second is computed twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 2) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=True)
-        self.repeated = Repeated([self.model], self.optimizer, 2)
+        self.repeated = Repeated([self.model], self.optimizer, every)
         self.samples = torch.randn(3, 2, 5, 8)
         self.deterministic: set[int] = set()
 
@@ -124,6 +124,9 @@ plain.repeated.due = lambda step: False  # type: ignore[method-assign]
 healthy = Run()
 assert healthy.train() == plain.train()
 assert healthy.deterministic == {2}
+rare = Run(every=100)
+rare.train()
+assert rare.deterministic == {2}
 assert not plain.deterministic
 assert all(map(torch.equal, healthy.model.parameters(), plain.model.parameters()))
 assert healthy.repeated.cost(1e9).startswith("1 step computed twice, with the same bits: ")

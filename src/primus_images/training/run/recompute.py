@@ -62,13 +62,14 @@ class Repeated:
     """Computes every ``every``-th step of the models ``parts`` twice, and compares all bits.
 
     The gradients of a sampled step are computed twice, by deterministic algorithms and with the
-    same random numbers. The update of
-    each weight is computed on a copy as well, so that no more memory is needed than for the copy of
-    the largest weight and its moments. What the step starts from is compared with what the step
-    before it left. The first step is never computed twice. All methods must be called on all ranks;
-    they raise WrongResultError on a rank whose GPU is wrong.
-    What is computed twice is ``off_the_clock`` of steps, a context that begins and ends when the
-    GPU has computed what it was told.
+    same random numbers. The update of each weight is computed on a copy as well, so that no more
+    memory is needed than for the copy of the largest weight and its moments. What the step starts
+    from is compared with what the step before it left.
+
+    The first step is never computed twice, and the second one always: kernels that cannot be
+    deterministic end a run at its beginning. All methods must be called on all ranks; they raise
+    WrongResultError on a rank whose GPU is wrong. What is computed twice is ``off_the_clock`` of
+    steps, a context that begins and ends when the GPU has computed what it was told.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Repeated:
 
     def due(self, step: int) -> bool:
         """Return whether ``step`` is computed twice."""
-        return self._began and step % self._every == 0
+        if not self._began:
+            return False
+        return self._steps == 0 or step % self._every == 0
 
     def finished(self, step: int) -> None:
         """Note what ``step`` left, if the next one is computed twice."""

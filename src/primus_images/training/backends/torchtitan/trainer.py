@@ -79,6 +79,7 @@ class Observed(Trainer):
         if self.job["evaluation"]:
             self.evaluation = Evaluation(self.job, self)
         self.ended = False
+        self.compared = False
         self.saving: Schedule | None = None
         seconds = self.job["saving"]["seconds"]
         if seconds:
@@ -117,7 +118,9 @@ class Observed(Trainer):
             # Exclude the time of writing evidence from the throughput of steps.
             self.metrics_processor.time_last_log = time.perf_counter()
         every = self.job["judge_every"]
-        if every and self.step % every == 0:
+        # At the beginning, too: kernels that cannot be deterministic end the run there.
+        if every and (not self.compared or self.step % every == 0):
+            self.compared = True
             recompute.compare(self.model_parts, self.step, self._compute_again)
             self.metrics_processor.time_last_log = time.perf_counter()
         if self.evaluation and self.evaluation.due(self.step):

@@ -284,6 +284,12 @@ def test_a_patch_keeps_the_support_of_its_release(name: str, until: str) -> None
     assert _begin(text, name, date(2026, 12, 1), versions) == (
         f"release: {name}\ncreated: 2026-12-01\nsupported_until: {until}\n"
     )
+    if name == "v26.11.1":
+        with pytest.raises(
+            InputError, match=r"the support of v26\.11 ended on 2027-05-20"
+        ) as ended:
+            _begin(text, name, date(2027, 5, 21), versions)
+        assert "supported_until" in str(ended.value.hint)
 
 
 @pytest.mark.parametrize(

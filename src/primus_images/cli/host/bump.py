@@ -259,11 +259,18 @@ def _say_what_stays(name: str, version: str | None, targets: _Targets, remarks: 
 def _begin(text: str, name: str, today: date, versions: Versions) -> str:
     """Return the text of versions.yaml with a new release, which begins today.
 
-    A patch keeps the day until which the release is supported.
+    A patch keeps the day until which the release is supported. Raises InputError if that is over.
     """
+    until = versions.supported_until
+    if is_patch(name) and until and date.fromisoformat(until) < today:
+        raise InputError(
+            f"--release {name}: the support of {_patched(name)} ended on {until}, and a patch does "
+            "not prolong it",
+            hint="use a later release, or first set a later `supported_until` in versions.yaml",
+        )
     entries: dict[str, object] = {"release": name, "created": today}
     if not is_patch(name):
-        if versions.supported_until is None:
+        if until is None:
             text = re.sub(r"(?m)^(created:.*)$", r"\1\nsupported_until:", text, count=1)
         entries["supported_until"] = _six_months_after(today)
     for key, value in entries.items():

@@ -175,6 +175,9 @@ def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, repository: 
         absent.code == 2
         and "has no image v26.10-demo\n  → did you mean 'v26.11-demo'" in absent.err
     )
+    near = kit.primus("diff", f"{repository}:v26.11-demo-preview", "v26.12-demo")
+    assert "did you mean 'v26.11-demo'" in near.err
+    assert ".by-" not in near.err
 
 
 def test_the_tag_of_a_release_is_never_replaced(

@@ -12,6 +12,8 @@ EMPTY = b"{}"
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 # The annotation by which cosign, too, names the predicate type of a bundle's statement.
 _PREDICATE = "dev.sigstore.bundle.predicateType"
+# What follows a tag in the tag by which a publisher announces that it will set it.
+ANNOUNCED = ".by-"
 WITHDRAWAL = "urn:primus-images:withdrawal:1"
 # What reading a damaged document may raise: anything can be in it.
 DAMAGED = (

@@ -17,7 +17,7 @@ from primus_images.oci.store import MANIFEST_TYPE, Store, digest_of
 from primus_images.plan.action import Composed, ImagePlan
 from primus_images.plan.project import Workspace
 from primus_images.progress import Progress
-from primus_images.release.artifact import Document
+from primus_images.release.artifact import ANNOUNCED, Document
 from primus_images.release.documents import VALIDATION, documents
 from primus_images.release.git import checkout
 from primus_images.release.policy import Policy, evidence_in, forbidden_in, objections
@@ -28,9 +28,7 @@ from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.versions.remotes import skopeo
 from primus_images.versions.traffic import seconds_for
 
-# What follows a tag in the tag by which a publisher announces that it will set it, and the seconds
-# that others wait.
-ANNOUNCED = ".by-"
+# Seconds that others wait for a publisher who announced that it will set a tag.
 _PATIENCE = 2.0
 
 

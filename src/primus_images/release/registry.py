@@ -23,6 +23,7 @@ from requests import Response
 from primus_images.errors import CheckFailed, HostError, InputError, did_you_mean
 from primus_images.oci.store import INDEX_TYPE, MANIFEST_TYPE, digest_of
 from primus_images.release.artifact import (
+    ANNOUNCED,
     DAMAGED,
     EMPTY,
     EMPTY_TYPE,
@@ -251,7 +252,10 @@ class Repository(Transport):
 
         It names similar tags, or the last ones.
         """
-        tags = [other for other in self.tags() if not other.startswith("sha256-")]
+        tags = []
+        for other in self.tags():
+            if not other.startswith("sha256-") and ANNOUNCED not in other:
+                tags.append(other)
         hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
         return InputError(f"{self.name} has no image {tag}", hint=hint)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import MANIFEST_TYPE, digest_of
-from primus_images.release.artifact import DAMAGED, WITHDRAWAL
+from primus_images.release.artifact import ANNOUNCED, DAMAGED, WITHDRAWAL
 from primus_images.release.documents import IN_TOTO, statement
-from primus_images.release.publish import ANNOUNCED, require_set
+from primus_images.release.publish import require_set
 from primus_images.release.reference import require_tag
 from primus_images.release.registry import Repository
 from primus_images.release.statement import (

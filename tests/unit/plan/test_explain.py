@@ -76,3 +76,14 @@ def test_at_most_two_reasons_stand_beside_a_layer(kit: Kit) -> None:
         assert text.count("nothing → file") == min(number, 2)
         assert ("more changes" in text) == (number > 2)
     assert "and 1 more changes: primus explain" in text
+
+
+def test_a_component_that_is_added_is_the_only_change(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "[alpha, beta, recipes]", "[alpha, recipes]")
+    kit.build()
+    kit.edit("images/demo.yaml", "[alpha, recipes]", "[alpha, beta, recipes]")
+    changes = json.loads(kit.primus("explain", "demo", "--json").out)["demo"]
+    of_layers = [change for change in changes if change["action"] != "image"]
+    assert [(change["action"], change["input"]) for change in of_layers] == [("beta", "layer")]
+    assert of_layers[0]["old"] is None and "tree:" in of_layers[0]["new"]
+    assert of_layers[0]["where"].startswith("versions.yaml:")

@@ -65,6 +65,17 @@ def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
         assert stated_in(metadata, text) == [], text
 
 
+@pytest.mark.parametrize(("most", "names"), [(26, ["foo"]), (25, [])])
+def test_a_file_too_large_for_text_is_not_read_as_one(
+    most: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examined, "_TEXT_SIZE", most)
+    text = "Name: foo\nVersion: 1.2.3\n\n"
+    assert len(text) == 26
+    file = member("opt/venv/lib/python3.12/site-packages/foo-1.dist-info/METADATA", text)
+    assert [item.name for item in observe([file]).stated] == names
+
+
 def stated(kind: str, name: str, version: str) -> Stated:
     return Stated(kind=kind, name=name, version=version, path=f"p/{name}")  # type: ignore[arg-type]
 

@@ -150,3 +150,21 @@ def test_a_build_from_git_gets_the_version_that_no_history_tells(
     assert isinstance(environment, dict)
     assert environment.get("SETUPTOOLS_SCM_PRETEND_VERSION") == version
     assert environment["FLAGS"] == "fast"
+
+
+@pytest.mark.parametrize("image", [None, f"debian@sha256:{'1' * 64}"])
+def test_packages_are_laid_over_an_image_or_into_an_empty_root(
+    image: str | None, tmp_path: Path
+) -> None:
+    base = "  bookworm: {suite: bookworm,"
+    versions = VERSIONS
+    if image:
+        versions = VERSIONS.replace(base, f"{base} image: '{image}',")
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", versions)
+    kit.write("images/demo.yaml", TARGET)
+    packages = next(
+        a for a in plan_over(tmp_path, "demo", LOCK).layers if a.name == "base bookworm"
+    )
+    assert packages.spec.get("over") == image
+    assert ("variant" in {row.name for row in packages.inputs}) == (image is None)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gits import git
+from gits import commit, git
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus_images.plan.project import Project
+from primus_images.release import golden
 from project_kit import Kit
 from tables import text_of
 
@@ -55,6 +56,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kit
         yield kit, server
 
 
+NAME = "rocm/primus:v26.11"
+NO_CURVES = "has no golden curves, so training was not compared"
 LOCK = "images/locks/pypi/demo.json"
 
 
@@ -123,6 +126,31 @@ def test_a_fresh_lock_is_not_written_again_and_asks_nobody(world: tuple[Kit, Ser
     assert "nothing changed" in again.err
     assert (kit.root / LOCK).stat().st_mtime_ns == stat.st_mtime_ns
     assert server.log == []
+
+
+def test_pins_without_a_fitting_lock_state_neither_packages_nor_curves(
+    world: tuple[Kit, Server],
+) -> None:
+    kit, _ = world
+    assert kit.primus("lock").code == 0
+    kit.write(".gitignore", ".primus\n")
+    curve = golden.Curve(recipe="abc", cpu="A", loss=(6.0, 5.0), grad_norm=(1.0, 1.0))
+    curves = golden.Curves(release="v26.11-demo", versions={"tool": "1.0"}, curves={"a": curve})
+    golden.save(kit.root, curves)
+    commit(kit.root, {})
+
+    def compared() -> tuple[set[str], str]:
+        shown = json.loads(kit.primus("diff", "HEAD", "versions.yaml", "--json").out)
+        return {section["name"] for section in shown["sections"]}, *shown["curves"]
+
+    sections, sentence = compared()
+    assert {"packages", "downloads", "environment"} <= sections
+    assert "both sides have the curves of one run" in sentence
+    kit.edit("versions.yaml", "{wheel: tool, version: 1.0", "{wheel: tool, version: 1.1")
+    without = (sections - {"packages", "downloads"}, f"{NAME} {NO_CURVES}")
+    assert compared() == without
+    (kit.root / LOCK).unlink()
+    assert compared() == without
 
 
 def test_a_failure_leaves_the_old_lock_alone(world: tuple[Kit, Server]) -> None:

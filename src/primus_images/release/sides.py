@@ -211,16 +211,24 @@ def _pinned_parts(root: Path, targets: Sequence[ResolvedTarget]) -> dict[str, Pa
             size = sum(file.size for file in target.lock.distinct)
             downloads[f"files of {target.name}"] = bytes_text(size)
     recipes = [(path.stem, read(path).data) for path in sorted((root / "recipes").glob("*.yaml"))]
-    return {
-        "packages": spread(packages),
-        "downloads": downloads,
+    parts: dict[str, Part] = {
         "environment": spread(environment),
         "recipes": _recipes(recipes),
     }
+    if all(map(_is_locked, targets)):
+        parts |= {"packages": spread(packages), "downloads": downloads}
+    return parts
+
+
+def _is_locked(target: ResolvedTarget) -> bool:
+    """Whether the packages of a target are known: it has a lock that fits, or needs none."""
+    if target.lock is None:
+        return not target.request.asks
+    return not target.stale
 
 
 def _curves_of_pins(root: Path, targets: Sequence[ResolvedTarget]) -> golden.Curves | None:
-    for target in targets:
+    for target in filter(_is_locked, targets):
         files = target.lock.files if target.lock else ()
         curves = golden.of_pins(root, target.ref, files)
         if curves:

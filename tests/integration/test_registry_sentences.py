@@ -33,14 +33,14 @@ from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import Store, canonical_json
 from primus_images.plan.project import Project
 from primus_images.progress import Progress
-from primus_images.release import publish as publishing, sides, transport
+from primus_images.release import sides, transport
 from primus_images.release.publish import Ready, publish
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Signer, Trust
 from primus_images.release.tags import move_tag, withdraw, withdrawable
 from primus_images.release.verification import verify_image
 from primus_images.release.withdrawal import Withdrawal
-from primus_images.versions import remotes
+from primus_images.versions import remotes, traffic
 from project_kit import SOURCE, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "cosign", "openssl")]
@@ -551,7 +551,7 @@ def test_a_fault_is_overcome_or_told_well(
 ) -> None:
     monkeypatch.setattr(transport, "_TIMEOUT", (1.0, 1.5))
     monkeypatch.setattr(transport, "_PATIENCE", 2.0)
-    monkeypatch.setattr(publishing, "_SEND_PATIENCE", 3.0)
+    monkeypatch.setattr(traffic, "_PATIENCE_S", 3.0)
     monkeypatch.setattr("time.sleep", lambda _: None)
     outcome: Outcome = {"overcome": [], "named": [], "bad": []}
     with Proxy(world.port) as proxy:
@@ -608,8 +608,8 @@ def test_every_fault_was_played_and_none_told_badly() -> None:
 def test_a_base_image_that_never_arrives_is_told_in_time(
     world: World, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remotes, "_COPY_PATIENCE", 2.0)
-    monkeypatch.setattr(remotes, "_SLOWEST", 1e9)
+    monkeypatch.setattr(traffic, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(traffic, "_SLOWEST", 1e9)
     monkeypatch.setenv("HOME", str(tmp_path))
     with Proxy(world.port) as proxy:
         host = f"127.0.0.1:{proxy.server_port}"

@@ -104,6 +104,15 @@ class Examined(NamedTuple):
         """The GPU architecture that the image is for; None for an image without one."""
         return self.image.plan.resolved.arch
 
+    @property
+    def python(self) -> str:
+        """The version of the image's Python."""
+        resolved = self.image.plan.resolved
+        base = resolved.request.bases.get(resolved.choice.base or "")
+        if base is None:
+            return resolved.request.python
+        return base.python
+
 
 def observe(
     members: Iterable[Member], machine_paths: Sequence[bytes] = (), scratch: Path | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from primus_images import __version__
 from primus_images.gates.contents import Stated
-from primus_images.gates.examined import GateReport, LayerFacts
+from primus_images.gates.examined import Examined, GateReport, LayerFacts
 from primus_images.gates.rules import compilation, requirements, versions
 
 
@@ -27,7 +27,7 @@ def image(
     pins: Mapping[str, Any] | None = None,
     base: str | None = "bookworm",
     arch: str | None = None,
-) -> Any:
+) -> Examined:
     """An image as gates see it. Its base has Python 3.12, and the machine that plans it 3.9."""
     bases = {"bookworm": SimpleNamespace(python="3.12.3")}
     resolved = SimpleNamespace(
@@ -35,6 +35,7 @@ def image(
         debs=debs,
         pins=pins or {},
         inside={},
+        arch=arch,
         choice=SimpleNamespace(base=base),
         request=SimpleNamespace(python="3.9.2", bases=bases),
     )
@@ -44,7 +45,9 @@ def image(
     ]
     facts = {name: LayerFacts(stated=list(rows)) for name, rows in layers.items()}
     plan = SimpleNamespace(resolved=resolved, layers=actions)
-    return SimpleNamespace(image=SimpleNamespace(plan=plan), facts=facts, arch=arch)
+    composed: Any = SimpleNamespace(plan=plan)
+    workspace: Any = None
+    return Examined(composed, facts, workspace)
 
 
 def messages(report: GateReport) -> list[str]:

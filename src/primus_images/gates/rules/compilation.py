@@ -31,15 +31,10 @@ def judge(examined: Examined) -> GateReport:
     """Name what is compiled at the first step, and what it lacks."""
     if examined.arch is None:
         return GateReport(summary="no GPU, for which packages would compile kernels")
-    resolved = examined.image.plan.resolved
-    python = resolved.request.python
-    base = resolved.request.bases.get(resolved.choice.base or "")
-    if base is not None:
-        python = base.python
     stated = []
     for layer, facts in examined.facts.items():
         stated += [(layer, package) for package in facts.stated]
-    return compiled(stated, python=python)
+    return compiled(stated, python=examined.python)
 
 
 def compiled(stated: Sequence[tuple[str, Stated]], *, python: str) -> GateReport:

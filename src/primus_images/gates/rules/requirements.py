@@ -17,10 +17,6 @@ from primus_images.versions.lock import normalised, upstream
 def judge(examined: Examined) -> GateReport:
     """Compare the requirements of the image's wheels with its wheels and Debian packages."""
     resolved = examined.image.plan.resolved
-    python = resolved.request.python
-    base = resolved.request.bases.get(resolved.choice.base or "")
-    if base is not None:
-        python = base.python
     wheels = []
     for layer, facts in examined.facts.items():
         wheels += [(layer, stated) for stated in facts.stated if stated.kind == "wheel"]
@@ -29,7 +25,7 @@ def judge(examined: Examined) -> GateReport:
         if deb.name.startswith("python3-"):
             name = normalised(deb.name.removeprefix("python3-"))
             debs[name] = upstream(deb.version)
-    return unmet(wheels, others=debs, python=python)
+    return unmet(wheels, others=debs, python=examined.python)
 
 
 def unmet(

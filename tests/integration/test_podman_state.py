@@ -73,6 +73,12 @@ def test_other_spellings_of_a_path_are_the_same_programs(tiny, monkeypatch):
     assert place_of(tiny) == before
 
 
+def test_settings_of_docker_do_not_reach_podman(tiny, tmp_path, monkeypatch):
+    # Podman would read the logins there, and fail without the file.
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    assert run(tiny, "exit 7") == 7
+
+
 RUNNER = """
 import sys
 sys.path.insert(0, {here!r})

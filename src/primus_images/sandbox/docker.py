@@ -43,7 +43,7 @@ class Docker(Engine):
         tag = f"primus-run:{root.id[:24]}"
         load_image(root, tag)
         words = [str(programs.find("docker"))]
-        client = Client(words=words, env=client_environment(), container=name, image=[tag])
+        client = Client(words=words, env=_environment(), container=name, image=[tag])
         with finally_run([*words, "rm", "--force", name], client.env):
             yield client
 
@@ -52,6 +52,15 @@ class Docker(Engine):
         if not command.network:
             options.append(f"--add-host={command.hostname}:127.0.0.1")
         return options
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of Docker's client."""
+    env = client_environment()
+    for name, value in os.environ.items():
+        if name.startswith("DOCKER_"):
+            env[name] = value
+    return env
 
 
 def sweep() -> None:

@@ -38,9 +38,15 @@ _READ_BY_CLIENTS = re.compile(
     "PATH|HOME|USER|TMPDIR|TERM|(XDG|DBUS|LD|_?CONTAINERS?|STORAGE|NOTIFY|LISTEN)_.*|GO[A-Z]+"
     "|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|API_VERSION|TLS.*)"
 )
-_CLIENT_ENVIRONMENT = re.compile(
-    "PATH|HOME|USER|TMPDIR|TERM|XDG_RUNTIME_DIR|DBUS_SESSION_BUS_ADDRESS|DOCKER_.*"
-)
+_CLIENT_ENVIRONMENT = [
+    "PATH",
+    "HOME",
+    "USER",
+    "TMPDIR",
+    "TERM",
+    "XDG_RUNTIME_DIR",
+    "DBUS_SESSION_BUS_ADDRESS",
+]
 # What a container ends with that did not start: refused by the engine, not executable, not found.
 _NOT_STARTED = (125, 126, 127)
 _KILLED = 128 + signal.SIGKILL
@@ -254,8 +260,7 @@ def variable_options(command: Command, terminal: bool) -> tuple[list[str], dict[
 
 def client_environment() -> dict[str, str]:
     """Return the environment of an engine's client: nothing that is meant for a container."""
-    names = filter(_CLIENT_ENVIRONMENT.fullmatch, os.environ)
-    env = {name: os.environ[name] for name in names}
+    env = {name: os.environ[name] for name in _CLIENT_ENVIRONMENT if name in os.environ}
     env["PATH"] = f"{env.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     return env
 

@@ -172,6 +172,14 @@ def test_mounts_belong_to_the_user(user, place):
     assert run(user, place, code) == (0, "0\nTrue\n")
 
 
+def test_the_users_own_settings_of_podman_do_not_count(user, place):
+    folder = Path(f"/home/{user}/.config/containers")
+    folder.mkdir(parents=True)
+    (folder / "storage.conf").write_text("damaged = [\n")
+    subprocess.run(["chown", "-R", user, f"/home/{user}/.config"], check=True)
+    assert run(user, place, SH.format("exit 7", "network=False")) == (7, "")
+
+
 def test_the_storage_can_be_removed(user, place):
     code = (
         "engine.run(root, Command(argv=('true',)))\n"

@@ -73,6 +73,16 @@ def test_other_spellings_of_a_path_are_the_same_programs(tiny, monkeypatch):
     assert place_of(tiny) == before
 
 
+def test_podmans_own_failure_is_not_that_of_the_command(tiny, tmp_path, monkeypatch):
+    podmans = podman.programs.find("podman")
+    refuses = 'case "$*" in *primus-*) echo "it has no configuration" >&2; exit 1;; esac'
+    program(tmp_path / "bin/podman", f'{refuses}\nexec {podmans} "$@"')
+    assert run(tiny, "exit 1") == 1
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with pytest.raises(HostError, match="podman cannot run tiny: it has no configuration"):
+        run(tiny, "true")
+
+
 def test_settings_of_docker_do_not_reach_podman(tiny, tmp_path, monkeypatch):
     # Podman would read the logins there, and fail without the file.
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))

@@ -48,7 +48,8 @@ _CLIENT_ENVIRONMENT = [
     "DBUS_SESSION_BUS_ADDRESS",
 ]
 # What a container ends with that did not start: refused by the engine, not executable, not found.
-_NOT_STARTED = (125, 126, 127)
+# Podman ends with 1 if it cannot read its configuration.
+_NOT_STARTED = (1, 125, 126, 127)
 _KILLED = 128 + signal.SIGKILL
 
 

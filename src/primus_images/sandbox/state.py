@@ -48,6 +48,9 @@ _MOST_NAMES = 10
 _PREFIX = "s-"
 _SYSTEM_CALLS = Path("/usr/share/containers/seccomp.json")
 _PROFILE = "seccomp.json"
+_STORAGE_CONF = "storage.conf"
+_DRIVER = "vfs"
+_STORAGE = '[storage]\ndriver = "{driver}"\nrunroot = "{place}"\ngraphroot = "{place}/storage"\n'
 _MOUNTING = ("mount", "fsopen", "fsmount", "move_mount", "open_tree", "mount_setattr", "pivot_root")
 
 
@@ -81,7 +84,7 @@ class State:
             str(programs.find("podman")),
             f"--root={self.place}/storage",
             f"--runroot={self.place}",
-            "--storage-driver=vfs",
+            f"--storage-driver={_DRIVER}",
         ]
 
     def inside(self) -> list[str]:
@@ -92,7 +95,11 @@ class State:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of podman."""
-        return client_environment() | {"CONTAINERS_CONF": str(self.place / "containers.conf")}
+        # The user's own configuration may name what this machine lacks, or be damaged.
+        return client_environment() | {
+            "CONTAINERS_CONF": str(self.place / "containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(self.place / _STORAGE_CONF),
+        }
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Run podman, and return what it prints."""
@@ -114,6 +121,7 @@ class State:
                 "[engine]", f'seccomp_profile = "{self.place}/{_PROFILE}"\n[engine]'
             )
             _write(self.place / _PROFILE, profile)
+        _write(self.place / _STORAGE_CONF, _STORAGE.format(place=self.place, driver=_DRIVER))
         _write(self.place / "containers.conf", text)
 
     @contextmanager

@@ -407,7 +407,8 @@ def preempted_then_lost(case: Case) -> None:
 
 def controller_restarted(case: Case) -> None:
     """Slurm's controller is away for some seconds. The job does not need it."""
-    case.start()
+    # The controller forgets a job of the seconds before it is killed.
+    case.start(steps=(1, LATEST))
     case.slurm.kill_daemon("slurmctld")
     time.sleep(case.chance.uniform(0, 5))
     case.slurm.start_controller()

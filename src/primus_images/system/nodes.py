@@ -118,11 +118,13 @@ def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] 
 
 
 def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[[], bool]) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks)]
     command += ["-m", "primus_images.system.measure", str(folder), fp8, str(burn_in)]
     # cuBLAS repeats its results only with a workspace of fixed size.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    # torchrun starts the ranks without its own options.
+    environment["PYTHONSAFEPATH"] = "1"
     log = folder / "log.txt"
     watch = processes.Watch(hopeless=hopeless)
     # It also ends the ranks, which torchrun starts in sessions of their own.

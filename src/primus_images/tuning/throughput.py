@@ -428,7 +428,7 @@ class Search:
         return self._folder / f"{recipe.digest[:16]}-{number}"
 
     def _train(self, recipe: Recipe, output: Path) -> tuple[Result, int]:
-        command = [sys.executable, "-m", "primus_images.cli.main", "train", self._source]
+        command = [sys.executable, "-P", "-m", "primus_images.cli.main", "train", self._source]
         command += [*recipe.choices.words(), *recipe.overrides]
         command += ["--output", str(output), "--json"]
         command += ["--compile-cache", str(self._folder / "compiled")]

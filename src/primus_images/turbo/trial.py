@@ -29,7 +29,7 @@ KEPT = "selftest.json"
 # from a cold disk.
 _PATIENCE = 60.0
 _IMPORT = 120.0
-_COMMAND = (sys.executable, "-m", "primus_images.turbo.selftest")
+_COMMAND = (sys.executable, "-P", "-m", "primus_images.turbo.selftest")
 
 
 @dataclass(frozen=True, kw_only=True)

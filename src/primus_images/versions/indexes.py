@@ -405,7 +405,8 @@ def parse_config(listing: str) -> dict[str, str]:
 @cache
 def _pip_config(environment: frozenset[tuple[str, str]]) -> str:
     # A lock of all targets asks dozens of times, and pip takes half a second.
-    command = [sys.executable, "-m", "pip", "config", "list"]
+    # No module of the current folder, which may be a checkout of somebody else.
+    command = [sys.executable, "-P", "-m", "pip", "config", "list"]
     listing = subprocess.run(
         command, env=dict(environment), capture_output=True, errors="replace", check=False
     )

@@ -37,6 +37,17 @@ def test_config_variables_win_over_install_over_global() -> None:
     assert indexes.listed("find-links") == ("/one", "/two")
 
 
+def test_a_module_of_the_current_folder_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a checkout of somebody else, whose images a machine builds."""
+    for name in ("pip", "json", "logging"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    Indexes.of_host({})
+    assert not (tmp_path / "ran").exists()
+
+
 def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None:
     settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING)).uv_settings(Path("/w")))
     assert [index["url"] for index in settings["index"]] == [

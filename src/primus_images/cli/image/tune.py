@@ -159,7 +159,7 @@ def _train(
         words.append(f"{key}={steps}")
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     note(options, f"primus tune: {variables} primus train {recipe.name} {' '.join(words)}")
-    command = [sys.executable, "-m", "primus_images.cli.main", "train", recipe.name, *words]
+    command = [sys.executable, "-P", "-m", "primus_images.cli.main", "train", recipe.name, *words]
     # With several stages, the document is that of the stage "tune".
     stdout = None
     if options.json:

@@ -240,7 +240,7 @@ def _process(step: Step, setting: Setting, errors: Any, document: Any) -> tuple[
     """
     words = list(step.typed(setting))
     if words[0] == "primus":
-        words[:1] = [sys.executable, "-m", "primus_images.cli.main"]
+        words[:1] = [sys.executable, "-P", "-m", "primus_images.cli.main"]
     # A run that went on after this command was killed would hold the GPUs of the next one.
     words[:0] = ["setpriv", "--pdeathsig=TERM"]
     environment = {**os.environ, "PRIMUS_NO_BANNER": "1", "PYTHONPATH": _python_path()}

@@ -7,6 +7,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content
 
 def lines(*values: object) -> bytes:
     return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def damaged(packed: bytes) -> bytes:
+    return packed[:10] + b"\xff" * 20 + packed[30:]
 
 
 def texts(path: Path, column: str | None = None) -> list[str]:
@@ -227,3 +232,78 @@ def test_a_corpus_of_a_mixture_takes_its_columns_and_split_from_the_list_alone(
     assert (texts.split, texts.question, texts.answer, texts.column) == (None, None, None, "body")
     for part in (chats, texts):
         assert (part.skip, part.completions) == (0.1, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "hint"),
+    [
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "the message of user has no content",
+            "write its content, or remove it",
+        ),
+        (
+            {"messages": [{"content": "How many?"}]},
+            'expected a role and content in every message, found {"content": "How many?"}',
+            "write its role, such as user or assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, "b"]},
+            'expected a role and content in every message, found "b"',
+            "write its role, such as user or assistant",
+        ),
+        ({"messages": []}, "'messages' has no message", "write the chat, or remove it"),
+        (
+            {"conversations": [{"from": "alice", "value": "a"}]},
+            "the sender 'alice' is unknown",
+            "known are human, user, gpt",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": None}]},
+            "the message of human has no value that is text, but null",
+            "write its value, or remove it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            "half a character",
+            "write the whole character, or remove it",
+        ),
+        ({"text": None}, "expected text in 'text', found null", "write text there"),
+        (
+            {"messages": "user: hello"},
+            "expected a list of messages (role and content) in 'messages', found \"user: hello\"",
+            "data.column=NAME names the column",
+        ),
+    ],
+)
+def test_a_row_of_something_else_is_refused_with_what_to_correct(
+    row: dict[str, object], said: str, hint: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        document_of(row, layout_of(row, None, "a:1"), "a:1")
+    assert said in refused.value.message
+    assert hint in (refused.value.hint or "")
+
+
+def test_messages_that_a_table_holds_as_json_are_a_chat() -> None:
+    row = {"messages": json.dumps(CHAT)}
+    assert document_of(row, layout_of(row, None, "a:1"), "a:1").messages == CHAT
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("a.jsonl.gz", gzip.compress(lines({"text": "a"}) * 99)[:30], "copy the file again"),
+        ("a.jsonl.gz", damaged(gzip.compress(random.Random(0).randbytes(999))), "copy the file"),
+        ("a.jsonl", '{"text": "é"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}\r', "ends of lines are CR"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_what_mends_it(
+    tmp_path: Path, name: str, content: bytes, hint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        texts(tmp_path / name)
+    assert hint in (refused.value.hint or "")

@@ -13,6 +13,7 @@ from primus_images.training.text.rows import TABLE, unreadable
 WEIGHTS: Sequence[str] = TABLE["weights"]
 _KINDS = {list: "a list", str: "text", type(None): "null"}
 _ROLES = ("user", "assistant")
+_ANOTHER = "data.column=NAME names the column of the text or of the chat messages"
 
 Message = dict[str, Any]
 
@@ -115,9 +116,8 @@ def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> Inpu
     return InputError(
         f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}",
         where=where,
-        hint="data.column=NAME names the column of the text or of the chat messages; also "
-        "known are messages, conversations, prompt and completion, instruction and "
-        "output",
+        hint=f"{_ANOTHER}; also known are messages, conversations, prompt and completion, "
+        "instruction and output",
     )
 
 
@@ -160,7 +160,11 @@ def _of_texts(texts: Sequence[str]) -> Document:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise _neither(value, name, where)
+        raise InputError(
+            f"expected text in {name!r}, found {_shown(value)}",
+            where=where,
+            hint=f"write text there; {_ANOTHER}",
+        )
     _refuse_surrogates(value, where)
     return value
 
@@ -170,31 +174,66 @@ def _refuse_surrogates(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)"
-        raise unreadable(f"expected text, found {half}", where) from None
+        raise InputError(
+            f"expected text, found {half}",
+            where=where,
+            hint="write the whole character, or remove it",
+        ) from None
 
 
-def _neither(value: Any, name: str, where: str) -> InputError:
-    shown = json.dumps(value, ensure_ascii=False, default=str)[:60]
-    return unreadable(
-        f"expected text or chat messages (role and content) in {name!r}, found {shown}", where
-    )
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)[:60]
 
 
 def _messages(value: Any, name: str, where: str) -> list[Message]:
     """Return the messages of a column. Those of ShareGPT get the names of chat templates."""
-    if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
-        raise _neither(value, name, where)
-    messages = [dict(message) for message in value]
-    if all(_is_sharegpt(message) for message in messages):
-        for message in messages:
-            message["role"] = TABLE["senders"][message["from"]]
-            message["content"] = message["value"]
-            if message["from"] == "function_call":
-                message["content"] = ""
-                message["tool_calls"] = _written_calls(message["value"], where)
-    for message in messages:
-        _check_message(message, name, where)
+    listed = value
+    if isinstance(value, str):  # tables hold them as JSON
+        with suppress(ValueError, RecursionError):
+            listed = json.loads(value)
+    if not isinstance(listed, list):
+        raise InputError(
+            f"expected a list of messages (role and content) in {name!r}, found {_shown(value)}",
+            where=where,
+            hint=_ANOTHER,
+        )
+    if not listed:
+        raise InputError(
+            f"{name!r} has no message", where=where, hint="write the chat, or remove it"
+        )
+    messages = []
+    sharegpt = all(isinstance(message, Mapping) and "from" in message for message in listed)
+    for item in listed:
+        if not isinstance(item, Mapping):
+            raise _no_role(item, where)
+        message = dict(item)
+        if sharegpt and "content" not in message:
+            message |= _of_sharegpt(message, where)
+        _check_message(message, where)
+        messages.append(message)
     return messages
+
+
+def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
+    """Return role, content and calls of a message with ``from`` and ``value``."""
+    sender, value = str(message["from"]), message.get("value")
+    senders: Mapping[str, str] = TABLE["senders"]
+    if sender not in senders:
+        raise InputError(
+            f"the sender {sender!r} is unknown",
+            where=where,
+            hint=f"known are {', '.join(senders)}",
+        )
+    if not isinstance(value, str):
+        raise InputError(
+            f"the message of {sender} has no value that is text, but {_shown(value)}",
+            where=where,
+            hint="write its value, or remove it",
+        )
+    if sender == "function_call":
+        calls = _written_calls(value, where)
+        return {"role": senders[sender], "content": "", "tool_calls": calls}
+    return {"role": senders[sender], "content": value}
 
 
 def _written_calls(text: str, where: str) -> list[Message]:
@@ -217,29 +256,43 @@ def _is_call(call: Any) -> bool:
     return isinstance(call, Mapping) and isinstance(call.get("name"), str)
 
 
-def _is_sharegpt(message: Message) -> bool:
-    return str(message.get("from")) in TABLE["senders"] and isinstance(message.get("value"), str)
-
-
-def _check_message(message: Message, name: str, where: str) -> None:
+def _check_message(message: Message, where: str) -> None:
     if any(message.get(key) not in (None, 0, 1) for key in WEIGHTS):
-        shown = json.dumps(message, ensure_ascii=False, default=str)[:80]
-        raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
+        raise InputError(
+            f"a message is trained or not (weight 1 or 0), found {_shown(message)}", where=where
+        )
     calls = calls_of(message)
     content = message.get("content")
-    if not isinstance(message.get("role"), str) or (content is None and not calls):
-        raise _neither(message, name, where)
+    if not isinstance(message.get("role"), str):
+        raise _no_role(message, where)
+    if content is None and not calls:
+        raise InputError(
+            f"the message of {message['role']} has no content",
+            where=where,
+            hint="write its content, or remove it",
+        )
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-            raise _neither(message, name, where)
+            raise InputError(
+                f"expected the function of a call of a tool, found {_shown(call)}",
+                where=where,
+                hint="write its name and arguments",
+            )
     if not isinstance(content, list):
         return
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            shown = str(part)[:60]
             raise InputError(
-                f"expected text in every part of a message, found {shown}", where=where
+                f"expected text in every part of a message, found {_shown(part)}", where=where
             )
+
+
+def _no_role(message: Any, where: str) -> InputError:
+    return InputError(
+        f"expected a role and content in every message, found {_shown(message)}",
+        where=where,
+        hint="write its role, such as user or assistant",
+    )
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Any]:
@@ -316,12 +369,14 @@ def _history(pairs: Any, where: str) -> list[Message]:
     """Return the earlier turns of a row of Alpaca's, which are pairs of question and answer."""
     if pairs is None:
         return []
-    if not isinstance(pairs, list):
-        raise _neither(pairs, "history", where)
     messages = []
-    for pair in pairs:
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or len(pair) != len(_ROLES):
-            raise _neither(pairs, "history", where)
+            raise InputError(
+                f"expected pairs of question and answer in 'history', found {_shown(pair)}",
+                where=where,
+                hint="write a list of lists of two texts",
+            )
         for role, words in zip(_ROLES, pair, strict=True):
             messages.append({"role": role, "content": _text(words, "history", where)})
     return messages

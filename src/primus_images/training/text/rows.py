@@ -12,7 +12,8 @@ import gzip
 import io
 import json
 import lzma
-from codecs import BOM_UTF8
+import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping
 from glob import escape
 from itertools import groupby
@@ -100,9 +101,9 @@ def form_of(file: Path) -> str:
     return suffixes[-1]
 
 
-def unreadable(message: str, where: str) -> InputError:
-    """Return the error of a file that cannot be read as a corpus."""
-    return InputError(message, where=where, hint=TABLE["readable"])
+def unreadable(message: str, where: str, remedy: str = "") -> InputError:
+    """Return the error of a file that cannot be read as a corpus, with its ``remedy`` if known."""
+    return InputError(message, where=where, hint=remedy or TABLE["readable"])
 
 
 def first_line(error: Exception) -> str:
@@ -154,8 +155,12 @@ def _lines(file: Path, head: bytes, reading: Reading) -> Iterator[tuple[str, byt
             reading.begin(packed)
             for number, line in enumerate(stream, 1):
                 yield f"{file}:{number}", line
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise unreadable(
+            f"cannot be read: {error}",
+            f"{file}:{number + 1}",
+            "the file is damaged or incomplete: copy the file again, or compress it again",
+        ) from error
 
 
 def _text_lines(
@@ -178,7 +183,10 @@ def _decoded(line: bytes, where: str) -> str:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"the byte 0x{line[error.start]:02x}"
-        raise unreadable(f"expected UTF-8 text, found {byte}", where) from None
+        remedy = f"if it is text, write it as UTF-8 (iconv -f LATIN1 -t UTF-8); {TABLE['readable']}"
+        if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            remedy = "write it as UTF-8, as by iconv -f UTF-16 -t UTF-8"
+        raise unreadable(f"expected UTF-8 text, found {byte}", where, remedy) from None
     if "\0" in text:
         raise unreadable("expected text, found binary data", where)
     return text
@@ -224,7 +232,10 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
         if rest:
             token = repr(rest)
         where = f"{file}:{line + error.lineno - 1}:{error.colno}"
-        raise unreadable(f"expected {expected}, found {token}", where) from None
+        remedy = ""
+        if "\r" in text[: error.pos].rstrip("\n"):
+            remedy = "the ends of lines are CR: write LF, as by tr '\\r' '\\n'"
+        raise unreadable(f"expected {expected}, found {token}", where, remedy) from None
     except ValueError as error:  # a number with thousands of digits
         raise unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
 

@@ -1102,6 +1102,10 @@ def test_a_withdrawn_image_says_so_first(
     spaced = kit.primus("withdraw", TAG, *words[:4], "--reason", "of\ntwo\tlines")
     assert (spaced.code, ": of two lines" in spaced.out) == (0, True), spaced.err
     assert kit.primus("plan", "demo").code == 0
+    other = f"sha256:{'0' * 64}"
+    kit.write("withdrawn.yaml", f"{TAG}: {{reason: old, date: '2026-01-01', digest: '{other}'}}\n")
+    again = kit.primus("withdraw", TAG, *words)
+    assert f"! withdrawn.yaml no longer names {other}, another image {TAG}" in again.err
 
 
 NEXT = "v26.11.1-demo"

@@ -65,6 +65,12 @@ def withdraw(options: WithdrawOptions) -> int:
     ]
     file = None
     if root:
+        noted = withdrawals(root).get(options.release)
+        if noted and noted.digest not in (None, image.digest):
+            note(
+                options,
+                f"! withdrawn.yaml no longer names {noted.digest}, another image {options.release}",
+            )
         file = str(remember(root, options.release, withdrawal))
         lines.append(f"  → commit {file}, so that `primus run` and `primus diff` know it")
     for tag in image.moving_tags:

@@ -17,7 +17,12 @@ from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.protocol import backend_of
 from primus_images.training.text.corpus import Corpus, files_of, parts_of, rows
-from primus_images.training.text.document import document_of, layout_of
+from primus_images.training.text.document import (
+    Document,
+    document_of,
+    layout_of,
+    refuse_other_spellings,
+)
 from primus_images.training.text.rows import Reading, form_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
@@ -283,6 +288,21 @@ def test_a_row_of_something_else_is_refused_with_what_to_correct(
         document_of(row, layout_of(row, None, "a:1"), "a:1")
     assert said in refused.value.message
     assert hint in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("role", "meant"), [("User", "user"), ("gpt", "assistant"), ("bot", "assistant")]
+)
+def test_another_spelling_of_a_role_is_refused(role: str, meant: str) -> None:
+    chat = Document(messages=[*CHAT, {"role": role, "content": "a"}])
+    with pytest.raises(InputError, match=f"the role '{role}' is none") as refused:
+        refuse_other_spellings(chat, "a:1")
+    assert refused.value.hint == f"write {meant}"
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "developer", "model", "function_call"])
+def test_a_role_of_some_templates_is_left_to_them(role: str) -> None:
+    refuse_other_spellings(Document(messages=[*CHAT, {"role": role, "content": "a"}]), "a:1")
 
 
 def test_messages_that_a_table_holds_as_json_are_a_chat() -> None:

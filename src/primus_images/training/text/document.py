@@ -130,6 +130,21 @@ def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
     return row
 
 
+def refuse_other_spellings(document: Document, where: str) -> None:
+    """Refuse another spelling of a role, such as Assistant or gpt: no word of it is trained."""
+    roles = ("system", *_ROLES, *TABLE["own_roles"])
+    for message in document.messages or ():
+        role = message["role"]
+        meant = TABLE["senders"].get(role.strip().lower())
+        if meant in roles and role not in roles:
+            raise InputError(
+                f"the role {role!r} is none of chat templates, and only answers of the assistant "
+                "are trained",
+                where=where,
+                hint=f"write {meant}",
+            )
+
+
 def document_of(row: Any, layout: Layout, where: str) -> Document:
     """Return the document of a row.
 

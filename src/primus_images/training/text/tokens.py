@@ -24,7 +24,12 @@ from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.text import batches, corpus as corpora, indexed
 from primus_images.training.text.corpus import Corpus, Files
-from primus_images.training.text.document import Layout, document_of, layout_of
+from primus_images.training.text.document import (
+    Layout,
+    document_of,
+    layout_of,
+    refuse_other_spellings,
+)
 from primus_images.training.text.encoder import Encoder
 from primus_images.training.text.rows import Reading, Row
 
@@ -153,6 +158,8 @@ class Reader:
         for where, row in self._rows:
             try:
                 document = document_of(row, self.layout, where)
+                if self.masked:
+                    refuse_other_spellings(document, where)
             except InputError as error:
                 yield where, error
                 continue

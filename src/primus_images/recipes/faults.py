@@ -247,11 +247,19 @@ def batch_faults(recipe: Recipe) -> Iterator[Fault]:
             f"= {together}",
             f"global_batch={multiple}, or another local_batch",
         )
+    typed = _typed_of(recipe, "validation.accumulation", local_key)
+    # A batch of the user's own is for training. Validation asks again.
+    if typed != local_key:
+        yield from accumulation_faults(recipe)
+
+
+def accumulation_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield a local batch that the accumulation run of validation cannot divide."""
     parts = recipe.find("validation.accumulation", 1)
     if recipe.local_batch % parts:
         yield (
-            _typed_of(recipe, "validation.accumulation", local_key),
-            f"{parts} must divide the local batch of {recipe.local_batch}",
+            "validation.accumulation",
+            f"{parts} parts must divide the local batch of {recipe.local_batch}",
             f"validation.accumulation={math.gcd(parts, recipe.local_batch)}",
         )
 

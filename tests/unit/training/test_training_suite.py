@@ -403,6 +403,17 @@ def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
         suite.plan(replace(PROXY, overrides=["training.steps=10"]), tmp_path)
 
 
+def test_a_batch_that_validation_cannot_divide_trains_and_is_not_validated(tmp_path: Path) -> None:
+    words = ["local_batch=1", "global_batch=4", "ranks=2"]
+    recipe = resolve("llama3-proxy", words, Choices(gpu="cpu"))
+    assert recipe.local_batch == 1
+    with pytest.raises(InputError, match="2 parts must divide the local batch of 1") as refused:
+        suite.plan(replace(PROXY, overrides=tuple(words)), tmp_path)
+    assert refused.value.hint == "validation.accumulation=1"
+    with pytest.raises(InputError, match="parts must divide"):
+        resolve("llama3-proxy", ["validation.accumulation=3"], Choices(gpu="cpu"))
+
+
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(
     jobs: tuple[Job, ...],
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from primus_images.errors import InputError
 from primus_images.recipes.choose import CPU, computes
+from primus_images.recipes.faults import accumulation_faults
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import changed, resolve
 from primus_images.recipes.rules import rules_of
@@ -120,6 +121,9 @@ class _Planner:
     def _split(self) -> Job:
         recipe = self._recipe
         micro_batches = recipe.get("validation.accumulation", int)
+        for key, message, hint in accumulation_faults(recipe):
+            origin = recipe.settings[key].origin
+            raise InputError(f"{key}: {message}", where=origin, hint=hint)
         batch = {
             "local_batch": recipe.local_batch // micro_batches,
             "global_batch": recipe.global_batch,

@@ -230,6 +230,8 @@ def test_options_and_tools_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
         ),
         ("{{ messages | length }}" + CHATML, [ASKED, SAID], [], "cannot be told from the rest"),
         ("{{ oops.oops }}", [ASKED, SAID], [], "refuses the messages: 'oops' is undefined"),
+        ("\n{% for", [ASKED, SAID], [], "template is wrong at its line 2: unexpected end"),
+        ("{{ 1 | oops }}", [ASKED, SAID], [], "template is wrong at its line 1: No filter"),
     ],
 )
 def test_a_template_that_loses_a_part_of_a_chat_is_refused(

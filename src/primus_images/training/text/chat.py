@@ -75,6 +75,15 @@ def encoded(
             "in the template",
         ) from None
     except Exception as error:
+        # jinja2's TemplateSyntaxError; transformers may lack jinja2.
+        line = getattr(error, "lineno", None)
+        if line:
+            raise InputError(
+                f"the chat template is wrong at its line {line}: {first_line(error)}",
+                where=where,
+                hint="correct it: chat_template=FILE, or the tokenizer's chat_template.jinja or "
+                "tokenizer_config.json",
+            ) from error
         raise InputError(
             f"the tokenizer's chat template refuses the messages: {first_line(error)}",
             where=where,

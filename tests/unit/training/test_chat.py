@@ -230,7 +230,7 @@ def test_options_and_tools_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
         ),
         ("{{ messages | length }}" + CHATML, [ASKED, SAID], [], "cannot be told from the rest"),
         ("{{ oops.oops }}", [ASKED, SAID], [], "refuses the messages: 'oops' is undefined"),
-        ("\n{% for", [ASKED, SAID], [], "template is wrong at its line 2: unexpected 'end of template'"),
+        ("\n{% for", [ASKED, SAID], [], "template is wrong at its line 2: unexpected 'end"),
         ("{{ 1 | oops }}", [ASKED, SAID], [], "template is wrong at its line 1: No filter"),
     ],
 )

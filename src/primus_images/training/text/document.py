@@ -197,7 +197,11 @@ def _refuse_surrogates(text: str, where: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)[:60]
+    return json.dumps(value, ensure_ascii=False, default=str)[:80]
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _messages(value: Any, name: str, where: str) -> list[Message]:
@@ -206,7 +210,7 @@ def _messages(value: Any, name: str, where: str) -> list[Message]:
     if isinstance(value, str):  # tables hold them as JSON
         with suppress(ValueError, RecursionError):
             listed = json.loads(value)
-    if not isinstance(listed, list):
+    if not isinstance(listed, list) or (listed and not any(map(_is_mapping, listed))):
         raise InputError(
             f"expected a list of messages (role and content) in {name!r}, found {_shown(value)}",
             where=where,

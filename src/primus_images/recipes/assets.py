@@ -73,7 +73,13 @@ def vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
     tokens = vocabulary(tokenizer)
     if tokens > rows:
         why = f"{rows} is less than the {tokens} tokens of {tokenizer}"
-        remedy = f"model.vocab_size={tokens} or more, or another assets.tokenizer"
+        remedy = f"model.vocab_size={tokens} or more"
+        if recipe.weights:
+            remedy = (
+                f"resize the weights in transformers by model.resize_token_embeddings({tokens}), "
+                "and save them"
+            )
+        remedy += ", or another assets.tokenizer"
         yield "model.vocab_size", why, remedy
 
 

@@ -210,3 +210,12 @@ def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "dev/config.json")
     with pytest.raises(InputError, match="this is not a regular file"):
         check(tmp_path / "dev")
+
+
+def test_tokens_beyond_the_weights_need_larger_weights(tmp_path: Path) -> None:
+    """The size of the vocabulary cannot be set beside weights."""
+    folder = written(tmp_path / "w", {**LLAMA31, "vocab_size": 100})
+    with pytest.raises(InputError, match="100 is less than the 1024 tokens") as refused:
+        resolve("llama3.1-8b", [f"weights={folder}"], Choices(gpu="mi300x", backend="finetune"))
+    assert "model.resize_token_embeddings(1024)" in (refused.value.hint or "")
+    assert "model.vocab_size" not in (refused.value.hint or "")

@@ -414,6 +414,15 @@ def test_a_batch_that_validation_cannot_divide_trains_and_is_not_validated(tmp_p
         resolve("llama3-proxy", ["validation.accumulation=3"], Choices(gpu="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("15s", "every 15 seconds,"), ("1m", "every 1 minute,"), ("90m", "every 90 minutes,")],
+)
+def test_the_time_between_checkpoints_is_said(word: str, said: str, tmp_path: Path) -> None:
+    recipe = resolve("llama3-proxy", [f"checkpoint={word}"], Choices(gpu="cpu"))
+    assert said in train._saving(Job(name="x", recipe=recipe, output=tmp_path))
+
+
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(
     jobs: tuple[Job, ...],
 ) -> None:

@@ -228,12 +228,12 @@ def _saving(job: Job) -> str:
     """Return when checkpoints are saved, and the space that they take."""
     recipe = job.recipe
     minutes = recipe.get("saving.minutes", float)
-    time = f"{minutes:.4g} minutes"
+    interval = f"{minutes:.4g} minutes"
     if minutes < 1:
-        time = f"{60 * minutes:.3g} seconds"
+        interval = f"{60 * minutes:.3g} seconds"
     elif minutes == 1:
-        time = "1 minute"
-    sentence = f"a checkpoint every {time}, and one after the last step"
+        interval = "1 minute"
+    sentence = f"a checkpoint every {interval}, and one after the last step"
     keep = recipe.find("saving.keep", 0)
     if not keep or recipe.mode == "lora":
         return sentence

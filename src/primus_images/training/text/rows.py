@@ -293,7 +293,8 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
         ) from None
     except Exception as error:
         message = f"cannot be read after row {number}: {first_line(error)}"
-        raise unreadable(message, shown) from error
+        remedy = f"copy the file again if it is damaged; {TABLE['readable']}"
+        raise unreadable(message, shown, remedy) from error
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:

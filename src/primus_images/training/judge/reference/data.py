@@ -343,7 +343,7 @@ _ALPACA = (
 _ALPACA_INPUT = ", paired with an input that provides further context"
 # ShareGPT's senders, where they are not the names of roles.
 _ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
-    ("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"
+    ("gpt", "chatgpt", "bot", "bing", "bard", "model", "function_call"), "assistant"
 )
 # Keys of a message that is not trained if one of them is false or 0.
 _SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
@@ -415,6 +415,8 @@ def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document
     value = row[column]
     if column == "instruction":
         return [_instructed(row, words)]
+    if column in ("messages", "conversations") and isinstance(value, str):
+        value = json.loads(value)
     if isinstance(value, str):
         if len(layout) > 1:
             return [words.answer(value, row["completion"])]

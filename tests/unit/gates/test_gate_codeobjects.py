@@ -160,6 +160,22 @@ def test_damaged_files_are_errors_and_no_silence(data: bytes) -> None:
         look("x.co", data)
 
 
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (elf({".rocm_kpack_ref": b"\x80"}), "its .rocm_kpack_ref names no kernel packs"),
+        (elf({".rocm_kpack_ref": b"\x90"}), "its .rocm_kpack_ref names no kernel packs"),
+        (struct.pack("<4sIQ", b"KPAK", 1, 15) + b"\x80", "has its table outside the file"),
+        (struct.pack("<4sIQ", b"KPAK", 1, 17) + b"\x80", "has its table outside the file"),
+        (struct.pack("<4sIQ", b"KPAK", 1, 16) + b"\x80", "a kernel pack has no table"),
+        (struct.pack("<4sIQ", b"KPAK", 1, 16) + b"\x90", "a kernel pack has no table"),
+    ],
+)
+def test_what_a_kernel_pack_lacks_is_said(data: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        look("x.co", data)
+
+
 @pytest.mark.parametrize("before", [0, 1, 48])
 def test_a_kernel_packs_table_may_begin_right_after_its_head(before: int) -> None:
     whole = kernel_pack({"lib/x.so": ["gfx942"]})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from primus_images.errors import InputError
 from primus_images.plan import layers as plan
 from primus_images.plan.action import Action
 from primus_images.versions.lock import Lock, LockedFile
@@ -101,6 +102,23 @@ def test_the_root_is_the_base_with_more_and_shares_the_images_layers(tmp_path: P
     torch = next(a for a in image.layers if a.name == "torch")
     assert torch.key in {a.key for a in build.tools}, "the same wheel is laid out once"
     assert "base native build" not in {a.name for a in image.layers}
+
+
+def test_a_build_sees_the_layers_of_components_that_it_names(tmp_path: Path) -> None:
+    versions = VERSIONS.replace("debs: [gcc]", "debs: [gcc], built: [torch]")
+    build = _build(tmp_path, versions=versions.replace("wheels: [torch], ", ""))
+    assert [action.name for action in build.tools][-1] == "torch"
+
+
+def test_a_component_that_a_build_needs_must_be_in_the_image(tmp_path: Path) -> None:
+    versions = VERSIONS.replace("debs: [gcc]", "debs: [gcc], built: [torch]")
+    target = TARGET.replace("torch, ", "")
+    with pytest.raises(InputError) as caught:
+        _build(tmp_path, versions=versions.replace("wheels: [torch], ", ""), target=target)
+    assert caught.value.message == (
+        "native 1.0 is built with torch, which demo lacks or builds with other packages"
+    )
+    assert str(caught.value.where).startswith("versions.yaml:")
 
 
 def test_a_builds_python_lists_folders_sorted(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def settings_of_long_run(backend: Backend, settings: Settings, typed: Settings) 
 
     ``typed`` are the user's words among ``settings``.
     """
-    steps = _number(settings.get(backend.key("steps")))
+    steps = _steps(settings.get(backend.key("steps")))
     if steps <= SHORT:
         return {}
     added: dict[str, Setting] = {}
@@ -34,7 +34,7 @@ def settings_of_long_run(backend: Backend, settings: Settings, typed: Settings) 
     if by_time and not {"saving.keep", "torchtitan.checkpoint.keep_latest_k"} & settings.keys():
         added["saving.keep"] = _setting(_KEPT, "more checkpoints fill the disk of a long run")
     if str(settings["mode"].value) == "pretrain":
-        for key, value in _schedule(backend, settings, int(steps)):
+        for key, value in _schedule(backend, settings, steps):
             if _is_default(key, settings, typed):
                 why = "a rate that warms up over 1 % of the run, and falls to 10 % by a cosine"
                 added[key] = _setting(value, why)
@@ -65,6 +65,13 @@ def _is_default(key: str, settings: Settings, typed: Settings) -> bool:
     if key in typed:
         return False
     return key not in settings or settings[key].origin.startswith(str(folder()))
+
+
+def _steps(setting: Setting | None) -> int:
+    # Another value than a whole number, such as `.inf`, is refused after this.
+    if setting is None or not isinstance(setting.value, int):
+        return 0
+    return setting.value
 
 
 def _number(setting: Setting | None) -> float:

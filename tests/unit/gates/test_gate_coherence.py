@@ -1,6 +1,7 @@
 """One ROCm version, one GPU."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from primus_images.gates.rules.coherence import (
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import ResolvedTarget, resolve
 from primus_images.versions.lock import Lock, LockedFile, dumps
+from project_kit import Kit
 from tables import text_of
 
 TRAIN = {
@@ -228,3 +230,41 @@ def target_with(root: Path, files: tuple[LockedFile, ...]) -> ResolvedTarget:
     lock = Lock(target="mi300x", channel="amd", pins={}, files=files)
     write_file(Project(root).lock_path("mi300x", "amd"), dumps(lock))
     return resolve(Project(root), "mi300x")
+
+
+def test_wheels_that_only_builds_have_are_of_the_train_too(tmp_path: Path) -> None:
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", text_of("versions/build_root.yaml"))
+    target = "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [torch, native]\n"
+    kit.write("images/demo.yaml", target)
+
+    def file(kind: str, name: str, version: str, base: str | None) -> LockedFile:
+        return LockedFile(
+            kind=kind,  # type: ignore[arg-type]
+            name=name,
+            version=version,
+            file=name,
+            size=1,
+            sha256="1" * 64,
+            base=base,
+        )
+
+    files = (
+        file("wheel", "torch", "2.0", None),
+        file("wheel", "torch", "1.0", "native build"),
+        file("wheel", "ninja", "1.11", "native build"),
+        file("deb", "python3.11-minimal", "3.11.2", "bookworm"),
+        file("deb", "libc6", "2.36", "bookworm"),
+        file("deb", "gcc", "12", "native build"),
+    )
+    target_of = resolve(Project(tmp_path), "demo")
+    lock = Lock(target="demo", channel="pypi", pins={}, files=files)
+    packages = pinned_packages(replace(target_of, lock=lock))
+    rows = {(package.name, package.version): package.where for package in packages}
+    torch = rows.pop(("torch", "2.0"))
+    base = rows.pop(("python3.11-minimal", "3.11.2"))
+    assert torch.startswith("versions.yaml:")
+    assert base == "versions.yaml:4:3"
+    of_lock = "images/locks/pypi/demo.json"
+    assert rows == {("ninja", "1.11"): of_lock, ("libc6", "2.36"): of_lock}
+    assert pinned_packages(replace(target_of, lock=None)) == []

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.layer import require_sane, save_paths, write_layer
-from primus_images.oci.store import Store
+from primus_images.oci.store import Store, digest_of
 from primus_images.oci.tar import Entry, in_order, part
 
 FREE = 100 << 20
@@ -137,3 +138,19 @@ def test_unclean_paths_and_targets_are_named(fields: dict[str, str], sentence: s
     with pytest.raises(InputError) as caught:
         Entry(**fields)  # type: ignore[arg-type]
     assert caught.value.message.startswith(sentence)
+
+
+def test_a_layer_states_the_bytes_of_its_tar(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.prepare()
+    advanced: list[int] = []
+    entries = [Entry(path="opt/a", size=700, source=bytes(700))]
+    layer = write_layer(store, entries, advance=advanced.append)
+    tar = (
+        zstandard.ZstdDecompressor()
+        .decompressobj()
+        .decompress(store.blob_path(layer.blob.digest).read_bytes())
+    )
+    assert layer.unpacked == len(tar) == sum(advanced)
+    assert layer.diff_id == digest_of(tar)
+    assert layer.blob.size == store.blob_path(layer.blob.digest).stat().st_size

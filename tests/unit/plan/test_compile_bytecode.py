@@ -1,4 +1,11 @@
-"""The portions in which modules are compiled."""
+"""The portions in which modules are compiled, and their bytecode."""
+
+import json
+import marshal
+import sys
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +33,70 @@ def test_portions_hold_every_module_once_and_begin_where_the_last_one_ended(
         # Each is full with its last module; only the last portion may be smaller.
         assert sum(of_modules[:-1]) < 10
         assert sum(of_modules) >= 10 or modules is portions[-1][2]
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folders /in and /out of the script."""
+
+    def opened(path: str, *words: Any, **options: Any) -> Any:
+        return (tmp_path / path.removeprefix("/")).open(*words, **options)
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(compile_bytecode, "open", opened, raising=False)
+    monkeypatch.setattr(sys, "argv", ["compile", "/opt/site"])
+    return tmp_path
+
+
+SOURCES = {"a.py": b"x = 1\n", "broken.py": b"x = (\n", "sub/b.py": b"y = '\\d'\n"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_valid_module_is_compiled_for_its_place_in_the_image(sandbox: Path) -> None:
+    (sandbox / "in/modules").write_bytes(b"".join(SOURCES.values()))
+    index = [[path, len(source)] for path, source in SOURCES.items()]
+    (sandbox / "in/index.json").write_text(json.dumps(index))
+    compile_bytecode.main()
+    rows = json.loads((sandbox / "out/index.json").read_text())
+    data = (sandbox / "out/0").read_bytes()
+    names = [cache_from_source("a.py"), cache_from_source("sub/b.py")]
+    assert [row[0] for row in rows] == names
+    assert [row[1] for row in rows] == [0, 0]
+    assert [row[2] for row in rows] == [0, rows[0][3]]
+    assert rows[0][3] + rows[1][3] == len(data)
+    for name, row in zip(("a.py", "sub/b.py"), rows, strict=True):
+        bytecode = data[row[2] : row[2] + row[3]]
+        assert bytecode[:4] == MAGIC_NUMBER
+        # A checked hash: an edit of the source takes effect.
+        assert int.from_bytes(bytecode[4:8], "little") == 3
+        assert bytecode[8:16] == source_hash(SOURCES[name])
+        code = marshal.loads(bytecode[16:])
+        assert code.co_filename == f"/opt/site/{name}"
+
+
+@pytest.mark.parametrize(
+    ("path", "compiled"),
+    [
+        ("torch/a.py", True),
+        ("a.py", True),
+        ("test.py", True),
+        ("torch/test/a.py", False),
+        ("tests/a.py", False),
+        ("testing/a.py", True),
+        ("torch/a.pyi", False),
+    ],
+)
+def test_tests_of_libraries_get_no_bytecode(path: str, compiled: bool) -> None:
+    assert compile_bytecode.is_compiled(path) is compiled
+
+
+def test_interned_constants_are_equal_and_of_one_object_each() -> None:
+    text = "".join(["a", "b c"])
+    value = (text, frozenset([text]), slice(None, text, 2), 1, None)
+    again = compile_bytecode.interned(value)
+    assert again == value
+    assert again[0] is sys.intern(text)  # type: ignore[index]
+    code = compile("def f(a=('x y',)):\n return 'x y'\n", "f.py", "exec")
+    assert compile_bytecode.interned(code) == code
+    assert marshal.loads(compile_bytecode.serialized(code)) == code

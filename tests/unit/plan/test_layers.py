@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from primus_images.errors import InputError
 from primus_images.oci.store import Store
 from primus_images.plan.explain import outline
 from primus_images.plan.project import Project
-from primus_images.plan.resolve import resolve
+from primus_images.plan.resolve import lock_target, resolve
+from primus_images.versions import relock
 from primus_images.versions.lock import Kind, Lock, LockedFile
 from project_kit import Kit, plan_over
 from tables import text_of
@@ -244,3 +246,15 @@ def test_a_folder_called_like_an_input_is_in_the_key(pinned: Kit) -> None:
         plan = plan_over(pinned.root, "demo", _lock(pinned, *files))
         keys |= {action.key for action in plan.layers if action.name == "to"}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(("options", "kept"), [({}, True), ({"refresh": True}, False)])
+def test_versions_of_a_lock_are_kept_unless_they_are_refreshed(
+    options: dict[str, bool], kept: bool, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = replace(resolve(Project(kit.root), "demo"), lock=_lock(kit))
+    previous = []
+    monkeypatch.setattr(relock, "resolve", lambda request, lock, *rest: previous.append(lock))
+    nothing: Any = None
+    lock_target(resolved, nothing, nothing, **options)
+    assert previous == [resolved.lock if kept else None]

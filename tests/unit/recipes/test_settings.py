@@ -11,6 +11,7 @@ from primus_images.recipes import indexed, load
 from primus_images.recipes.assets import vocabulary
 from primus_images.recipes.digest import digest_of_recipe, misstated
 from primus_images.recipes.long import settings_of_long_run
+from primus_images.recipes.resolve import resolve
 from primus_images.recipes.schema import backends
 from primus_images.recipes.setting import Choices, Setting, ends_of, outside, share_of
 
@@ -217,3 +218,24 @@ def test_a_record_states_the_recipe_that_it_hashes(change: dict[str, Any], sente
 def test_a_record_without_assets_is_not_hashed_again() -> None:
     about = {key: value for key, value in ABOUT.items() if key != "assets"}
     assert misstated({**about, "sha256": "0" * 64}) == ""
+
+
+WARMUP = "torchtitan.lr_scheduler.warmup_steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "origin"),
+    [
+        (["steps=3"], 3, ", at most the 3 steps"),
+        (["steps=3", "lr_scheduler.warmup_steps=2"], 2, "warmup_steps=2"),
+        (["lr_scheduler.warmup_steps=9"], 9, "warmup_steps=9"),
+        (["steps=501"], 5, "a run of more than 500 steps"),
+    ],
+)
+def test_a_warm_up_ends_with_the_run_unless_it_is_typed(
+    words: list[str], warmup: int, origin: str
+) -> None:
+    choices = Choices(gpu="mi300x", nodes=1, backend="torchtitan")
+    setting = resolve("llama3.1-8b", words, choices).settings[WARMUP]
+    assert setting.value == warmup
+    assert setting.origin.endswith(origin)

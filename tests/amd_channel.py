@@ -85,7 +85,8 @@ def channel_versions(
         "debs: [g++, libpython3.12-dev, make]", "debs: [make]"
     )
     text = text.replace("debs: [g++, libpython3-dev]", "debs: [make]")
-    text = text.replace("compiler: [g++, libpython3.11-dev]", "compiler: [make]")
+    # The gate "compilation" asks for a C compiler and the headers of Python.
+    text = text.replace("compiler: [g++, libpython3.11-dev]", "compiler: [gcc, libpython3.11-dev]")
     for name, (url, commit) in commits.items():
         found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
         assert found is not None

@@ -15,8 +15,9 @@ from primus_images.training.backends.finetune.models import FineTuned, config_of
 from primus_images.training.backends.flux.latents import Images, packed
 from primus_images.training.backends.loop.config import LoopConfig
 from primus_images.training.backends.loop.data import Documents, Mock
-from primus_images.training.backends.loop.session import terms_of
+from primus_images.training.backends.loop.session import samples_of, terms_of
 from primus_images.training.judge.reference.data import samples as reference_samples
+from primus_images.training.run import fingerprint
 from primus_images.training.text.tokens import Tokens, mix, packs, stored
 
 
@@ -212,11 +213,34 @@ def check_packs_are_full_and_hold_each_document_once() -> None:
     assert len(samples) * 64 < 1.02 * sum(lengths)
 
 
+def check_a_fingerprint_is_of_samples_and_not_of_how_they_are_divided() -> None:
+    tokens = Tokens(tokens=np.arange(101, dtype=np.uint32), ends=np.asarray([101]))
+    data = Documents(tokens, seq_len=10, seed=3)
+
+    def of(*batches: tuple[int, int]) -> str:
+        parts = [samples_of(data.batch(first, count)) for first, count in batches]
+        return fingerprint.written(fingerprint.added(parts))
+
+    whole = of((0, 8))
+    assert whole == of((0, 4), (4, 4)) == of((6, 2), (0, 6)) == of(*((row, 1) for row in range(8)))
+    others = {of((1, 8)), of((0, 7)), of((0, 9)), of((0, 7), (0, 1)), whole}
+    assert len(others) == 5, "other samples have the same fingerprint"
+    inputs, labels = (data.batch(0, 2)[name] for name in ("input_ids", "labels"))
+    first = fingerprint.of_samples(inputs, labels)
+    assert first == fingerprint.of_samples(inputs.flip(0), labels.flip(0))
+    changed = labels.clone()
+    changed[1, 4] = -100
+    exchanged = [(labels, inputs), (inputs.flip(1), labels), (inputs.flip(0), labels)]
+    for pair in ((inputs, changed), *exchanged):
+        assert fingerprint.of_samples(*pair) != first
+
+
 for mechanism in ("sdpa", "eager"):
     for some in (False, True):
         check_packed_documents_are_trained_as_alone(mechanism, masked=some)
 check_packs_are_full_and_hold_each_document_once()
 check_a_pass_sees_every_sample_once()
+check_a_fingerprint_is_of_samples_and_not_of_how_they_are_divided()
 check_answers_are_samples_of_their_own()
 check_cached_latents_are_read_with_their_own_noise()
 check_held_out_documents_that_are_trained_are_counted()

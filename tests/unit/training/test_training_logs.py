@@ -101,6 +101,16 @@ def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     assert [(step.lr, step.seconds) for step in series.steps] == [(0.1, 2.5), (None, None)]
 
 
+def test_the_fingerprint_of_samples_is_that_of_the_step(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("".join(line(step, "7.5", "0.5") for step in (1, 2, 3)))
+    entries = [{"step": 1, "data_hash": "00f0"}, {"step": 2}, [], {"step": 3, "data_hash": "9c"}]
+    (tmp_path / "exact.jsonl").write_text("".join(json.dumps(row) + "\n" for row in entries))
+    series = logs.read_run(tmp_path)
+    assert [step.data_hash for step in series.steps] == ["00f0", None, "9c"]
+    rows = metrics.rows(series, resolve("llama3-proxy"), {})
+    assert [row["data_hash"] for row in rows] == ["00f0", None, "9c"]
+
+
 def test_a_clock_notes_when_each_step_begins_and_collects_the_lines_of_all_ranks() -> None:
     steps: list[str] = []
     clock = logs.Clock(steps.append)

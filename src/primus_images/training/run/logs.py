@@ -37,7 +37,8 @@ class Step:
     corpora of a mixture. ``tflops`` are the logged ones, in the
     non-causal convention, with ``tflops_decimals``; None if the run knows none. ``lr`` is the
     learning rate of the step, and ``seconds`` are those from the begin of training to its end.
-    ``tokens`` are those of the step on one rank that its rate counts.
+    ``tokens`` are those of the step on one rank that its rate counts. ``data_hash`` is the
+    fingerprint of its samples (:mod:`primus_images.training.run.fingerprint`).
     """
 
     step: int
@@ -52,6 +53,7 @@ class Step:
     lr: float | None = None
     seconds: float | None = None
     tokens: float | None = None
+    data_hash: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
     series = with_exact(read_steps(text), _by_step(exact, "loss", "grad_norm"))
     more = _by_step(exact, "lr", "seconds")
     counted = _by_step(exact, "tokens")
+    hashes = _hashes_by_step(exact)
     entries = _entries(folder / "eval.jsonl", last_bytes)
     evaluations = _by_step(entries, "eval_loss")
     corpora = _corpora_by_step(entries)
@@ -131,6 +134,8 @@ def read_run(folder: Path, newest: str | None = None) -> Series:
         if step.step in counted:
             (tokens,) = counted[step.step]
             steps[place] = replace(steps[place], tokens=tokens)
+        if step.step in hashes:
+            steps[place] = replace(steps[place], data_hash=hashes[step.step])
     return replace(series, steps=tuple(steps), problems=tuple(problems))
 
 
@@ -176,6 +181,14 @@ def _by_step(entries: Sequence[Any], *keys: str) -> dict[int, tuple[float, ...]]
         # A part of a line may be JSON, too, and older runs have fewer keys.
         with suppress(ValueError, KeyError, TypeError):
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
+    return values
+
+
+def _hashes_by_step(entries: Sequence[Any]) -> dict[int, str]:
+    values: dict[int, str] = {}
+    for entry in entries:
+        with suppress(ValueError, KeyError, TypeError):
+            values[int(entry["step"])] = str(entry["data_hash"])
     return values
 
 

@@ -138,7 +138,7 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
         rate = step.tokens_per_second
         line = asdict(step)
         # The logged FLOP/s are judged, and not used.
-        del line["tflops"], line["tflops_decimals"], line["eval_by_corpus"]
+        del line["tflops"], line["tflops_decimals"], line["eval_by_corpus"], line["data_hash"]
         for name, loss in step.eval_by_corpus.items():
             line[f"{BY_CORPUS}{name}"] = loss
         line["tokens"] = step.step * recipe.global_batch * recipe.seq_len
@@ -154,7 +154,9 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
                 line[f"tflops_{convention}"] = tera
                 if peak:
                     line[f"mfu_{convention}"] = tera / peak
-        lines.append({key: plain(value) for key, value in line.items()})
+        row: dict[str, Any] = {key: plain(value) for key, value in line.items()}
+        row["data_hash"] = step.data_hash
+        lines.append(row)
     return lines
 
 

@@ -151,7 +151,7 @@ def norm_reported_a_little_lower(module: Any) -> None:
     wrap(
         module.Report,
         "step",
-        lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr),
+        lambda step, self, number, loss, norm, *args: step(self, number, loss, norm * 0.99, *args),
     )
 
 

@@ -79,8 +79,10 @@ class Report:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Report a finished step of this rank."""
+    def step(
+        self, step: int, loss: float, grad_norm: float, lr: float, data_hash: str | None = None
+    ) -> None:
+        """Report a finished step of this rank. ``data_hash`` is the fingerprint of its samples."""
         now = time.perf_counter()
         speed = self._tokens / (now - self._since)
         self._since = now
@@ -115,6 +117,8 @@ class Report:
             # What the rate counts, for a judge.
             "tokens": self._tokens,
         }
+        if data_hash is not None:
+            exact["data_hash"] = data_hash
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps(exact) + "\n")
         figures = {

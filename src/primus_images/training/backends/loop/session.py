@@ -19,6 +19,7 @@ from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.config import RankJob, ShardingConfig
 from primus_images.training.backends.loop.process import keep_graphs
 from primus_images.training.judge.witness import Taken, whole_parameters
+from primus_images.training.run.fingerprint import of_samples
 from primus_images.turbo.optimizations import CALLS
 
 # The label of a token that is not trained.
@@ -48,6 +49,13 @@ def terms_of(batch: Batch) -> int:
     if "labels" in batch:
         return int((batch["labels"] != IGNORED).sum())
     return len(batch["latents"])
+
+
+def samples_of(batch: Batch) -> int:
+    """Return the sum of the numbers of the samples of ``batch``; 0 for images."""
+    if "labels" in batch:
+        return of_samples(batch["input_ids"], batch["labels"])
+    return 0
 
 
 def trained_rows(labels: Tensor) -> Tensor | None:

@@ -21,10 +21,11 @@ from primus_images.training.backends.loop.session import (
     Session,
     Sharded,
     length_of,
+    samples_of,
     terms_of,
 )
 from primus_images.training.judge.witness import Witness
-from primus_images.training.run import facts, recompute
+from primus_images.training.run import facts, fingerprint, recompute
 from primus_images.turbo.optimizations import active
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other
@@ -110,7 +111,7 @@ class _Loop:
                 self._report.off_the_clock,
             )
         self._began = time.perf_counter()
-        self._batches = _batches(job, session, data, job.first_step)
+        self._collect(job.first_step)
         interval = job.training.checkpoint_interval
         seconds = job.saving.get("seconds", 0.0)
         self._schedule = checkpoint.Schedule(interval, seconds, device)
@@ -118,30 +119,46 @@ class _Loop:
     def train(self, step: int) -> None:
         """Train one step, and report it."""
         batches = self._batches
+        samples = self._samples
         if self._witness:
             _show(self._witness, batches)
         rate = learning_rate(self._job.training, step)
         with self._watched(step) as kernels:
-            loss = self._mean_loss(batches, step)
+            terms, data_hash = self._totals(batches, samples)
+            loss = self._mean_loss(batches, terms, step)
             # The CPU collects them while the GPU computes.
-            self._batches = _batches(self._job, self._session, self._data, step + 1)
+            self._collect(step + 1)
             with self._update(step):
                 norm = self._session.step(rate)
         if self._witness:
             self._witness.end_time(step)
         # The loss has arrived: `step` waited for the gradients, which are computed after it.
-        self._report.step(step, loss.item(), norm, rate)
+        self._report.step(step, loss.item(), norm, rate, data_hash)
         if step == self._job.first_step:
             with self._report.off_the_clock(), self._evidence(step):
                 self._write_facts(kernels | _sizes(batches))
 
-    def _mean_loss(self, batches: list[Batch], step: int) -> torch.Tensor:
-        """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
-        session = self._session
+    def _collect(self, step: int) -> None:
+        """Collect the micro-batches of ``step``, and the sum of their samples' numbers."""
+        self._batches = _batches(self._job, self._session, self._data, step)
+        self._samples = fingerprint.added(samples_of(batch) for batch in self._batches)
+
+    def _totals(self, batches: list[Batch], samples: int) -> tuple[int, str | None]:
+        """Return the number of terms in the loss of the step, and the fingerprint of its samples.
+
+        ``samples`` is the sum of the numbers of this rank's samples. Images have no fingerprint.
+        """
         terms = sum(terms_of(batch) for batch in batches)
         if dist.get_world_size() > 1:
-            terms_of_rank = torch.tensor(terms, dtype=torch.float64, device=self._device)
-            terms = round(session.total(terms_of_rank).item())
+            of_rank = torch.tensor([terms, samples], device=self._device)
+            terms, samples = self._session.total(of_rank).tolist()
+        if self._job.model.of_images:
+            return terms, None
+        return terms, fingerprint.written(samples)
+
+    def _mean_loss(self, batches: list[Batch], terms: int, step: int) -> torch.Tensor:
+        """Add up the gradients of ``batches``. Return the mean loss, on its way to the CPU."""
+        session = self._session
         if self._repeated and self._repeated.due(step):
             compute = partial(session.forward_backward, batches, terms)
             loss = self._repeated.gradients(step, compute)

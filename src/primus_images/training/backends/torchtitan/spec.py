@@ -20,6 +20,7 @@ from primus_images.training.backends.loop.trackers import (
     trackers_of,
 )
 from primus_images.training.backends.torchtitan import render
+from primus_images.training.run import fingerprint
 from primus_images.training.run.metrics import of_recipe_unit
 from primus_images.training.text.tokens import Tokens
 
@@ -111,6 +112,8 @@ class Exact(MetricsProcessor):
         if torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(0)
             self.peak = peak_flops(gpu.name, gpu.multi_processor_count, job["precision"])
+        # The sums of the numbers of the samples of each micro-batch since the last log.
+        self.samples: list[int] = []
         self.trackers: list[Tracker] = []
         if dist.get_rank() == 0:
             names = [name for name in NAMES if settings.get(f"metrics.enable_{name}")]
@@ -135,6 +138,7 @@ class Exact(MetricsProcessor):
         # Of one rank: those that share samples divide their tokens.
         counted = self.ntokens_since_last_log / self.parallel_dims.non_data_parallel_size
         speed = counted / (now - self.time_last_log)
+        data_hash = self._data_hash()
         # The log begins the count of memory anew.
         memory = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
@@ -149,11 +153,23 @@ class Exact(MetricsProcessor):
             "seconds": round(now - self.began, 3),
             "memory_gib": memory,
         }
-        self._write(step, figures, counted)
+        self._write(step, figures, counted, data_hash)
         self._track(step, figures)
 
-    def _write(self, step: int, figures: Mapping[str, float], counted: float) -> None:
-        exact: dict[str, object] = {"step": step, "tokens": counted}
+    def _data_hash(self) -> str:
+        """Return the fingerprint of the samples since the last log, of all ranks."""
+        device = self.device_memory_monitor.device
+        total = torch.tensor(fingerprint.added(self.samples), device=device)
+        self.samples = []
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        if mesh:
+            dist.all_reduce(total, group=mesh.get_group())
+        return fingerprint.written(int(total))
+
+    def _write(
+        self, step: int, figures: Mapping[str, float], counted: float, data_hash: str
+    ) -> None:
+        exact: dict[str, object] = {"step": step, "tokens": counted, "data_hash": data_hash}
         for name in ("loss", "grad_norm", "lr", "seconds"):
             exact[name] = repr(figures[name])
         with (Path(self.job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:

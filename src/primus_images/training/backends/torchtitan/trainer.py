@@ -16,6 +16,7 @@ from primus_images.training.backends.torchtitan.evaluation import Evaluation
 from primus_images.training.judge.witness import Witness
 from primus_images.training.run import facts, identity, recompute
 from primus_images.training.run.failure import text_of
+from primus_images.training.run.fingerprint import of_samples
 from primus_images.turbo.optimizations import active
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class Observed(Trainer):
             tokens = inputs["input"]
             # Read from the tokens themselves, because the configuration only states the request.
             self.facts["local_batch_size"], self.facts["seq_len"] = tokens.shape
+            self.metrics_processor.samples.append(of_samples(tokens, labels))
             if self.witness:
                 self.witness.batch(inputs=tokens, labels=labels)
             self.micro_batch = batch

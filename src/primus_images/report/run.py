@@ -160,7 +160,10 @@ def _steps(metrics: Path, *, whole: bool) -> list[Any]:
         text = text[: text.rfind(b"\n") + 1]
     steps = []
     for number, line in enumerate(text.splitlines(), 1):
-        steps.append(_readable(parse_json(line, f"{metrics}:{number}").data))
+        step = _readable(parse_json(line, f"{metrics}:{number}").data)
+        if isinstance(step, dict):
+            step.pop("data_hash", None)  # it is no figure
+        steps.append(step)
     return steps
 
 

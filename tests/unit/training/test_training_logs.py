@@ -107,8 +107,9 @@ def test_the_fingerprint_of_samples_is_that_of_the_step(tmp_path: Path) -> None:
     (tmp_path / "exact.jsonl").write_text("".join(json.dumps(row) + "\n" for row in entries))
     series = logs.read_run(tmp_path)
     assert [step.data_hash for step in series.steps] == ["00f0", None, "9c"]
-    rows = metrics.rows(series, resolve("llama3-proxy"), {})
-    assert [row["data_hash"] for row in rows] == ["00f0", None, "9c"]
+    lines = metrics.lines_of(series, resolve("llama3-proxy"), {})
+    assert [row["data_hash"] for row in lines] == ["00f0", None, "9c"]
+    assert "data_hash" not in metrics.rows(series, resolve("llama3-proxy"), {})[0]
 
 
 def test_a_clock_notes_when_each_step_begins_and_collects_the_lines_of_all_ranks() -> None:

@@ -154,9 +154,17 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
                 line[f"tflops_{convention}"] = tera
                 if peak:
                     line[f"mfu_{convention}"] = tera / peak
-        row: dict[str, Any] = {key: plain(value) for key, value in line.items()}
-        row["data_hash"] = step.data_hash
-        lines.append(row)
+        lines.append({key: plain(value) for key, value in line.items()})
+    return lines
+
+
+def lines_of(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``: the figures of :func:`rows`, and the fingerprint of
+    each step's samples.
+    """
+    lines = rows(series, recipe, facts)
+    for line, step in zip(lines, series.steps, strict=True):
+        line["data_hash"] = step.data_hash
     return lines
 
 

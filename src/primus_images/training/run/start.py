@@ -189,7 +189,7 @@ class _Follower:
     def _add_step(self, lines: str) -> None:
         series = read_run(self._folder, lines)
         facts = json_if_readable(self._job.output / "facts.json")
-        row = metrics.rows(series, self._job.recipe, facts)[-1]
+        row = metrics.lines_of(series, self._job.recipe, facts)[-1]
         with (
             contextlib.suppress(OSError),
             (self._folder / METRICS).open("a", encoding="utf-8") as file,
@@ -251,7 +251,7 @@ def _outcome(job: Job, folder: Path, ended: Ended, run: RunResult) -> Outcome:
     verdicts: tuple[checks.Verdict, ...] = (checks.exit_code(result.exit_code, result.cause),)
     if folder == job.output:
         verdicts = outcome.basic_verdicts(result)
-    rows = metrics.rows(result.series, job.recipe, result.facts)
+    rows = metrics.lines_of(result.series, job.recipe, result.facts)
     write_file(folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
     passed = all(verdict.passed for verdict in verdicts)
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)

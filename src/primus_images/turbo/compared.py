@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from primus_images.turbo.deterministic import deterministic
+
 # How many times as far from float64 as plain PyTorch in the same types. Healthy kernels round at
 # other places, and reach 1.5 in the largest of many rows.
 _AS_A_WHOLE = 1.5
@@ -172,9 +174,7 @@ def three_ways(
     grads: list[Tensor] = []
     for function, dtype in ((ways.ours, None), (ways.plain, None), (ways.exact, torch.float64)):
         leaves = leaves_of(inputs, dtype)
-        outputs = function(*leaves)
-        if not isinstance(outputs, tuple):
-            outputs = (outputs,)
+        outputs = _outputs(function, leaves)
         if not grads:
             grads = [make.gradient(out) for out in outputs]
         results.append(_with_gradients(outputs, leaves, grads))
@@ -196,18 +196,12 @@ def _twice(
     grads: Sequence[Tensor],
 ) -> Rows:
     """Compare the bits of two calls by deterministic algorithms."""
-    before = torch.are_deterministic_algorithms_enabled()
     calls = []
-    try:
-        torch.use_deterministic_algorithms(True)
+    with deterministic():
         for _ in range(2):
             leaves = leaves_of(inputs, None)
-            outputs = function(*leaves)
-            if not isinstance(outputs, tuple):
-                outputs = (outputs,)
+            outputs = _outputs(function, leaves)
             calls.append(_with_gradients(outputs, leaves, grads))
-    finally:
-        torch.use_deterministic_algorithms(before)
     for label, first, second in zip(labels, *calls, strict=True):
         yield Compared(
             label=f"{label}, computed twice,", out=second, plain=first, beside="the first time"
@@ -217,6 +211,13 @@ def _twice(
 def leaves_of(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """Return copies in ``dtype``, if there is one, of which gradients can be computed."""
     return [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs]
+
+
+def _outputs(function: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    outputs = function(*leaves)
+    if isinstance(outputs, tuple):
+        return outputs
+    return (outputs,)
 
 
 def _with_gradients(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from primus_images.system.measure import device_name
 from primus_images.terminal import counted, some
 from primus_images.training.run.facts import bits_of
+from primus_images.turbo.deterministic import deterministic
 
 
 class WrongResultError(RuntimeError):
@@ -36,7 +37,7 @@ def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]
     random states are as before. Raises WrongResultError on a rank whose gradients
     differ in any bit.
     """
-    with _deterministic():
+    with deterministic():
         with _as_before(parts), _gradients(parts) as first:
             compute()
         with _as_before(parts), _gradients(parts) as second:
@@ -110,10 +111,10 @@ class Repeated:
 
         Afterwards, there are the gradients of one call.
         """
-        with _deterministic(), _as_before(self._parts):
+        with deterministic(), _as_before(self._parts):
             first = self._pass(compute)
         with self._timed():
-            with _deterministic():
+            with deterministic():
                 second = self._pass(compute)
             wrong = _different(first.own, second.own)
             if not wrong and not torch.equal(first.loss, second.loss):
@@ -268,18 +269,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     return bits_of(_local(tensor.detach())).sum(dtype=torch.int64)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Compute by deterministic algorithms, which other steps need not."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 @contextmanager

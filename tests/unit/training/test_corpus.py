@@ -310,15 +310,20 @@ def test_messages_that_a_table_holds_as_json_are_a_chat() -> None:
     assert document_of(row, layout_of(row, None, "a:1"), "a:1").messages == CHAT
 
 
+PACKED_LINES = gzip.compress(lines({"text": "a"}) * 99, mtime=0)
+PACKED_NOISE = gzip.compress(random.Random(0).randbytes(999), mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "hint"),
     [
-        ("a.jsonl.gz", gzip.compress(lines({"text": "a"}) * 99)[:30], "copy the file again"),
-        ("a.jsonl.gz", damaged(gzip.compress(random.Random(0).randbytes(999))), "copy the file"),
+        ("a.jsonl.gz", PACKED_LINES[:30], "copy the file again"),
+        ("a.jsonl.gz", damaged(PACKED_NOISE), "copy the file"),
         ("a.jsonl", '{"text": "é"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
         ("a.jsonl", b'{"text": "a"}\r{"text": "b"}\r', "ends of lines are CR"),
     ],
+    ids=["cut gzip", "damaged gzip", "UTF-16", "Latin-1", "CR"],
 )
 def test_a_damaged_file_is_refused_with_what_mends_it(
     tmp_path: Path, name: str, content: bytes, hint: str

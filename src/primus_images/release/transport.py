@@ -42,6 +42,10 @@ _LONGEST_PAUSE = 10.0
 # to 4 MiB.
 _BUDGET = 4 << 20
 _PORTS = {"http": 80, "https": 443}
+# Domains in which each customer has a host: those beside a registry are of other owners.
+_SHARED = ("amazonaws.com", "azurecr.cn", "azurecr.io", "azurecr.us", "github.io", "jfrog.io")
+# Below a country's domain, such as co.uk, names are sold to anybody.
+_SOLD = ("ac", "co", "com", "edu", "gob", "gov", "ne", "net", "nom", "or", "org")
 _AGAIN = "run the command again: what was sent is kept"
 
 
@@ -85,7 +89,8 @@ class Origin(NamedTuple):
     def serves_logins_of(self, registry: "Origin") -> bool:
         """Whether it may be the token service of the registry: over TLS, in its domain.
 
-        That of registry.gitlab.com is gitlab.com, that of registry-1.docker.io auth.docker.io.
+        That of registry.gitlab.com is gitlab.com, that of registry-1.docker.io auth.docker.io. In
+        a shared domain, only the registry's own host and those below it are its owner's.
         """
         if self == registry:
             return True
@@ -94,8 +99,9 @@ class Origin(NamedTuple):
         if not (_is_domain(self.host) and _is_domain(registry.host)):
             return False
         domain = registry.host
-        if domain.count(".") > 1:
-            domain = domain.partition(".")[2]
+        _, _, parent = domain.partition(".")
+        if "." in parent and not _is_shared(parent):
+            domain = parent
         return self.host == domain or self.host.endswith(f".{domain}")
 
 
@@ -105,6 +111,14 @@ def _is_domain(host: str) -> bool:
     except ValueError:
         return "." in host
     return False
+
+
+def _is_shared(domain: str) -> bool:
+    """Whether hosts in the domain may be of different owners."""
+    name, _, country = domain.partition(".")
+    if len(country) == 2 and name in _SOLD:
+        return True
+    return any(domain == shared or domain.endswith(f".{shared}") for shared in _SHARED)
 
 
 class _Session(requests.Session):

@@ -107,7 +107,7 @@ def compared(content: Mapping[str, Any], bill: Mapping[str, Any]) -> dict[str, A
     """Return how a bill of ours and syft's differ."""
     found = of_syft(content)
     stated = of_bill(bill)
-    unknown, licensed = unknown_licences(bill)
+    unknown, in_part, licensed = unknown_licences(bill)
     others = set()
     for artifact in content["artifacts"]:
         if artifact["type"] not in KINDS:
@@ -126,6 +126,7 @@ def compared(content: Mapping[str, Any], bill: Mapping[str, Any]) -> dict[str, A
         "not_compared": sorted(others),
         "licences": licensed,
         "licences_unknown": sorted(unknown),
+        "licences_known_in_part": sorted(in_part),
     }
 
 

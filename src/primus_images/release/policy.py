@@ -296,12 +296,8 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
         for package in bill["packages"]:
             for licence in _refused(package["licenseDeclared"], policy.refused_licences):
                 reasons.append(f"{package['name']} {package['versionInfo']} is under {licence}")
-        names, _ = unknown_licences(bill)
-        if policy.unknown_licences is not None and len(names) > policy.unknown_licences:
-            reasons.append(
-                f"the licences of {len(names)} packages are unknown, more than "
-                f"{policy.unknown_licences}: {some(names, 5)}"
-            )
+        if policy.unknown_licences is not None:
+            reasons += _too_many_unknown(bill, policy.unknown_licences)
         if policy.osv:
             findings, unseen = audit(bill, Path(policy.osv), load_accepted(policy.accepted))
             reasons += [f"{policy.osv}: {sentence}" for sentence in unseen]
@@ -309,39 +305,47 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
     return reasons
 
 
+def _too_many_unknown(bill: Mapping[str, Any], most: int) -> Iterator[str]:
+    """Yield that more packages than ``most`` have a licence which no policy can refuse by name."""
+    names, in_part, _ = unknown_licences(bill)
+    every = [*names, *in_part]
+    if len(every) > most:
+        sentence = f"the licences of {len(every)} packages are unknown"
+        if in_part:
+            sentence += f", {len(in_part)} of them in part"
+        yield f"{sentence}, more than {most}: {some(every, 5)}"
+
+
 def licence_line(documents: Sequence[Document]) -> str:
     """Return how many licences in an SPDX document among ``documents`` are unknown."""
     for bill in _contents(documents, SPDX):
-        names, total = unknown_licences(bill)
+        names, in_part, total = unknown_licences(bill)
         line = f"licences: {len(names)} of {total} unknown"
         if names:
             line += f" ({some(names, 5)})"
-        in_part = _known_in_part(bill)
         if in_part:
             line += f"; {len(in_part)} known in part ({some(in_part, 5)})"
         return line
     return ""
 
 
-def _known_in_part(bill: Mapping[str, Any]) -> list[str]:
-    """Return the packages of an SPDX document with a licence of SPDX's list and another one."""
-    names = []
-    for package in bill["packages"]:
-        licence = package["licenseDeclared"]
-        others = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", licence)
-        if not unlisted(licence) and any(map(unlisted, others)):
-            names.append(package["name"])
-    return names
-
-
-def unknown_licences(bill: Mapping[str, Any]) -> tuple[list[str], int]:
+def unknown_licences(bill: Mapping[str, Any]) -> tuple[list[str], list[str], int]:
     """Return the packages of an SPDX document whose licences SPDX's list does not name.
 
-    The second value is the number of all packages from elsewhere.
+    The second list has those with a licence of SPDX's list and another one. The third value is the
+    number of all packages from elsewhere.
     """
     packages = [package for package in bill["packages"] if "externalRefs" in package]
-    names = [package["name"] for package in packages if unlisted(package["licenseDeclared"])]
-    return names, len(packages)
+    names = []
+    in_part = []
+    for package in packages:
+        licence = package["licenseDeclared"]
+        references = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", licence)
+        if unlisted(licence):
+            names.append(package["name"])
+        elif any(map(unlisted, references)):
+            in_part.append(package["name"])
+    return names, in_part, len(packages)
 
 
 def _refused(expression: str, refused: Collection[str]) -> list[str]:

@@ -322,7 +322,7 @@ def bill_of(*declared: str) -> dict[str, Any]:
     ],
 )
 def test_unknown_licences_are_counted(licence: str, unknown: bool) -> None:
-    names, total = unknown_licences(bill_of(licence, "MIT"))
+    names, _, total = unknown_licences(bill_of(licence, "MIT"))
     assert (names, total) == (["p0"] if unknown else [], 2)
 
 
@@ -337,10 +337,16 @@ def test_a_policy_can_refuse_what_it_cannot_judge(most: int | None, refused: boo
     assert licence_line(documents) == "licences: 2 of 3 unknown (p0, p1)"
 
 
-def test_what_is_known_in_part_is_counted_beside() -> None:
-    data = json.dumps(bill_of("MIT AND LicenseRef-BSD-1", "MIT")).encode()
+@pytest.mark.parametrize("licence", ["MIT AND LicenseRef-BSD-1", "MIT OR LicenseRef-x-2"])
+def test_what_is_known_in_part_is_unknown_to_a_policy(licence: str) -> None:
+    data = json.dumps(bill_of(licence, "MIT", "NOASSERTION")).encode()
     documents = [Document(media_type=SPDX, name="sbom.spdx.json", data=data)]
-    assert licence_line(documents) == "licences: 0 of 2 unknown; 1 known in part (p0)"
+    line = "licences: 1 of 3 unknown (p2); 1 known in part (p0)"
+    assert licence_line(documents) == line
+    assert forbidden_in(documents, Policy(unknown_licences=2)) == []
+    assert forbidden_in(documents, Policy(unknown_licences=1)) == [
+        "the licences of 2 packages are unknown, 1 of them in part, more than 1: p2, p0"
+    ]
 
 
 @pytest.mark.parametrize(

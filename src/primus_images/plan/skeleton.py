@@ -97,7 +97,8 @@ def own_command(package: str) -> Inline:
     root = PurePosixPath(package).parents[3]
     site = PurePosixPath(package).parent
     info = f"primus_images-{__version__}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\n"
+    metadata = f"Metadata-Version: 2.4\nName: primus-images\nVersion: {__version__}\n"
+    metadata += "License-Expression: MIT\n"
     metadata += "".join(f"Requires-Dist: {name}\n" for name in ("Jinja2>=3.1", "PyYAML>=6.0"))
     script = (
         f"#!/{root}/bin/python3\nimport sys\n\nfrom primus_images.cli.main import "

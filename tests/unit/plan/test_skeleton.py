@@ -1,11 +1,13 @@
 """The versions that an image holds: pip's constraints file, and the variables that name it."""
 
+import tomllib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from primus_images.plan.skeleton import Prefix, constraints, image_config
+from primus_images.plan.skeleton import Prefix, constraints, image_config, own_command
+from project_kit import SOURCE
 
 
 def resolved(**rows: tuple[bool, str | None, str]) -> Any:
@@ -72,3 +74,11 @@ def test_without_constraints_or_python_there_is_no_constraint(
 
 def test_an_image_that_holds_nothing_has_no_constraints() -> None:
     assert constraints(resolved(numpy=(False, "numpy", "2.0"))) == ""
+
+
+def test_bills_of_materials_find_our_own_licence() -> None:
+    files = own_command("opt/venv/lib/python3.11/site-packages/primus_images")
+    (path,) = [path for path in files if path.endswith("/METADATA")]
+    metadata = str(files[path]["text"])
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    assert f"License-Expression: {project['license']}" in metadata.splitlines()

@@ -19,7 +19,7 @@ from primus_images.gates.contents import Stated
 from primus_images.plan.action import Composed
 from primus_images.plan.resolve import ResolvedTarget
 from primus_images.release.git import Checkout
-from primus_images.release.licences import Licences
+from primus_images.release.licences import Licences, spdx_licensing
 from primus_images.terminal import Screen
 from primus_images.versions.lock import LockedFile, normalised
 
@@ -310,12 +310,11 @@ def _system(inside: Contents) -> Part:
 
 
 def _spdx_package(part: Part, purpose: Any = None) -> "Package":
-    from license_expression import get_spdx_licensing
     from spdx_tools.spdx import model
 
     licence = model.SpdxNoAssertion()
     if part.licence:
-        licence = get_spdx_licensing().parse(part.licence)
+        licence = spdx_licensing().parse(part.licence)
     checksums = []
     if part.sha256:
         checksums.append(model.Checksum(model.ChecksumAlgorithm.SHA256, part.sha256))

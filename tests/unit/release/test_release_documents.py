@@ -240,6 +240,21 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     assert system["primaryPackagePurpose"] == "OPERATING_SYSTEM"
 
 
+def test_the_list_of_licences_is_read_once_for_all_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = read(LOCKS[0])
+    inside = contents(image(lock, recipes="recipes"), Checkout(None, []), declared(lock))
+    spdx(inside)  # it and the library read the list here
+
+    def refuse() -> None:
+        pytest.fail("SPDX's list is read again")
+
+    monkeypatch.setattr("license_expression.get_spdx_licensing", refuse)
+    declarations = {package["licenseDeclared"] for package in spdx(inside)["packages"]}
+    assert declarations - {"NOASSERTION"}
+
+
 STATED = (
     Stated("wheel", "setuptools", "1", "x", requires=("packaging >= 24; python_version < '4'",)),
     Stated("wheel", "packaging", "1", "x", requires=("nothing",)),

@@ -87,6 +87,9 @@ class FileCache:
         while True:
             with path.open("a+b") as file:
                 lock(file.fileno(), f"another download of {sha256[:12]}", path)
+                # A power cut may have left a file of its name and other bytes.
+                if final.exists() and not self.verify(sha256):
+                    self.drop(sha256)
                 if final.exists():
                     if _same_file(path, file):
                         path.unlink()

@@ -60,6 +60,20 @@ def test_other_bytes_are_not_continued_by_the_next_fetch(tmp_path: Path) -> None
     assert cache.verify(SHA)
 
 
+@pytest.mark.parametrize("left", [b"", DATA[:100], bytes(len(DATA)), None])
+def test_what_a_power_cut_left_is_replaced(left: bytes | None, tmp_path: Path) -> None:
+    cache = FileCache(tmp_path / "files")
+    assert cache.put(_source(tmp_path), SHA)
+    cache.path(SHA).unlink()
+    if left is None:
+        cache.path(SHA).mkdir()
+    else:
+        cache.path(SHA).write_bytes(left)
+    assert cache.put(_source(tmp_path), SHA)
+    assert cache.verify(SHA)
+    assert [p.name for p in (tmp_path / "files/sha256").iterdir()] == [SHA]
+
+
 def test_verify_sees_a_flipped_bit(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "files")
     cache.put(_source(tmp_path), SHA)

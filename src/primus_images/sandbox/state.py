@@ -18,7 +18,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -150,12 +150,19 @@ def _system_calls() -> str:
     In a user namespace of its own, a root that mounts its control group could raise its limits.
     Empty if podman has no file of them.
     """
-    profile = json_if_readable(_SYSTEM_CALLS)
-    for rule in profile.get("syscalls", []):
-        if rule.get("action") == "SCMP_ACT_ALLOW" and not rule.get("includes"):
-            rule["names"] = [name for name in rule.get("names", []) if name not in _MOUNTING]
-    if not profile:
+    if not _SYSTEM_CALLS.exists():
         return ""
+    profile = json_if_readable(_SYSTEM_CALLS)
+    try:
+        for rule in profile["syscalls"]:
+            if rule["action"] == "SCMP_ACT_ALLOW" and not rule.get("includes"):
+                rule["names"] = [name for name in rule["names"] if name not in _MOUNTING]
+    except (AttributeError, KeyError, TypeError):
+        raise HostError(
+            "this is not a list of system calls, so podman can start no container",
+            where=_SYSTEM_CALLS,
+            hint="install the package again that it belongs to",
+        ) from None
     return json.dumps(profile)
 
 
@@ -301,30 +308,44 @@ def _runs(workspace: Path) -> Path:
     Raises HostError if no folder for it belongs to this user alone.
     """
     name = _digest(str(workspace))
-    refused = []
+    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 0700 and a short path"
+    objections = []
     for folder in _candidates():
         runs = folder / name
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if _is_private(folder):
-                if runs.is_symlink() or not runs.is_dir():
-                    # Nobody else can have made it.
-                    runs.unlink(missing_ok=True)
-                runs.mkdir(mode=0o700, exist_ok=True)
+        reason = ""
+        try:
+            _make_private(folder, runs)
+        except OSError as error:
+            reason = reason_of(error)
         if _is_private(runs):
             return runs
-        refused.append(runs if _is_private(folder) else folder)
-    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 0700 and a short path"
-    if os.geteuid() == 0:
-        hint = f"remove {refused[0]}"
-    seen = "; ".join(map(_objection, refused))
+        refused = runs if _is_private(folder) else folder
+        objections.append(_objection(refused, reason))
+        if os.geteuid() == 0:
+            hint = f"remove {refused}"
+            if not os.path.lexists(refused):
+                hint = f"make {_RUN} writable; in a container: start it with --tmpfs {_RUN}"
+    seen = "; ".join(objections)
     raise HostError(
         f"podman has no private folder for what a restart of the machine removes: {seen}", hint=hint
     )
 
 
-def _objection(folder: Path) -> str:
-    if os.path.lexists(folder) and folder.lstat().st_uid == os.geteuid():
+def _make_private(folder: Path, runs: Path) -> None:
+    """Create both folders. Raises OSError if that fails."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if _is_private(folder):
+        if runs.is_symlink() or not runs.is_dir():
+            # Nobody else can have made it.
+            runs.unlink(missing_ok=True)
+        runs.mkdir(mode=0o700, exist_ok=True)
+
+
+def _objection(folder: Path, reason: str) -> str:
+    """Return why podman cannot use the folder, which could not be made for this reason."""
+    if not os.path.lexists(folder):
+        return f"{folder} cannot be made: {reason}"
+    if folder.lstat().st_uid == os.geteuid():
         return f"{folder} is not a folder that you alone may change"
     return ownership(folder)
 

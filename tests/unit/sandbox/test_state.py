@@ -1,5 +1,6 @@
 """Where podman's own files are, and by what a proven state is known."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_roots_folder_is_named_with_its_remedy(run, monkeypatch):
     assert f"{folder} is not a folder that you alone may change\n  → remove {folder}" in str(
         caught.value
     )
+
+
+def test_a_read_only_run_folder_is_named_with_its_remedy(run, monkeypatch):
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(state.os, "geteuid", lambda: 0)
+    with pytest.raises(HostError) as caught:
+        state._runs(Path("/workspace"))
+    text = str(caught.value)
+    assert f"{run / 'run/primus'} cannot be made: Read-only file system\n" in text
+    assert f"→ make {run / 'run'} writable" in text
 
 
 @pytest.mark.parametrize("spoil", [Path.touch, lambda path: path.symlink_to("/")])
@@ -195,6 +209,18 @@ def test_a_container_may_not_mount(tools, run, monkeypatch):
     assert line in (made.place / "containers.conf").read_text()
     (run / "seccomp.json").unlink()
     assert "seccomp" not in (state.new(run / "w", MODE).place / "containers.conf").read_text()
+
+
+NO_NAMES = '{"syscalls": [{"names": null, "action": "SCMP_ACT_ALLOW"}]}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"syscalls": 3}', NO_NAMES])
+def test_a_damaged_list_of_system_calls_is_named(tools, run, monkeypatch, content):
+    (run / "seccomp.json").write_text(content)
+    monkeypatch.setattr(state, "_SYSTEM_CALLS", run / "seccomp.json")
+    with pytest.raises(HostError, match="not a list of system calls") as caught:
+        state.new(run / "workspace", MODE)
+    assert caught.value.where == str(run / "seccomp.json")
 
 
 def test_a_workspace_is_the_same_by_a_link(run):

@@ -28,9 +28,9 @@ RESULT = Path(__file__).parent / "results/publish.json"
 _PARTS = ("alpha", "beta", "gamma")
 _REPEATS = 9
 _PORT = 5077
-_NAME = f"127.0.0.1:{_PORT}/rocm/primus"
+NAME = f"127.0.0.1:{_PORT}/rocm/primus"
 # Other work of the machine must not count, on either side.
-_FIRST = ("chrt", "--fifo", "1") if os.geteuid() == 0 else ()
+FIRST = ("chrt", "--fifo", "1") if os.geteuid() == 0 else ()
 _PARTS_OF_OURS = (
     [sys.executable, "-c", "pass"],
     [sys.executable, "-c", "import benchmarks.publish_once"],
@@ -62,7 +62,7 @@ def make_project(root: Path, gigabytes: float) -> None:
 
 
 @contextmanager
-def _registry(folder: Path) -> Iterator[Path]:
+def registry(folder: Path) -> Iterator[Path]:
     """Run a registry, and yield its access log."""
     config, log = folder / "config.yml", folder / "log"
     storage = f"storage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}"
@@ -71,7 +71,7 @@ def _registry(folder: Path) -> Iterator[Path]:
     )
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*_FIRST, "docker-registry", "serve", str(config)], stdout=file, stderr=file
+            [*FIRST, "docker-registry", "serve", str(config)], stdout=file, stderr=file
         )
     try:
         time.sleep(2)
@@ -89,11 +89,11 @@ def _sent(log: str) -> tuple[set[str], list[str]]:
     return {":".join(pair) for pair in blobs}, re.findall(r'"PUT /v2/\S+/manifests/(\S+) HTTP', log)
 
 
-def _copies(image: str, folder: Path) -> list[list[str]]:
+def copies(image: str, folder: Path) -> list[list[str]]:
     """Return the commands by which skopeo copies what is attached to the image, one at a time."""
     commands = []
-    for number, entry in enumerate(Repository(_NAME).referrers(image)):
-        there = f"docker://{_NAME}@{entry['digest']}"
+    for number, entry in enumerate(Repository(NAME).referrers(image)):
+        there = f"docker://{NAME}@{entry['digest']}"
         here = f"oci:{folder}:d{number}"
         words = ["skopeo", "copy", "--quiet"]
         run([*words, "--src-tls-verify=false", there, here])
@@ -108,7 +108,7 @@ def main(gigabytes: float) -> None:
         make_project(root, gigabytes)
         build = [*PRIMUS, "build", "demo", "--project", str(root)]
         run(build)
-        ours = [sys.executable, "-m", "benchmarks.publish_once", str(root), _NAME]
+        ours = [sys.executable, "-m", "benchmarks.publish_once", str(root), NAME]
         source = f"oci:{root / '.primus/store'}:v26.11-demo"
         theirs = [
             "skopeo",
@@ -116,17 +116,17 @@ def main(gigabytes: float) -> None:
             "--quiet",
             "--dest-tls-verify=false",
             source,
-            f"docker://{_NAME}:by-skopeo",
+            f"docker://{NAME}:by-skopeo",
         ]
-        with _registry(Path(name)) as log:
+        with registry(Path(name)) as log:
             first = run(ours)
             run(theirs)
-            documents = _copies(json.loads(first.lines[-1])["digest"], Path(name) / "documents")
+            documents = copies(json.loads(first.lines[-1])["digest"], Path(name) / "documents")
             rounds = []
             for _ in range(_REPEATS):
-                seconds = [run([*_FIRST, *command]).seconds for command in (ours, theirs)]
-                seconds.append(sum(run([*_FIRST, *command]).seconds for command in documents))
-                seconds += [run([*_FIRST, *command]).seconds for command in _PARTS_OF_OURS]
+                seconds = [run([*FIRST, *command]).seconds for command in (ours, theirs)]
+                seconds.append(sum(run([*FIRST, *command]).seconds for command in documents))
+                seconds += [run([*FIRST, *command]).seconds for command in _PARTS_OF_OURS]
                 rounds.append(seconds)
             size = log.stat().st_size
             nothing = json.loads(run(ours).lines[-1])

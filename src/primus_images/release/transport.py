@@ -11,6 +11,7 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping
+from http.cookiejar import DefaultCookiePolicy
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 from urllib.request import parse_http_list
@@ -173,6 +174,8 @@ class Transport:
         self._service: Origin | None = None
         self._session = _Session()
         self._session.hooks["response"].append(_read)
+        # A cookie would go to other ports and hosts of its domain. skopeo keeps none, either.
+        self._session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=()))
         self._mount("http://")
         if self.endpoint.insecure:
             self._session.verify = False

@@ -163,6 +163,16 @@ def ping_moved(place: Place, _method: str, path: str) -> Answer | None:
     return 307, {"Location": f"{place.secure.url}/v2/"}, b""
 
 
+def cookie(place: Place, _method: str, path: str) -> Answer | None:
+    """Set a session's cookie, and then move a list to another server."""
+    if "Bearer granted" not in place.heard[-1]:
+        return None
+    assert place.secure
+    if path.startswith("/v2/a/b/tags"):
+        return 307, {"Location": f"https://{place.secure.name}/tags"}, b""
+    return 404, {"Set-Cookie": "sid=again; Path=/"}, b""
+
+
 def filled(address: str, place: Place) -> str:
     assert place.secure
     assert place.clear
@@ -205,9 +215,11 @@ LIES: dict[str, Lie] = {
         UPLOADS, 202, "Location", "https://{secure}/upload", method="PATCH"
     ),
     "upload as another user": after_login(UPLOADS, 202, "Location", "https://{me}@{secure}/upload"),
+    "blob moved in clear": after_login("/v2/a/b/blobs/sha", 302, "Location", "http://{clear}/"),
     "upload moved": after_login(UPLOADS, 307, "Location", "https://{secure}/upload"),
     "manifest moved": after_login("/v2/a/b/manifests", 307, "Location", "https://{secure}/m"),
     "manifest moved in clear": after_login("/v2/a/b/manifests", 302, "Location", "http://{clear}/"),
+    "list moved after a cookie": cookie,
     "list goes on elsewhere": after_login(
         "/v2/a/b/tags", 200, "Link", '<https://{secure}/x>; rel="next"'
     ),
@@ -216,7 +228,7 @@ LIES: dict[str, Lie] = {
     ),
 }
 # A registry may keep a manifest elsewhere, such as in a cloud's storage.
-NO_ERROR = {"manifest moved"}
+NO_ERROR = {"manifest moved", "list moved after a cookie"}
 
 
 # Only what asks for a token sends an identity token.
@@ -233,7 +245,13 @@ def test_no_other_address_sees_a_login(place: Place, home: Path, name: str, kind
     place.lie = LIES[name]
     there = Repository(f"{place.name}/a/b")
     errors = []
-    for ask in (lambda: there.digest("v1"), there.tags, there.check_uploads):
+    asks = (
+        lambda: there.digest("v1"),
+        lambda: there.blob(digest_of(EMPTY), home / "blob", len(EMPTY)),
+        there.tags,
+        there.check_uploads,
+    )
+    for ask in asks:
         try:
             ask()
         except PrimusError as error:

@@ -63,7 +63,12 @@ def load(path: Path) -> Policy:
     for index, name in enumerate(policy.refused_licences):
         if name not in licences and not name.startswith("LicenseRef-"):
             now = listed_name(name)
-            near = f"; its name is {now}" if now else nearest(name, licences)
+            later = now.replace("-only", "-or-later")
+            near = nearest(name, licences)
+            if now:
+                near = f"; its name is {now}"
+            if later != now:
+                near += f", and that of the same or a later version {later}"
             raise InputError(
                 f"SPDX's list has no licence {name!r}{near}",
                 where=document.where(("refused_licences", index)),

@@ -137,7 +137,7 @@ def require_moving(tag: str, release: str) -> None:
     """Raise InputError unless ``tag`` may move to ``release``, by their names."""
     if re.fullmatch(f"{RELEASE_TAG}|sha256-.*", tag) or ANNOUNCED in tag:
         raise InputError(
-            f"{tag} is a tag of a release, which never moves by hand",
+            f"{tag} is a tag that publishing sets, which never moves by hand",
             hint="move one such as latest-cpu",
         )
     require_tag(tag, "TAG")

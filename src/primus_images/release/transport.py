@@ -278,6 +278,8 @@ class Transport:
             return within(seconds, url, exchange)
         except _Weaker as error:
             raise self._elsewhere(str(error), "is not encrypted") from None
+        except requests.exceptions.InvalidHeader:
+            raise self._odd("its headers state two lengths") from None
         except ValueError:  # requests' errors about addresses are also of this class
             raise self._odd("it names an address that is none") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:

@@ -35,6 +35,7 @@ class Server(ThreadingHTTPServer):
     location = ""
     padding = 0
     status = 200
+    another_length = ""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -75,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.location:
             self.send_header("Location", self.server.location)
         self.send_header("Content-Length", str(len(data)))
+        if self.server.another_length:
+            self.send_header("Content-Length", self.server.another_length)
         self.end_headers()
         self.wfile.write(data)
 
@@ -124,6 +127,12 @@ def test_a_wrong_word_is_a_sentence(server: Server, tmp_path: Path) -> None:
     with pytest.raises(HostError, match="denied access") as refused:
         Repository(f"{server.name}/a/b").request("GET", "manifests/x")
     assert refused.value.hint == f"log in: skopeo login {server.name}"
+
+
+def test_two_lengths_of_an_answer_are_no_matter_of_addresses(server: Server) -> None:
+    server.another_length = "99"
+    with pytest.raises(HostError, match="its headers state two lengths"):
+        Repository(f"{server.name}/a/b").tags()
 
 
 def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> None:

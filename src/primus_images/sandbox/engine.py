@@ -140,7 +140,7 @@ class Engine:
             words = [f"--name={name}", *options, *client.image, *arguments]
             code = _exit_code(client, words, values, streams)
             if code in _NOT_STARTED:
-                self._raise_refusal(root, command, client, words)
+                self._check_result(code, root, command, client, words)
         if code == _KILLED and command.memory_bytes:
             limit = f"{command.memory_bytes >> 20} MiB"
             text = f"primus: the command was killed, probably over the memory limit of {limit}\n"
@@ -149,18 +149,27 @@ class Engine:
             return 128 - code
         return code
 
-    def _raise_refusal(
-        self, root: RootFs, command: Command, client: Client, words: Sequence[str]
+    def _check_result(
+        self, code: int, root: RootFs, command: Command, client: Client, words: Sequence[str]
     ) -> None:
-        # If the container started, the exit code is the command's own.
+        """Raise HostError or InputError unless the exit code is the command's own."""
         state = client.answer(
-            "container", "inspect", "--format={{.State.StartedAt}}", client.container
+            "container",
+            "inspect",
+            "--format={{.State.ExitCode}} {{.State.StartedAt}}",
+            client.container,
         )
+        ended, _, started = state.stdout.partition(" ")
         # It fails in the same way again, and this time its message is ours.
-        again = ["create", *words]
+        again = ["create", "--pull=never", *words]
         if state.returncode == 0:
-            if not state.stdout.startswith("0001-01-01"):
-                return
+            if not started.startswith("0001-01-01"):
+                if ended == str(code):
+                    return
+                raise HostError(
+                    f"{self.name} lost the result of the command in {root.name}",
+                    hint="run it again; what the engine says is above",
+                )
             again = ["start", client.container]
         message = error_of(client.answer(*again))
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):

@@ -138,7 +138,7 @@ def test_the_remedy_of_a_refusal_follows_from_its_message(message, hint, tmp_pat
     monkeypatch.setattr(engine, "captured", lambda *_, **__: refused)
     client = Client(words=[], env={}, container="name", image=[])
     with pytest.raises(HostError) as caught:
-        Docker()._raise_refusal(root_with(tmp_path), Command(), client, [])
+        Docker()._check_result(125, root_with(tmp_path), Command(), client, [])
     assert hint in str(caught.value.hint)
 
 
@@ -291,9 +291,27 @@ def test_a_container_that_did_not_start_says_why(tmp_path):
     with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
         Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
     assert caught.value.message == "shell cannot run v1.2_cpu: no space"
-    started = "[ $1 = run ] && exit 127; echo 2026-11-29"
+    started = "[ $1 = run ] && exit 127; echo 127 2026-11-29"
     with Path(os.devnull).open("rb") as nothing:
         assert Shell(started).run(root, Command(), stdin=nothing, stdout=nothing) == 127
+
+
+@pytest.mark.parametrize("code", [1, 125, 127])
+def test_an_exit_code_that_the_engine_lost_is_not_that_of_the_command(code, tmp_path):
+    # As podman ends with 127 if the monitor of a running container was killed.
+    root = root_with(tmp_path, Cmd=["true"])
+    script = f"[ $1 = run ] && exit {code}; echo 0 2026-11-29"
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
+        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+    assert caught.value.message == "shell lost the result of the command in v1.2_cpu"
+
+
+def test_the_reason_of_a_refusal_is_asked_without_a_registry(tmp_path):
+    root = root_with(tmp_path, Cmd=["true"])
+    script = "[ $1 = run ] && exit 125; echo Error: $1 $2 >&2; exit 1"
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
+        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+    assert caught.value.message == "shell cannot run v1.2_cpu: create --pull=never"
 
 
 @pytest.mark.parametrize(

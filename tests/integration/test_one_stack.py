@@ -162,6 +162,8 @@ LOGINS: dict[str, tuple[Callable[[str], Any], bool]] = {
     "zeros at the end": (lambda host: {"auths": {host: padded()}}, True),
     "words": (lambda host: {"auths": {host: {"username": "me", "password": "word"}}}, False),
     "nothing": (lambda host: {"auths": {host: {}}}, False),
+    "null": (lambda _host: {"auths": None}, False),
+    "a name alone": (lambda host: {"auths": {host: {"auth": b64encode(b"me").decode()}}}, False),
     "a good helper": (lambda host: {"credHelpers": {host: "good"}}, True),
     "a helper without it": (lambda host: {"credHelpers": {host: "none"}}, False),
     "a locked helper": (lambda host: {"credHelpers": {host: "locked"}}, False),

@@ -86,6 +86,8 @@ def _login_in_file(path: Path, repository: str) -> Login:
         config: Any = read_json(path).data
         if path.name == _OLDEST:
             config = {"auths": config}
+        # For skopeo, a part that is null is empty.
+        config = {name: part for name, part in config.items() if part is not None}
         return _login_in(config, repository)
     except (InputError, OSError) as error:
         reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
@@ -136,7 +138,11 @@ def _key(name: str) -> str:
 def _login_of(entry: Mapping[str, Any]) -> Login:
     if entry.get("identitytoken"):
         return Login(_TOKEN, entry["identitytoken"])
-    username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
+    auth = entry.get("auth")
+    if not auth:
+        return Login()
+    # What has no colon is no login; for skopeo, neither.
+    username, password = b64decode(auth).decode().split(":", maxsplit=1)
     return Login(username, password.strip("\0"))  # Docker's first versions padded it
 
 

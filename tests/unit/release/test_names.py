@@ -65,6 +65,8 @@ def test_tags_have_at_most_128_characters() -> None:
     ("config", "login"),
     [
         ({}, Login()),
+        ({"auths": None, "credHelpers": None}, Login()),
+        ({"auths": {"a.example:5": {"auth": ""}}}, Login()),
         ({"auths": {"a.example:5": {"auth": "me:word"}}}, Login("me", "word")),
         ({"auths": {"https://a.example:5/v1/": {"auth": "me:word"}}}, Login("me", "word")),
         ({"auths": {"b.example": {"auth": "me:word"}}}, Login()),
@@ -72,15 +74,15 @@ def test_tags_have_at_most_128_characters() -> None:
     ],
 )
 def test_the_login_of_a_registry(
-    config: dict[str, dict[str, dict[str, str]]],
+    config: dict[str, dict[str, dict[str, str]] | None],
     login: Login,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     assert login_for("a.example:5") == Login(), "without a file"
-    for entry in config.get("auths", {}).values():
-        if "auth" in entry:
+    for entry in (config.get("auths") or {}).values():
+        if entry.get("auth"):
             entry["auth"] = b64encode(entry["auth"].encode()).decode()
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert login_for("a.example:5") == login

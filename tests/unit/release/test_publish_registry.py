@@ -201,7 +201,15 @@ def test_a_credential_helper_is_asked(
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "a"}}}', '{"credsStore": "none"}'],
+    [
+        "{",
+        "[]",
+        "null",
+        '{"auths": []}',
+        '{"auths": {"HOST": {"auth": "a"}}}',
+        '{"auths": {"HOST": {"auth": "bWU="}}}',  # a name without a colon
+        '{"credsStore": "none"}',
+    ],
 )
 def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text.replace("HOST", server.name))

@@ -87,6 +87,7 @@ def test_every_kind_of_side_is_compared_with_every_other(
     assert ("v26.11" in found["old"] or digest in found["old"]) and "v26.12" in found["new"]
     changed = {s["name"]: {c["what"]: c["kind"] for c in s["changes"]} for s in found["sections"]}
     assert changed["environment"] == {}
+    assert changed.get("gates", {}) == {}, "all pass on both sides"
     if new == "v26.12-demo" and old not in ("HEAD", "v26.11"):
         assert changed["layers"].keys() == {"alpha"}
     if (old, new) == ("v26.11", "versions.yaml"):

@@ -1,6 +1,6 @@
 """Run all gates on an image, and decide whether a build may name it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,7 +99,14 @@ def admit(examined: Examined) -> tuple[str, ...]:
             f"{plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
             hint="only an image of a preview channel may fail one",
         )
-    return tuple(_summary_of(report) for report in outcome.reports if not report.passed)
+    return tuple(failures(outcome.reports))
+
+
+def failures(reports: Iterable[GateReport]) -> Iterator[str]:
+    """Yield one sentence for each gate that fails."""
+    for report in reports:
+        if not report.passed:
+            yield _summary_of(report)
 
 
 def _summary_of(report: GateReport) -> str:

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError, PrimusError, did_you_mean
-from primus_images.gates.examined import LayerFacts, examine_layer, observe
+from primus_images.gates.check import failures
+from primus_images.gates.examined import (
+    Finding,
+    GateReport,
+    LayerFacts,
+    examine_layer,
+    observe,
+)
 from primus_images.oci.layer import walk
 from primus_images.oci.store import Store, digest_of
 from primus_images.plan.project import Project
@@ -373,11 +380,7 @@ def _of_store(project: Project, ref: str) -> Side:
     parts |= {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}
     if record.get("digest") == image.digest:
-        gates = {}
-        for sentence in record.get("failed", ()):
-            gate, _, reason = sentence.partition(": ")
-            gates[gate] = reason
-        parts["gates"] = gates
+        parts["gates"] = _failed_gates(record.get("failed", ()))
     output = project.root / "out/validation" / target_of(ref)
     records = records_of(output, digest_of(root.config_bytes))
     return Side(
@@ -475,7 +478,8 @@ def _part_of_document(document: Document) -> dict[str, Part]:
         lock = loads(document.data, document.name)
         return {"packages": {file.name: file.version for file in _in_image(lock)}}
     if document.media_type == GATES:
-        return {"gates": _gates(json.loads(document.data))}
+        # The store keeps only what fails.
+        return {"gates": _failed_gates(failures(_reports(json.loads(document.data))))}
     if document.media_type == SPDX:
         licences = {}
         for package in json.loads(document.data)["packages"]:
@@ -524,15 +528,18 @@ def _parts_of_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dic
     return {"layers": layers, "environment": environment}
 
 
-def _gates(outcome: Mapping[str, Any]) -> dict[str, str]:
+def _failed_gates(sentences: Iterable[str]) -> dict[str, str]:
     rows: dict[str, str] = {}
-    for gate in outcome["gates"]:
-        name = gate["gate"]
-        rows[name] = gate["summary"] if gate["passed"] else f"fails: {gate['summary']}"
-        for finding in gate["findings"]:
-            if finding["severity"] == "error":
-                rows[f"{name} {finding['path']}"] = finding["message"]
+    for sentence in sentences:
+        gate, _, reason = sentence.partition(": ")
+        rows[gate] = reason
     return rows
+
+
+def _reports(outcome: Mapping[str, Any]) -> Iterator[GateReport]:
+    for gate in outcome["gates"]:
+        findings = [Finding(**finding) for finding in gate["findings"]]
+        yield GateReport(gate=gate["gate"], summary=gate["summary"], findings=findings)
 
 
 def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:

@@ -92,7 +92,7 @@ def fetch(
 
 
 def _not_offered(gone: Collection[LockedFile]) -> HostError:
-    files = sorted(gone, key=lambda file: file.name)
+    files = sorted(gone, key=lambda file: (file.name, file.version))
     texts = dict.fromkeys(f"{file.name} {file.version}" for file in files)
     names = list(dict.fromkeys(file.name for file in files))[:5]
     options = " ".join(f"--refresh-package {name}" for name in names)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from primus_images.errors import InputError
 from primus_images.files import write_file
 from primus_images.schema import build_typed, read_json
+from primus_images.terminal import some
 from primus_images.training.judge.checks import Verdict, relative_gap
 from primus_images.training.judge.record import NO_GPU, Record
 from primus_images.versions.lock import LockedFile
@@ -172,9 +173,9 @@ def _verdict(release: str, curve: Curve, new: Curve) -> Verdict:
 def changes(
     old: Curves | None, new: Curves | None, old_name: str = "", new_name: str = ""
 ) -> tuple[str, ...]:
-    """Return the differences of the curves of two sides, one sentence per recipe and backend.
+    """Return which curves of two sides agree, and the others: one sentence for each that differs.
 
-    Without differences, one sentence says so, or which side has no curves; none if neither has.
+    Curves of one side alone are one sentence, and so is a side without any; none if neither has.
     """
     if not old and not new:
         return ()
@@ -183,26 +184,32 @@ def changes(
         return (f"{without} has no golden curves, so training was not compared",)
     if old == new:
         return (f"training was not compared: both sides have the curves of one run, {old.release}",)
-    sentences = []
-    for name in sorted({*old.curves, *new.curves}):
-        sentence = _change(name, old, new)
+    common = sorted(old.curves.keys() & new.curves.keys())
+    changed = []
+    for name in common:
+        sentence = _change(name, old.curves[name], new.curves[name])
         if sentence:
-            sentences.append(sentence)
-    common = old.curves.keys() & new.curves.keys()
-    if sentences:
-        return tuple(sentences)
-    if len(common) == 1:
-        return ("the only golden curve agrees",)
-    return (f"all {len(common)} golden curves agree",)
+            changed.append(sentence)
+    sentences = [*_agreement(len(common), len(changed)), *changed]
+    for side, other in ((old, new), (new, old)):
+        alone = sorted(side.curves.keys() - other.curves.keys())
+        if alone:
+            sentences.append(f"only {side.release} has a curve of {some(alone, 3)}")
+    return tuple(sentences)
 
 
-def _change(name: str, old: Curves, new: Curves) -> str:
+def _agreement(common: int, changed: int) -> Iterator[str]:
+    """Yield how many of the curves that both sides have agree."""
+    if common == 1 and not changed:
+        yield "the only golden curve of both sides agrees"
+    elif common and not changed:
+        yield f"all {common} golden curves of both sides agree"
+    elif common > changed:
+        yield f"{common - changed} of {common} golden curves of both sides agree"
+
+
+def _change(name: str, before: Curve, after: Curve) -> str:
     """Return how the curve of a name differs between two releases; empty if it does not."""
-    before = old.curves.get(name)
-    after = new.curves.get(name)
-    if before is None or after is None:
-        release = new.release if before is None else old.release
-        return f"{name} has a curve in {release} only"
     same_cpu = before.cpu and before.cpu == after.cpu
     for gap in _gaps(before, after):
         differs = gap.size > 0 if same_cpu else not gap.tolerated

@@ -161,7 +161,7 @@ def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(
 ) -> None:
     old = kept(tmp_path, evidence())
     new = kept(tmp_path, evidence([6.0, 5.5, 5.0001, 4.5]), release="v26.12-cpu", cpu=cpu)
-    agree = golden.changes(old, new) == ("the only golden curve agrees",)
+    agree = golden.changes(old, new) == ("the only golden curve of both sides agrees",)
     assert agree != bool(changed)
 
 
@@ -191,13 +191,24 @@ def test_what_changed_between_two_releases(tmp_path: Path) -> None:
     old = kept(tmp_path, evidence(), evidence(name="llama3.1-8b"))
     new = kept(tmp_path, evidence([6.0, 5.5, 5.1, 4.5]), release="v26.12-cpu")
     assert golden.changes(old, replace(old, release="v26.12-cpu", date="2026-12-01")) == (
-        "all 2 golden curves agree",
+        "all 2 golden curves of both sides agree",
     )
     assert golden.changes(old, old) == (
         "training was not compared: both sides have the curves of one run, v26.11-cpu",
     )
     assert golden.changes(old, new) == (
-        "llama3.1-8b-megatron-pretrain has a curve in v26.11-cpu only",
+        f"the loss of {NAME} changed at step 3, by 2.0e-02",
+        "only v26.11-cpu has a curve of llama3.1-8b-megatron-pretrain",
+    )
+    more = {f"recipe-{number}": curve for number, curve in enumerate(old.curves.values())}
+    wider = replace(new, curves={**old.curves, **more})
+    assert golden.changes(old, wider) == (
+        "all 2 golden curves of both sides agree",
+        "only v26.12-cpu has a curve of recipe-0, recipe-1",
+    )
+    wider = replace(new, curves={**old.curves, **new.curves})
+    assert golden.changes(old, wider) == (
+        "1 of 2 golden curves of both sides agree",
         f"the loss of {NAME} changed at step 3, by 2.0e-02",
     )
 

@@ -100,3 +100,60 @@ def test_interned_constants_are_equal_and_of_one_object_each() -> None:
     code = compile("def f(a=('x y',)):\n return 'x y'\n", "f.py", "exec")
     assert compile_bytecode.interned(code) == code
     assert marshal.loads(compile_bytecode.serialized(code)) == code
+
+
+def test_each_kind_of_constant_keeps_its_kind() -> None:
+    fresh = "".join(["x ", "y"])
+    for value in ((fresh, 1), frozenset([fresh]), slice(fresh, fresh, fresh), fresh):
+        again = compile_bytecode.interned(value)
+        assert type(again) is type(value)
+        assert again == value
+    text: Any = compile_bytecode.interned((fresh, 1))
+    parts: Any = compile_bytecode.interned(slice(fresh, 1, None))
+    assert text[0] is sys.intern(fresh)
+    assert parts.start is sys.intern(fresh)
+    assert (parts.stop, parts.step) == (1, None)
+
+
+def test_code_that_marshals_second_version_cannot_hold_is_interned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = compile("a = 'x y'\n", "f.py", "exec")
+    whole = marshal.dumps
+
+    def dumps(value: Any, *version: int) -> bytes:
+        if version:
+            raise ValueError("unmarshallable object")
+        return whole(value)
+
+    monkeypatch.setattr(marshal, "dumps", dumps)
+    assert marshal.loads(compile_bytecode.serialized(code)) == code
+
+
+def test_many_modules_are_compiled_by_several_processes(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_bytecode, "PACK", 1)
+    pooled = []
+
+    class Pool:
+        def __init__(self, **options: Any) -> None:
+            pooled.append(options)
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def imap(self, function: Any, work: Any) -> Any:
+            return map(function, work)
+
+    monkeypatch.setattr(compile_bytecode.multiprocessing, "Pool", Pool)
+    for count, expected in ((2, []), (3, [{"maxtasksperchild": 8}])):
+        (sandbox / "in/modules").write_bytes(b"x = 1\n" * count)
+        index = [[f"m{number}.py", 6] for number in range(count)]
+        (sandbox / "in/index.json").write_text(json.dumps(index))
+        compile_bytecode.main()
+        rows = json.loads((sandbox / "out/index.json").read_text())
+        assert [row[1] for row in rows] == list(range(count))
+        assert pooled == expected

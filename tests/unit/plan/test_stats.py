@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus_images.errors import InputError
+from primus_images.files import mark_of
 from primus_images.plan.stats import StatIndex
 
 
@@ -77,3 +78,51 @@ def test_missing_folder_or_child_is_named(tmp_path: Path) -> None:
         index.tree(tmp_path / "absent")
     with pytest.raises(InputError, match="no 'gone'"):
         index.tree(tmp_path, ("gone",))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [(0o644, "file"), (0o755, "exec"), (0o744, "exec"), (0o655, "file"), (0o611, "file")],
+)
+def test_a_file_is_a_program_if_its_owner_may_run_it(mode: int, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/a").write_text("a")
+    (tmp_path / "t/a").chmod(mode)
+    ((_, found, _),) = StatIndex(tmp_path / "i").tree(tmp_path / "t")
+    assert found == kind
+
+
+def test_an_index_that_is_not_trusted_reads_every_file(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    settle(file)
+    index = StatIndex(tmp_path / "index")
+    index._entries[str(file)] = [*mark_of(file.stat()), "0" * 64]
+    assert index.sha256(str(file)) == "0" * 64
+    index.trusted = False
+    assert index.sha256(str(file)) == hashlib.sha256(b"one").hexdigest()
+    assert index.digest(file) == f"sha256:{hashlib.sha256(b'one').hexdigest()}"
+
+
+def test_caches_and_repositories_are_no_part_of_a_tree(tmp_path: Path) -> None:
+    for name in (".git/config", "a.pyc", "__pycache__/a", "sub/.git/x", "sub/b.py", ".gitignore"):
+        path = tmp_path / "t" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    names = [name for name, _, _ in StatIndex(tmp_path / "i").tree(tmp_path / "t")]
+    assert names == [".gitignore", "sub/b.py"]
+
+
+def test_what_an_image_cannot_contain_is_refused_at_its_place(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    root.mkdir()
+    (root / "a\nb").write_text("x")
+    with pytest.raises(InputError, match="cannot be in an image") as caught:
+        StatIndex(tmp_path / "i").tree(root)
+    assert caught.value.where == str(root)
+    assert caught.value.hint == "rename it, or leave it out with `include`"
+    (root / "a\nb").unlink()
+    (root / "link").symlink_to("x\ny")
+    with pytest.raises(InputError, match="the target of this link cannot be used") as caught:
+        StatIndex(tmp_path / "i").tree(root)
+    assert caught.value.where == str(root / "link")

@@ -96,7 +96,7 @@ def copies(image: str, folder: Path) -> list[list[str]]:
         there = f"docker://{NAME}@{entry['digest']}"
         here = f"oci:{folder}:d{number}"
         words = ["skopeo", "copy", "--quiet"]
-        run([*words, "--src-tls-verify=false", there, here])
+        subprocess.run([*words, "--src-tls-verify=false", there, here], check=True)
         commands.append([*words, "--dest-tls-verify=false", here, there])
     return commands
 

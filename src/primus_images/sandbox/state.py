@@ -271,10 +271,13 @@ def all_states(workspace: Path) -> list[State]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, including files of a regular user's subordinate ids.
+    """Remove a folder, including files of a regular user's subordinate ids; of a link, only itself.
 
     A missing folder is not an error.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     shutil.rmtree(path, ignore_errors=True)
     podman = programs.find("podman")
     if path.exists() and podman and os.geteuid() != 0:

@@ -223,6 +223,14 @@ def test_a_damaged_list_of_system_calls_is_named(tools, run, monkeypatch, conten
     assert caught.value.where == str(run / "seccomp.json")
 
 
+def test_a_link_in_place_of_a_folder_is_removed_alone(run):
+    (run / "elsewhere").mkdir()
+    (run / "link").symlink_to(run / "elsewhere")
+    state.remove_tree(run / "link")
+    assert not os.path.lexists(run / "link")
+    assert (run / "elsewhere").is_dir()
+
+
 def test_a_workspace_is_the_same_by_a_link(run):
     (run / "project").mkdir()
     (run / "link").symlink_to(run / "project")

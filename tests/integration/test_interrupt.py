@@ -100,6 +100,31 @@ def test_an_interrupt_during_the_imports_is_quiet(kit: Kit, tmp_path: Path) -> N
     assert process.returncode == 130
 
 
+SLOW_PATTERNS = """
+import re, runpy, sys, time
+compiled = re.compile
+def slow(*words):
+    if sys._getframe(1).f_globals["__name__"] == "__main__":
+        print("compiling", flush=True)
+        time.sleep(60)
+    return compiled(*words)
+re.compile = slow
+sys.argv = ["primus", "--help"]
+runpy.run_module("primus_images.cli.main", run_name="__main__")
+"""
+
+
+def test_an_interrupt_after_the_imports_is_quiet(kit: Kit) -> None:
+    words = [sys.executable, "-c", SLOW_PATTERNS]
+    with subprocess.Popen(
+        words, env=kit.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "compiling\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == 130
+
+
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself"
 )

@@ -1,8 +1,10 @@
 """Podman's own files and the unpacked layers: proven before they are kept, and healed."""
 
 import contextlib
+import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +67,18 @@ def test_a_state_that_fails_is_not_kept(tiny, tmp_path, monkeypatch):
         with pytest.raises(HostError, match="cannot run a container here"):
             run(tiny, "true")
     assert run(tiny, "exit 7") == 7
+
+
+def test_a_disk_without_room_for_the_first_container_is_named(tmp_path, monkeypatch):
+    def full(path: object, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    root = image(tmp_path, CONTENTS)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(root, "true")
+    assert caught.value.filename == str(state.workspace_of(root.cache) / "probe/init")
 
 
 def test_other_spellings_of_a_path_are_the_same_programs(tiny, monkeypatch):

@@ -6,7 +6,7 @@ It imports the module of one verb, and turns errors into messages and exit codes
 import os
 import signal
 
-# Ctrl-C during the imports below, before `main` can say what it means. Without this, Python would
+# Ctrl-C while this module is made, before `main` can say what it means. Without this, Python would
 # show a traceback.
 _handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
@@ -25,8 +25,6 @@ from primus_images.cli.verb import AMDS, VERBS, installed_verbs, parser_of, run
 from primus_images.errors import HostError, InputError, PrimusError, nearest
 from primus_images.files import ownership
 from primus_images.terminal import Screen, harmless
-
-signal.signal(signal.SIGINT, _handler)
 
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 # What `primus` alone lists, if it is installed. The first two are those of the host.
@@ -265,6 +263,8 @@ def _complete() -> None:
         parsers.add_parser(name, help=verb.summary, parents=parents, add_help=False)
     argcomplete.autocomplete(parser)
 
+
+signal.signal(signal.SIGINT, _handler)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,9 @@
 A workspace contains no input, so removing a file by mistake costs time but never a result.
 """
 
+import errno
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +174,8 @@ def _remove_folder(path: Path) -> None:
         path = path.rename(partial)
     remove_tree(path)
     if path.exists():
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         raise HostError(
             f"{path} cannot be removed", hint="run this as the user whose files it contains"
         )

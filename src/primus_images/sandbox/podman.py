@@ -11,7 +11,6 @@ import fcntl
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import threading
 import uuid
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from primus_images import programs
 from primus_images.errors import HostError
+from primus_images.files import write_file
 from primus_images.programs import captured, finally_run
 from primus_images.sandbox.container import Command, RootFs, Stream
 from primus_images.sandbox.engine import (
@@ -141,8 +141,8 @@ class Podman(Engine):
         for place in (workspace / "layers", workspace / "probe"):
             place.mkdir(exist_ok=True)
         init = workspace / "probe" / "init"
-        init.unlink(missing_ok=True)
-        shutil.copy(str(programs.find("catatonit")), init)
+        write_file(init, Path(str(programs.find("catatonit"))).read_bytes())
+        init.chmod(0o755)
         reasons: dict[str, str] = {}
         for mode in _modes():
             state = new(workspace, mode)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import time
 from contextlib import ExitStack
@@ -233,6 +234,25 @@ def test_a_half_removed_layer_never_counts_as_unpacked(
         workspace = Project.find(kit.root).workspace
         remove(find_waste(workspace, set()), workspace.store)
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]
+
+
+def test_a_read_only_disk_is_no_lack_of_rights(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit.build()
+    kit.write(".primus/unpacked/0123.tmp/etc/passwd", "x")
+    workspace = Project.find(kit.root).workspace
+    waste = find_waste(workspace, set())
+    monkeypatch.setattr("primus_images.engine.upkeep.remove_tree", lambda _path: None)
+    real = os.statvfs
+
+    def read_only(path: Path) -> os.statvfs_result:
+        fields = list(real(path))
+        fields[8] |= os.ST_RDONLY
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", read_only)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        remove(waste, workspace.store)
+    assert caught.value.filename == str(kit.root / ".primus/unpacked/0123.tmp")
 
 
 @pytest.mark.parametrize("inputs", [None, [], {"actions": None}, {"actions": {"alpha": "key"}}])

@@ -20,6 +20,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.run import failure, processes, ranks, start
 from primus_images.training.run.job import Job
 from primus_images.training.run.processes import Watch
+from project_kit import until
 from proof_kit import kept
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -132,6 +133,36 @@ def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(
         assert not (tmp_path / ".reserve").exists()
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_ranks_that_were_stopped_with_the_job_are_not_silent(tmp_path: Path) -> None:
+    """`scontrol suspend` stops every process of a job, for longer than ranks may be silent."""
+    code = """
+        import os, sys
+        from pathlib import Path
+        from primus_images.training.run import processes
+        processes._STOPPED_SECONDS = 1.5
+        silent = []
+        watch = processes.Watch(patience=lambda: 4, on_silence=silent.append)
+        ranks = [sys.executable, "-c", "import time; [time.sleep(0.1) for _ in range(20)]"]
+        processes.run(ranks, log=Path("log.txt"), environment=os.environ, watch=watch)
+        print("silent" if silent else "ended")
+    """
+    job = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert until((tmp_path / "log.txt").exists)
+    time.sleep(0.5)
+    started = [job.pid, *processes._children(job.pid)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in started:
+            os.kill(pid, number)
+        time.sleep(5 if number == signal.SIGSTOP else 0)
+    assert job.communicate(timeout=60)[0] == "ended\n"
 
 
 # More than a pipe holds, so that the process waits unless it is read.

@@ -23,6 +23,8 @@ _RESERVE_BYTES = 4 << 20
 # receive them.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.5
+# Whoever looks this late was stopped itself.
+_STOPPED_SECONDS = 20.0
 # With less free space than this, files of the ranks are incomplete, too.
 _FULL_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
@@ -158,9 +160,14 @@ def _wait(
 ) -> None:
     """Wait for the end of the launcher, or for a reason to end it."""
     deadline = math.inf
+    looked = time.monotonic()
     while process.poll() is None and not stop.is_set() and time.monotonic() < deadline:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_LOOK_SECONDS)
+        # The ranks were stopped with this process, as `scontrol suspend` does: none is silent.
+        if time.monotonic() - looked > _STOPPED_SECONDS:
+            reader.last_line = time.monotonic()
+        looked = time.monotonic()
         if deadline < math.inf or process.poll() is not None:
             continue
         silent = 0 < watch.patience() < time.monotonic() - reader.last_line

@@ -19,6 +19,13 @@ CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "
 _DATA: Any = read_values(Path(__file__).with_name("slurm.yaml")).data
 # `srun --overlap` asks a node that the job uses.
 LEAST_VERSION = (20, 11)
+# Each node looks for the job's folder, which the first one has made. Network file systems show it
+# some seconds later.
+_SHARED = (
+    'for _ in {1..60}; do [[ -d "${OUTPUT%/*}" ]] && break; sleep 1; done; '
+    '[[ -d ${OUTPUT%/*} ]] || { echo "primus: node $SLURMD_NODENAME has no ${OUTPUT%/*}, which the '
+    'first node made: --output must be a folder that all nodes share" >&2; exit 3; }'
+)
 _FILE = re.compile(r"\.*/")
 _PROTOCOL = re.compile(r"^((docker|oras|library)://)?([^/@#]+@(?=.*#))?")
 # Pyxis takes an image from Docker Hub unless # follows the registry.
@@ -179,7 +186,7 @@ def _task(plan: Plan, site: Site) -> str:
     )
     if site.container not in ("none", "pyxis"):
         train = f"{_engine(plan, site)} {train}"
-    return f"{address}; exec {train}"
+    return f"{address}; {_SHARED}; exec {train}"
 
 
 def _names(site: Site) -> list[str]:

@@ -309,6 +309,7 @@ def body(
     steps: int = 50,
     resume_from: str = "",
     job: int = 7,
+    port: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a rendered script for real; Slurm's commands are small scripts that note how they were
     called.
@@ -319,14 +320,19 @@ def body(
     for name, text in {
         "srun": srun,
         "scontrol": (
-            'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n '
-            'NodeAddr=127.0.0.2 X=1 SlurmdStartTime=$(cat "$0.${@: -1}" 2>/dev/null) Y=1";; esac'
+            'case "$*" in ping) if [[ -e $0.away ]]; then rm "$0.away"; echo "S at h is DOWN"; '
+            'else echo "S at h is UP"; fi;; *job*) echo "JobId=7 StartTime=2026-11-30T05:00:04 '
+            'PreemptTime=$(cat "$0.preempt" 2>/dev/null || echo None) SuspendTime=None";; '
+            "*hostnames*) echo n1; echo n2;; "
+            '*node*) echo "NodeName=n NodeAddr=127.0.0.2 BootTime=$(cat "$0.boot" 2>/dev/null) '
+            'SlurmdStartTime=$(cat "$0.${@: -1}" 2>/dev/null) Y=1";; esac'
         ),
-        "sleep": "exit 0",
+        # A second where the script gives the ranks 60 to end.
+        "sleep": "[[ $1 != 60 ]] || exec /bin/sleep 1",
     }.items():
         (tools / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{text}\n')
         (tools / name).chmod(0o755)
-    site = slurm.Site(output=tmp_path / "runs", restarts=3, resume_from=resume_from)
+    site = slurm.Site(output=tmp_path / "runs", restarts=3, resume_from=resume_from, port=port)
     text = slurm.script(plan(f"steps={steps}", nodes=2), site)
     environment = {
         **os.environ,
@@ -371,6 +377,37 @@ def test_ranks_do_not_meet_at_a_port_that_is_taken(tmp_path: Path, address: str)
     with socket.create_server((address, 20000 + job)):
         done = body(tmp_path, 'echo "at $MASTER_PORT"', job=job)
     assert int(done.stdout.removeprefix("at ").split()[0]) > 20000 + job, done.stderr
+
+
+def test_a_port_that_the_user_chose_is_not_another_programs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        done = body(tmp_path, "exit", port=port)
+    assert done.returncode == 3
+    assert f"--port {port} is taken on node n1: choose another one" in done.stderr
+    assert "srun" not in (tmp_path / "calls").read_text()
+    assert body(tmp_path, "exit", port=port).returncode == 0
+
+
+@pytest.mark.parametrize(("port", "requeued"), [(0, True), (29999, False)])
+def test_a_port_that_was_taken_before_the_ranks_opened_it_requeues(
+    port: int, requeued: bool, tmp_path: Path
+) -> None:
+    """The next attempt chooses another one, but for that of --port."""
+    text = 'mkdir -p "$OUTPUT"; echo "code: -98, name: EADDRINUSE" > "$OUTPUT/log.txt"; exit 1'
+    done = body(tmp_path, f"[[ $* == *--overlap* ]] || {{ {text}; }}", port=port)
+    assert ("was taken meanwhile; requeued" in done.stderr) is requeued
+    assert ("failed with exit code 1" in done.stderr) is not requeued
+
+
+def test_a_folder_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere/7"
+    task = 'export OUTPUT=FOLDER/attempt-0 SLURMD_NODENAME=n2; exec "${@: -3}"'
+    done = body(
+        tmp_path, f"[[ $* == *--overlap* ]] || {{ {task.replace('FOLDER', str(elsewhere))}; }}"
+    )
+    assert done.returncode == 3
+    assert f"node n2 has no {elsewhere}, which the first node made: --output must be" in done.stderr
 
 
 def test_a_job_continues_another_run_until_it_has_checkpoints_of_its_own(tmp_path: Path) -> None:
@@ -532,6 +569,46 @@ def test_a_node_that_is_back_before_slurm_missed_it_requeues(tmp_path: Path, nod
     (tmp_path / "calls").unlink()
     assert "failed with exit code 1" in body(tmp_path, again).stderr
     assert "scontrol requeue" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("boot", "ends"), [("2026-11-30T05:04:12", True), ("2026-11-30T05:00:09", False)]
+)
+def test_a_node_that_boots_ends_ranks_that_wait_for_it(
+    boot: str, ends: bool, tmp_path: Path
+) -> None:
+    """The time of the same boot varies by some seconds."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol.boot").write_text("2026-11-30T05:00:04")
+    waits = 'trap "echo ended; exit 143" TERM; for i in {1..30}; do /bin/sleep 0.1; done'
+    again = f"echo {boot} > {tools}/scontrol.boot; echo later > {tools}/scontrol.n2"
+    done = body(tmp_path, f"[[ $* == *--overlap* ]] || {{ {again}; {waits}; exit 0; }}")
+    assert ("ended" in done.stdout) is ends
+    assert ("node n2 was restarted; requeued" in done.stderr) is ends
+    assert done.returncode == int(ends)
+
+
+def test_a_job_that_failed_waits_for_the_controller_to_ask_for_its_nodes(tmp_path: Path) -> None:
+    away = tmp_path / "bin/scontrol.away"
+    done = body(tmp_path, f"[[ $* == *--overlap* ]] && exec [ ! -e {away} ]; touch {away}; exit 9")
+    assert done.returncode == 9
+    assert "requeue" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("time", "requeued"), [("2026-11-30T05:00:04", True), ("2026-11-30T04:59:00", False)]
+)
+def test_a_preemption_of_which_only_the_ranks_were_told_requeues(
+    time: str, requeued: bool, tmp_path: Path
+) -> None:
+    """Without send_user_signal, Slurm ends the steps, and lets the script go on."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol.preempt").write_text(time)
+    done = body(tmp_path, "[[ $* == *--overlap* ]] || exit 143")
+    assert ("the job was preempted; requeued" in done.stderr) is requeued
+    assert ("failed with exit code 143" in done.stderr) is not requeued
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,19 @@ requeue() {
     exit 1
 }
 
-# The step takes no GPU. Slurm refuses it if it inherits how many the job has.
+# The step takes no GPU. Slurm refuses it if it inherits how many the job has, and as long as it does not know that the
+# ranks have ended, whose memory it then counts. It learns that late after a restart of its own.
 answers() {
-    timeout 60 env -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK \
-        srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$1" --time=1 true >/dev/null 2>&1
+    for _ in 1 2 3; do
+        timeout 60 env -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK \
+            srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$1" --time=1 true >/dev/null 2>&1
+        case $? in
+            0) return 0 ;;
+            124) return 1 ;; # no answer in time
+        esac
+        sleep 10
+    done
+    return 1
 }
 
 # Whether Slurm has told the ranks alone to end, because another job needs their nodes.

@@ -596,6 +596,13 @@ def test_a_job_that_failed_waits_for_the_controller_to_ask_for_its_nodes(tmp_pat
     assert "requeue" not in (tmp_path / "calls").read_text()
 
 
+def test_a_node_whose_ranks_slurm_still_counts_is_asked_again(tmp_path: Path) -> None:
+    refused = f"[[ -e {tmp_path}/asked ]] || {{ touch {tmp_path}/asked; exit 1; }}"
+    done = body(tmp_path, f"[[ $* == *--overlap* ]] || exit 9; {refused}")
+    assert done.returncode == 9
+    assert "requeue" not in (tmp_path / "calls").read_text()
+
+
 @pytest.mark.parametrize(
     ("time", "requeued"), [("2026-11-30T05:00:04", True), ("2026-11-30T04:59:00", False)]
 )

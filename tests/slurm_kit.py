@@ -5,6 +5,7 @@ virtual nodes.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from project_kit import free_port, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 def missing() -> str:
@@ -44,7 +46,10 @@ class Slurm:
             (folder / "gpus" / str(number)).touch()
         self._configure()
         try:
-            self._start_munge()
+            key = folder / "munge/key"
+            key.write_bytes(os.urandom(128))
+            key.chmod(0o400)
+            self.start_munge()
             self._start("slurmctld", "slurmctld", "-D", "-c")
             for name in self.names:
                 self.start_node(name)
@@ -61,6 +66,8 @@ class Slurm:
         )
         lines = [
             "ClusterName=test",
+            # Ports follow from the numbers of jobs, and several clusters may be on this machine.
+            f"FirstJobId={1000 * (1 + os.getpid() % 11)}",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={free_port()}",
             "SlurmUser=root",
@@ -80,22 +87,29 @@ class Slurm:
             "MpiDefault=none",
             "ReturnToService=2",
             "GresTypes=gpu",
-            "JobAcctGatherType=jobacct_gather/none",
+            # Only jobs that ask for it (--acctg-freq) are measured, and ended above their memory.
+            "JobAcctGatherType=jobacct_gather/linux",
+            "JobAcctGatherFrequency=0",
+            "JobAcctGatherParams=OverMemoryKill",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
             "AccountingStorageType=accounting_storage/none",
             "SlurmdTimeout=10",
             "KillWait=10",
             "MessageTimeout=10",
             "UnkillableStepTimeout=30",
             "JobRequeue=1",
-            "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
+            "SchedulerParameters=sched_interval=2,batch_sched_delay=1,preempt_send_user_signal",
             *(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
                 f"CPUs={cpus} "
-                "RealMemory=1000 Gres=gpu:8"
+                "RealMemory=2000 Gres=gpu:8"
                 for name in self.names
             ),
             f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP "
-            "OverSubscribe=EXCLUSIVE",
+            "OverSubscribe=EXCLUSIVE PriorityTier=1 GraceTime=60",
+            f"PartitionName=urgent Nodes={','.join(self.names)} MaxTime=60 State=UP "
+            "OverSubscribe=EXCLUSIVE PriorityTier=2",
         ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         files = ",".join(str(folder / "gpus" / str(number)) for number in range(8))
@@ -104,10 +118,9 @@ class Slurm:
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
-    def _start_munge(self) -> None:
+    def start_munge(self) -> None:
+        """Start munged, which vouches for every message of Slurm's."""
         folder = self.folder / "munge"
-        (folder / "key").write_bytes(os.urandom(128))
-        (folder / "key").chmod(0o400)
         self._start(
             "munged",
             "munged",
@@ -132,12 +145,21 @@ class Slurm:
                 start_new_session=True,
             )
 
-    def start_node(self, name: str) -> None:
-        """Start the slurmd of a node. It ends steps that a former one left."""
-        self._start(name, "slurmd", "-D", "-c", "-N", name)
+    def start_node(self, name: str, *, boots: bool = False, without: Path | None = None) -> None:
+        """Start the slurmd of a node. It ends steps that a former one left.
+
+        With ``boots``, the machine has booted now. The folder ``without`` is another one there.
+        """
+        words = ["slurmd", "-D", "-c", "-N", name]
+        if boots:
+            words.append("-b")
+        if without is not None:
+            mount = f"mount -t tmpfs tmpfs {without} && exec {shlex.join(words)}"
+            words = ["unshare", "--mount", "sh", "-c", mount]
+        self._start(name, *words)
 
     def kill_daemon(self, name: str) -> None:
-        """End slurmctld, or the slurmd of a node, at once. Jobs go on."""
+        """End munged, slurmctld, or the slurmd of a node, at once. Jobs go on."""
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
@@ -166,11 +188,31 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
 
-    def _until_idle(self) -> None:
+    @contextmanager
+    def without_room(self, name: str) -> Iterator[None]:
+        """Give a node, whose daemon starts anew, no room for what Slurm keeps there."""
+        spool = self.folder / "spool" / name
+        self.kill_node(name)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", spool], check=True)
+        self.start_node(name)
+        self._until_idle(name)
+        with (spool / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        try:
+            yield
+        finally:
+            self.kill_node(name)
+            subprocess.run(["umount", "--lazy", spool], check=True)
+            self.start_node(name)
+
+    def _until_idle(self, *names: str) -> None:
+        nodes = ",".join(names or self.names)
+
         def idle() -> bool:
             return {
                 *self.run(
-                    "sinfo", "--noheader", "--format=%T", "--Node", check=False
+                    "sinfo", "--noheader", "--format=%T", f"--nodes={nodes}", check=False
                 ).stdout.split()
             } == {"idle"}
 
@@ -203,7 +245,7 @@ class Slurm:
         deadline = time.monotonic() + seconds
         while True:
             job = self.job(number)
-            if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            if job["JobState"] in OVER:
                 return job
             self._start_early(number, job)
             assert time.monotonic() < deadline, job
@@ -219,6 +261,12 @@ class Slurm:
             self._start_early(number, job)
             assert time.monotonic() < deadline, job
             time.sleep(1)
+
+    def held(self, number: str, seconds: float = 120) -> None:
+        """Wait until the job is in the queue and stays there."""
+        assert until(lambda: "held" in self.job(number)["Reason"].lower(), seconds), self.job(
+            number
+        )
 
     def _start_early(self, number: str, job: dict[str, str]) -> None:
         """Do not wait two minutes for a requeued job, as Slurm does."""
@@ -237,6 +285,10 @@ class Slurm:
         return {
             int(given["RANK"]): pid for pid, given in ranks.items() if _parent(pid) not in ranks
         }
+
+    def processes_of(self, number: str) -> list[int]:
+        """Every process of a job: its script, its tasks, and what they started."""
+        return [p for p, given in self._processes() if given.get("SLURM_JOB_ID") == number]
 
     def _processes(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Those of this cluster, with their variables."""

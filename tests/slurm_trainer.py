@@ -5,9 +5,11 @@ of ``primus``; a job for GPUs is primus's own. Nothing is computed, so a busy ma
 seconds.
 """
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +18,13 @@ from types import FrameType
 
 STEPS, INTERVAL = 120, 24
 STARTING_S, STEP_S = 4, 0.05
-# How long a rank waits for the other one.
+# How long a rank waits for the other one, and how long for its first step, as torchrun does.
 PATIENCE_S = 25
+MEETING_S = 600
+# The first node opens the port of the meeting after this.
+OPENING_S = 2
+# Bytes that a rank holds: more than the job's own script and srun.
+MEMORY = 80 << 20
 
 
 def value(words: list[str], option: str) -> str:
@@ -25,9 +32,9 @@ def value(words: list[str], option: str) -> str:
     return words[words.index(option) + 1] if option in words else ""
 
 
-def wait_for(path: Path, output: Path) -> None:
+def wait_for(path: Path, output: Path, patience: float = PATIENCE_S) -> None:
     """Wait for a file of the other rank. A rank whose partner failed ends, too."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience
     while not path.exists():
         if (output / "failed").exists() or time.monotonic() > deadline:
             sys.exit(1)
@@ -36,6 +43,7 @@ def wait_for(path: Path, output: Path) -> None:
 
 def train(output: Path, rank: int, first: int) -> None:
     """Take the steps of one rank."""
+    held = b"1" * MEMORY
     time.sleep(STARTING_S)
     other = 1 - rank
     folder = output / "node-1" if rank else output
@@ -43,7 +51,8 @@ def train(output: Path, rank: int, first: int) -> None:
         place.mkdir(parents=True, exist_ok=True)
     for step in range(first, STEPS + 1):
         (output / f"steps/{step}-{rank}").touch()
-        wait_for(output / f"steps/{step}-{other}", output)
+        patience = MEETING_S if step == first else PATIENCE_S
+        wait_for(output / f"steps/{step}-{other}", output, patience)
         time.sleep(STEP_S)
         with (folder / "log.txt").open("a") as log:
             log.write(f"step: {step}\n")
@@ -52,6 +61,7 @@ def train(output: Path, rank: int, first: int) -> None:
                 exact.write(json.dumps({"step": step, "loss": 1000 / step}) + "\n")
         if step % INTERVAL == 0:
             save(output, rank, step)
+    del held
 
 
 def save(output: Path, rank: int, step: int) -> None:
@@ -79,9 +89,20 @@ def watch(words: list[str]) -> int:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+    meeting = socket.socket()
+    if rank == 0:
+        time.sleep(OPENING_S)
+        try:
+            meeting.bind(("", int(os.environ["MASTER_PORT"])))
+            meeting.listen()
+        except OSError as error:
+            (output / "log.txt").write_text(f"{errno.errorcode[error.errno or 0]}: {error}\n")
+            (output / "failed").touch()
+            process.kill()
     code = process.wait()
+    meeting.close()
     result = {"passed": code == 0}
-    if code < 0:
+    if code < 0 and not (output / "failed").exists():
         cause = f"rank {rank}: ended by signal {-code}"
         (output / "result.json").write_text(json.dumps({**result, "cause": cause}))
         (output / "failed").touch()

@@ -16,9 +16,11 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +32,7 @@ from typing import Any
 import pytest
 
 import slurm_kit
-from project_kit import until
+from project_kit import free_port, until
 from slurm_kit import Job, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +46,8 @@ STEPS, INTERVAL, STALL = 120, 24, 60
 LATEST = STEPS - 60
 # Jobs at the same time: most of an event's seconds are spent waiting for Slurm or for a limit.
 TOGETHER = 3
+# Held by a repetition that needs nodes of its own.
+ALONE = threading.Lock()
 # Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training
 # itself is small.
 PROXIES = {
@@ -237,7 +241,7 @@ def lose_a_node(case: Case, restarts: int) -> None:
     try:
         case.ends("COMPLETED", restarts=(restarts,))
     finally:
-        case.slurm.start_node(name)
+        case.slurm.start_node(name, boots=True)
     continued(case)
 
 
@@ -247,7 +251,7 @@ def node_restarted(case: Case) -> None:
     name = case.chance.choice(case.slurm.nodes(case.job.number))
     case.slurm.kill_node(name)
     time.sleep(case.chance.uniform(0.5, 5))
-    case.slurm.start_node(name)
+    case.slurm.start_node(name, boots=True)
     case.ends("COMPLETED", restarts=(1,))
     continued(case)
 
@@ -329,7 +333,7 @@ def rebooted_at_once(case: Case) -> None:
     case.start()
     name = case.chance.choice(case.slurm.nodes(case.job.number))
     case.slurm.kill_node(name)
-    case.slurm.start_node(name)
+    case.slurm.start_node(name, boots=True)
     case.ends("COMPLETED", restarts=(1,))
     continued(case)
 
@@ -343,7 +347,7 @@ def both_nodes_lost(case: Case) -> None:
         case.ends("COMPLETED", restarts=(1,))
     finally:
         for name in names:
-            case.slurm.start_node(name)
+            case.slurm.start_node(name, boots=True)
     continued(case)
 
 
@@ -354,7 +358,7 @@ def both_nodes_restarted(case: Case) -> None:
         case.slurm.kill_node(name)
     time.sleep(case.chance.uniform(0.5, 5))
     for name in names:
-        case.slurm.start_node(name)
+        case.slurm.start_node(name, boots=True)
     case.ends("COMPLETED", restarts=(1,))
     continued(case)
 
@@ -374,7 +378,7 @@ def restarted_twice(case: Case) -> None:
         name = case.chance.choice(case.slurm.nodes(case.job.number))
         case.slurm.kill_node(name)
         time.sleep(case.chance.uniform(0, 3))
-        case.slurm.start_node(name)
+        case.slurm.start_node(name, boots=True)
     case.ends("COMPLETED", restarts=(2,))
     continued(case)
 
@@ -475,6 +479,266 @@ def no_gpu(case: Case) -> None:
         case.row["reason"] = found[0][:160]
 
 
+def meeting(case: Case) -> int:
+    """Wait until the job has chosen the port at which its ranks will meet, and return it."""
+    case.job.running()
+    chosen: list[int] = []
+
+    def look() -> bool:
+        chosen.extend(int(port) for port in re.findall(r"meeting at \S+:(\d+)", case.job.said()))
+        return bool(chosen)
+
+    assert until(look, 60), case.job.said()
+    case.row["moment"] = "before the ranks met"
+    return chosen[-1]
+
+
+def says(case: Case, sentence: str) -> None:
+    """The job's log has the sentence."""
+    if not re.search(sentence, case.job.said()):
+        case.wrong.append(f"{sentence!r} is not said: {case.job.said()[-600:]}")
+
+
+def nothing_left(case: Case) -> None:
+    """No process of the job goes on."""
+    if not until(lambda: not case.slurm.processes_of(case.job.number), 30):
+        case.wrong.append(f"processes go on: {case.slurm.processes_of(case.job.number)}")
+
+
+def rebooted_before_the_meeting(case: Case) -> None:
+    """The second node boots before Slurm misses it, while the first one waits for its ranks."""
+    time.sleep(15)  # the events before this one boot nodes, too
+    case.job = launch(case.slurm, case.runs, case.backend)
+    meeting(case)
+    name = case.slurm.nodes(case.job.number)[1]
+    case.slurm.kill_node(name)
+    case.slurm.start_node(name, boots=True)
+    case.ends("COMPLETED", restarts=(1,))
+    says(case, f"node {name} was restarted; requeued")
+    # Without a look at the boots, the first node would wait for 600 s.
+    if case.row["seconds"] > 300:
+        case.wrong.append(f"the end came after {case.row['seconds']} s")
+    continued(case)
+
+
+def steps_lost(case: Case) -> None:
+    """Slurm's daemon takes the steps of its node with it, as a wrong KillMode of systemd does."""
+    case.start(steps=(1, LATEST))
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_node(name)
+    case.slurm.start_node(name)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
+def cancelled_in_the_queue(case: Case) -> None:
+    case.job = launch(case.slurm, case.runs, case.backend, "--sbatch=--hold")
+    case.row["moment"] = "in the queue"
+    case.slurm.run("scancel", case.job.number)
+    case.ends("CANCELLED")
+    if case.job.folder.exists():
+        case.wrong.append("it has run")
+
+
+def cancelled_before_the_meeting(case: Case) -> None:
+    case.job = launch(case.slurm, case.runs, case.backend)
+    meeting(case)
+    time.sleep(case.chance.uniform(0, 2))
+    case.slurm.run("scancel", case.job.number)
+    case.ends("CANCELLED")
+    nothing_left(case)
+
+
+def time_limit(case: Case) -> None:
+    """A rank is stopped, so that Slurm's limit comes before the last step."""
+    case.start("--time", "2", "--grace", "40", steps=(1, LATEST))
+    _, pid = case.rank()
+    os.kill(pid, signal.SIGSTOP)
+    case.slurm.restarted(case.job.number, 1)
+    case.ends("COMPLETED", restarts=(1,))
+    says(case, "the job was told to end; requeued")
+    continued(case)
+
+
+def preempted_by_slurm(case: Case) -> None:
+    """A job of a partition that goes first needs the nodes."""
+    case.start(steps=(1, LATEST))
+    nodes = ",".join(case.slurm.nodes(case.job.number))
+    words = ("--partition=urgent", "--nodes=2", f"--nodelist={nodes}", "--wrap=sleep 3")
+    output = f"--output={case.runs}/urgent.txt"
+    urgent = case.slurm.run("sbatch", "--parsable", *words, output).stdout.strip()
+    if (ended := case.slurm.ended(urgent))["JobState"] != "COMPLETED":
+        case.wrong.append(f"the urgent job: {ended}")
+    case.ends("COMPLETED", restarts=(1,))
+    says(case, "the job was (told to end|preempted); requeued")
+    continued(case)
+
+
+def port_in_use(case: Case) -> None:
+    """Another program has the port that follows from the job's number."""
+    case.job = launch(case.slurm, case.runs, case.backend, "--sbatch=--hold")
+    case.row["moment"] = "at the start"
+    port = 20000 + int(case.job.number)
+    with socket.create_server(("", port)):
+        case.slurm.run("scontrol", "release", case.job.number)
+        case.ends("COMPLETED")
+    says(case, rf"meeting at \S+:{port + 1}\b")
+    case.same(case.job, 1)
+
+
+def given_port_in_use(case: Case) -> None:
+    port = free_port()
+    with socket.create_server(("", port)):
+        case.job = launch(case.slurm, case.runs, case.backend, "--port", str(port))
+        case.row["moment"] = "at the start"
+        case.ends("FAILED")
+    says(case, f"--port {port} is taken on node n")
+
+
+def port_taken_meanwhile(case: Case) -> None:
+    """Another program takes the port after the job has chosen it, and before it is opened."""
+    case.job = launch(case.slurm, case.runs, case.backend)
+    port = meeting(case)
+    with socket.create_server(("", port)):
+        case.ends("COMPLETED", restarts=(1,))
+    says(case, f"port {port} was taken meanwhile; requeued")
+    continued(case)
+
+
+def store_wanted(case: Case) -> None:
+    """Another program wants the port of the ranks' store before rank 0 has imported PyTorch."""
+    case.job = launch(case.slurm, case.runs, case.backend)
+    case.ranks()
+    given = Path(f"/proc/{case.processes[0]}/environ").read_text().split("\0")
+    variables = dict(word.split("=", 1) for word in given if "=" in word)
+    with socket.socket() as other:
+        with suppress(OSError):
+            other.bind(("", int(variables["MASTER_PORT"])))
+            other.listen()
+        case.row["moment"] = "before the ranks met"
+        case.ends("COMPLETED")
+    case.same(case.job, 1)
+
+
+def out_of_memory(case: Case) -> None:
+    """Slurm ends a step that takes more memory than the job asked for."""
+    memory = "50" if PYTHON == STAND_IN else "300"
+    words = (f"--sbatch=--mem={memory}", "--sbatch=--acctg-freq=1")
+    case.job = launch(case.slurm, case.runs, case.backend, *words)
+    case.row["moment"] = "when the limit is reached"
+    case.ends("FAILED")
+    says(case, rf"StepId={case.job.number}.0 exceeded memory limit")
+    says(case, "failed with exit code")
+    nothing_left(case)
+
+
+def no_shared_folder(case: Case) -> None:
+    """One of the two nodes has another disk at the place of the results."""
+    first, second = case.slurm.names[-2:]
+    case.runs.mkdir()
+    with ALONE:
+        case.slurm.kill_node(second)
+        case.slurm.start_node(second, without=case.runs)
+        try:
+            nodes = f"--sbatch=--nodelist={first},{second}"
+            case.job = launch(case.slurm, case.runs, case.backend, nodes)
+            case.row["moment"] = "at the start"
+            case.ends("FAILED")
+        finally:
+            case.slurm.kill_node(second)
+            case.slurm.start_node(second)
+    says(case, f"node {second} has no {case.job.folder}, .* must be a folder that all nodes share")
+
+
+def spool_full(case: Case) -> None:
+    """The folder in which Slurm's daemon of a node keeps jobs is full."""
+    nodes = case.slurm.names[-2:]
+    name = case.chance.choice(nodes)
+    case.row["moment"] = f"at the start, on node {nodes.index(name)}"
+    with ALONE, case.slurm.without_room(name):
+        words = (case.backend, f"--sbatch=--nodelist={','.join(nodes)}")
+        case.job = launch(case.slurm, case.runs, *words)
+        if name == nodes[0]:
+            # Slurm takes the job back and keeps it, until the operator has made room.
+            case.slurm.held(case.job.number)
+        else:
+            case.ends("COMPLETED")
+    case.slurm.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
+    if name == nodes[0]:
+        case.slurm.run("scontrol", "release", case.job.number)
+        case.ends("COMPLETED", restarts=(1,))
+    case.kept()
+    case.same(case.job, 1)
+
+
+def suspended(case: Case) -> None:
+    """By the operator, for longer than ranks may be silent."""
+    case.start("--stall-timeout", str(STALL), steps=(1, LATEST))
+    case.slurm.run("scontrol", "suspend", case.job.number)
+    time.sleep(10 if PYTHON == STAND_IN else STALL + 10)
+    case.slurm.run("scontrol", "resume", case.job.number)
+    case.ends("COMPLETED")
+    case.kept()
+    case.same(case.job, 1)
+
+
+def rank_killed_without_controller(case: Case) -> None:
+    """The job fails while Slurm's controller is away, which cannot say how the nodes are."""
+    case.start(steps=(1, LATEST))
+    rank, pid = case.rank()
+    case.slurm.kill_daemon("slurmctld")
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(case.chance.uniform(20, 40))
+    case.slurm.start_controller()
+    case.ends("FAILED")
+    case.named(rf"(?s)(rank {rank}: )?.*(ended by signal 9|Signal 9 \(SIGKILL\))")
+    says(case, "failed with exit code")
+
+
+def restarts_used_up(case: Case) -> None:
+    case.start("--restarts", "1")
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
+    second_fault(case)
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number)
+    case.ends("FAILED", restarts=(1,))
+    says(case, "not requeued: this was attempt 1, and --restarts is 1")
+    case.kept()
+
+
+def script_killed(case: Case) -> None:
+    """The kernel ends the job's own script, when memory runs out on the first node."""
+    case.start(steps=(1, LATEST))
+    for pid in case.slurm.processes_of(case.job.number):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text() == "slurm_script\n":
+                os.kill(pid, signal.SIGKILL)
+    case.ends("FAILED")
+    nothing_left(case)
+    case.kept()
+
+
+def requeued_and_held(case: Case) -> None:
+    """By the operator, who lets the job go on later."""
+    case.start()
+    case.slurm.run("scontrol", "requeuehold", case.job.number)
+    case.slurm.held(case.job.number)
+    time.sleep(case.chance.uniform(0, 5))
+    case.slurm.run("scontrol", "release", case.job.number)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
+def munge_restarted(case: Case) -> None:
+    """Nobody vouches for Slurm's messages for some seconds."""
+    case.start(steps=(1, LATEST))
+    case.slurm.kill_daemon("munged")
+    time.sleep(case.chance.uniform(0, 5))
+    case.slurm.start_munge()
+    case.ends("COMPLETED")
+    case.kept()
+    case.same(case.job, 1)
+
+
 EVENTS: dict[str, Callable[[Case], None]] = {
     "node lost": node_lost,
     "node restarted": node_restarted,
@@ -496,11 +760,30 @@ EVENTS: dict[str, Callable[[Case], None]] = {
     "cancelled": cancelled,
     "both ranks killed": both_ranks_killed,
     "no GPU": no_gpu,
+    "rebooted before the ranks met": rebooted_before_the_meeting,
+    "daemon and steps lost": steps_lost,
+    "cancelled in the queue": cancelled_in_the_queue,
+    "cancelled before the ranks met": cancelled_before_the_meeting,
+    "time limit": time_limit,
+    "preempted by Slurm": preempted_by_slurm,
+    "port in use": port_in_use,
+    "given port in use": given_port_in_use,
+    "port taken meanwhile": port_taken_meanwhile,
+    "store's port wanted": store_wanted,
+    "out of memory": out_of_memory,
+    "no shared folder": no_shared_folder,
+    "spool folder full": spool_full,
+    "suspended": suspended,
+    "rank killed without the controller": rank_killed_without_controller,
+    "restarts used up": restarts_used_up,
+    "script killed": script_killed,
+    "requeued and held": requeued_and_held,
+    "munge restarted": munge_restarted,
 }
 
 
 # What primus itself must notice in its ranks.
-OF_TRAINING = ("disk full", "hung rank")
+OF_TRAINING = ("disk full", "hung rank", "store's port wanted")
 
 
 @pytest.mark.skipif(PYTHON == STAND_IN, reason="the stand-in does not train")

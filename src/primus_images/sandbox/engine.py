@@ -48,8 +48,9 @@ _CLIENT_ENVIRONMENT = [
     "DBUS_SESSION_BUS_ADDRESS",
 ]
 # What a container ends with that did not start: refused by the engine, not executable, not found.
-# Podman ends with 1 if it cannot read its configuration.
-_NOT_STARTED = (1, 125, 126, 127)
+# Podman ends with 1 if it cannot read its configuration. Both engines end with 2 if they get too
+# little memory.
+_NOT_STARTED = (1, 2, 125, 126, 127)
 _KILLED = 128 + signal.SIGKILL
 
 
@@ -280,7 +281,7 @@ def error_of(refused: subprocess.CompletedProcess[str]) -> str:
     lines = refused.stderr.splitlines()
     message = lines[-1] if lines else "it gives no reason"
     for line in lines:
-        if line.startswith("Error"):
+        if line.startswith(("Error", "fatal error: ")):
             message = line
             break
     return message.removeprefix("Error: ").removeprefix("Error response from daemon: ")

@@ -296,7 +296,7 @@ def test_a_container_that_did_not_start_says_why(tmp_path):
         assert Shell(started).run(root, Command(), stdin=nothing, stdout=nothing) == 127
 
 
-@pytest.mark.parametrize("code", [1, 125, 127])
+@pytest.mark.parametrize("code", [1, 2, 125, 127])
 def test_an_exit_code_that_the_engine_lost_is_not_that_of_the_command(code, tmp_path):
     # As podman ends with 127 if the monitor of a running container was killed.
     root = root_with(tmp_path, Cmd=["true"])
@@ -304,6 +304,14 @@ def test_an_exit_code_that_the_engine_lost_is_not_that_of_the_command(code, tmp_
     with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
         Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
     assert caught.value.message == "shell lost the result of the command in v1.2_cpu"
+
+
+def test_an_engine_that_gets_too_little_memory_says_so(tmp_path):
+    root = root_with(tmp_path, Cmd=["true"])
+    script = "printf 'fatal error: cannot reserve memory\n\nruntime.rt0_go()\n' >&2; exit 2"
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
+        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+    assert caught.value.message == "shell cannot run v1.2_cpu: fatal error: cannot reserve memory"
 
 
 def test_the_reason_of_a_refusal_is_asked_without_a_registry(tmp_path):

@@ -159,18 +159,24 @@ def _locks(root: RootFs) -> list[Path]:
 
 
 def _spoil(path: Path, how: str) -> None:
-    if how == "missing":
+    if how in ("missing", "folder"):
         path.unlink()
+        if how == "folder":
+            path.mkdir()
+            (path / "file").touch()
         return
     data = path.read_bytes()
     replaced = {"empty": b"", "half": data[: len(data) // 2], "zeros": bytes(4096) + data[4096:]}
     path.write_bytes(replaced[how])
 
 
-@pytest.mark.parametrize("how", ["empty", "half", "missing", "zeros"])
+@pytest.mark.parametrize("how", ["empty", "half", "missing", "zeros", "folder"])
 def test_damaged_files_of_podman_heal(tiny, how):
     place = place_of(tiny)
-    paths = [place / "containers.conf", *place.parent.glob("*.json")]
+    workspace = state.workspace_of(tiny.cache)
+    # A note that is lost lets the next command write the probe again.
+    paths = [*workspace.glob("layers/*.listing"), workspace / "probe/init"]
+    paths += [place / "containers.conf", place.parent / "compared", *place.parent.glob("*.json")]
     paths += [*(place / "storage/libpod").glob("*.db"), *(place / "storage").glob("*.sql")]
     assert len(paths) >= 3
     for path in paths:

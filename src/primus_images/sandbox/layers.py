@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from primus_images.errors import HostError
-from primus_images.files import json_if_readable, text_if_readable, write_file
+from primus_images.files import json_if_readable, text_if_readable
 from primus_images.programs import captured, stop_all, tracked
 from primus_images.sandbox.container import LayerRef, RootFs, layer_folder
 from primus_images.sandbox.engine import ENGINE
-from primus_images.sandbox.state import State, locked, remove_tree
+from primus_images.sandbox.state import State, locked, remove_tree, write_own
 from primus_images.terminal import counted, say
 
 # What a listing is kept in, beside the folder of its layer.
@@ -95,7 +95,7 @@ def _compared_path(state: State) -> Path:
 
 def _note_compared(listings: Mapping[str, str], state: State) -> None:
     noted = json_if_readable(_compared_path(state))
-    write_file(_compared_path(state), json.dumps({**noted, **listings}))
+    write_own(_compared_path(state), json.dumps({**noted, **listings}))
 
 
 def _layers_of(root: RootFs) -> dict[str, LayerRef]:
@@ -173,7 +173,7 @@ def _unpack_all(root: RootFs, state: State, layers: Mapping[str, LayerRef]) -> N
             raise
     listings = _listings(list(layers), state)
     for name, listing in listings.items():
-        write_file(_listing_path(name, state), listing + "\n")
+        write_own(_listing_path(name, state), listing + "\n")
     _note_compared(listings, state)
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from primus_images import programs
 from primus_images.errors import HostError
-from primus_images.files import write_file
 from primus_images.programs import captured, finally_run
 from primus_images.sandbox.container import Command, RootFs, Stream
 from primus_images.sandbox.engine import (
@@ -46,6 +45,7 @@ from primus_images.sandbox.state import (
     remove_tree,
     runtimes,
     workspace_of,
+    write_own,
 )
 from primus_images.terminal import counted, say
 from primus_images.waits import try_lock
@@ -141,7 +141,7 @@ class Podman(Engine):
         for place in (workspace / "layers", workspace / "probe"):
             place.mkdir(exist_ok=True)
         init = workspace / "probe" / "init"
-        write_file(init, Path(str(programs.find("catatonit"))).read_bytes())
+        write_own(init, Path(str(programs.find("catatonit"))).read_bytes())
         init.chmod(0o755)
         reasons: dict[str, str] = {}
         for mode in _modes():

@@ -120,9 +120,9 @@ class State:
             text = text.replace(
                 "[engine]", f'seccomp_profile = "{self.place}/{_PROFILE}"\n[engine]'
             )
-            _write(self.place / _PROFILE, profile)
-        _write(self.place / _STORAGE_CONF, _STORAGE.format(place=self.place, driver=_DRIVER))
-        _write(self.place / "containers.conf", text)
+            write_own(self.place / _PROFILE, profile)
+        write_own(self.place / _STORAGE_CONF, _STORAGE.format(place=self.place, driver=_DRIVER))
+        write_own(self.place / "containers.conf", text)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -135,13 +135,13 @@ class State:
             os.close(handle)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write the file, unless it has this text."""
-    if text_if_readable(path) == text:
+def write_own(path: Path, data: str | bytes) -> None:
+    """Write a file that is ours alone, unless it has this text. A folder in its place goes."""
+    if text_if_readable(path) == data:
         return
     if path.is_dir():
         remove_path(path)
-    write_file(path, text)
+    write_file(path, data)
 
 
 def _system_calls() -> str:
@@ -232,7 +232,7 @@ def new(workspace: Path, mode: Mode) -> State:
 def keep(state: State, mode: Mode) -> None:
     """Make a proven state known to other commands. Removes states that none knows or uses."""
     content = {"place": state.place.name, "mode": mode._asdict()}
-    write_file(_note(state.workspace), json.dumps(content))
+    write_own(_note(state.workspace), json.dumps(content))
     runs = state.place.parent
     noted = set()
     for note in runs.glob("*.json"):

@@ -548,3 +548,25 @@ def test_only_validations_of_this_image_are_published(tmp_path: Path) -> None:
     (tmp_path / "a/record.json").write_text(json.dumps(other.as_json()))
     with pytest.raises(InputError, match="its settings are not those of recipe"):
         publish._validations(tmp_path, "sha256:2")
+
+
+@pytest.mark.parametrize(
+    ("name", "licence"),
+    [
+        ("https://www.apache.org/licenses/LICENSE-2.0", "Apache-2.0"),
+        ("http://apache.org/licenses/LICENSE-2.0.txt", "Apache-2.0"),
+        ("https://opensource.org/licenses/MIT", "MIT"),
+        ("https://example.org/licenses/MIT", ""),
+        ("Apache License 2.0 (Apache-2.0)", "Apache-2.0"),
+        ("Mozilla Public License 2.0 (MPL 2.0)", "MPL-2.0"),
+        ("MIT/Apache-2.0", "MIT AND Apache-2.0"),
+        ("BSD/MIT", ""),
+        ("GPL-2", "GPL-2.0-only"),
+        ("GPL-3+", "GPL-3.0-or-later"),
+        ("LGPL-2.1+", "LGPL-2.1-or-later"),
+        ("GFDL-1.3", "GFDL-1.3-only"),
+        ("odd", ""),
+    ],
+)
+def test_a_page_an_abbreviation_or_two_names_have_their_licence(name: str, licence: str) -> None:
+    assert listed_name(name) == licence

@@ -544,3 +544,29 @@ def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
 )
 def test_layouts_that_torchtitan_computes_are_not_refused(words: list[str]) -> None:
     resolve("llama3.1-8b", words, Choices(gpu="cpu", proxy=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "mode", "told"),
+    [
+        (
+            ["lora.dropout=0.1", "packing=true"],
+            "lora",
+            "the reference does not repeat dropout with finetune.packing",
+        ),
+        (
+            ["lora.dropout=0.1", "training.compile=true"],
+            "lora",
+            "the reference does not repeat dropout with finetune.training.compile",
+        ),
+        (["lora.dropout=0.1"], "lora", None),
+        (["lora.dropout=0.0", "packing=true"], "lora", None),
+        (["packing=true"], "full", None),
+        (["data.skip=1%"], "full", "data.skip leaves out rows, and the reference reads all"),
+    ],
+)
+def test_settings_that_the_reference_does_not_repeat_are_named(
+    words: list[str], mode: str, told: str | None
+) -> None:
+    finetune = Choices(gpu="cpu", proxy=True, backend="finetune", mode=mode)
+    assert proof.unjudged(resolve("llama3.1-8b", words, finetune)) == told

@@ -610,3 +610,25 @@ def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
         "layout",
         "loss in bf16",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ran", "passed", "skipped", "measured"),
+    [
+        ({"base": "own", "repeat": "own"}, True, False, "2 of 2"),
+        ({"base": "own", "repeat": "x"}, False, False, "1 of 2"),
+        ({"base": "x", "repeat": "x"}, False, False, "0 of 2"),
+        # Of what did not run, nobody says that it was another recipe.
+        ({"base": "own"}, False, True, ""),
+        ({"base": "x"}, False, False, "0 of 2"),
+        ({}, False, True, ""),
+    ],
+)
+def test_the_runs_are_of_the_planned_recipe(
+    ran: dict[str, str], passed: bool, skipped: bool, measured: str
+) -> None:
+    own = SimpleNamespace(digest="own")
+    jobs: Any = [SimpleNamespace(name=name, recipe=own) for name in ("base", "repeat")]
+    outcomes: Any = {name: SimpleNamespace(recipe_sha256=sha) for name, sha in ran.items()}
+    verdict = suite._same_recipe(jobs, outcomes)
+    assert (verdict.passed, verdict.skipped, verdict.measured) == (passed, skipped, measured)

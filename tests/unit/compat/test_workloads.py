@@ -176,3 +176,9 @@ def test_wrong_words_are_refused(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         query(words, {})
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["ftp://host", "https://", "host", "//host", "http:///x"])
+def test_an_address_that_is_of_no_service_is_refused(address: str) -> None:
+    with pytest.raises(InputError, match="is not the address of a service"):
+        query(["list", "--url", address], {})

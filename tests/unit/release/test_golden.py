@@ -1,5 +1,6 @@
 """Golden curves: where a run leaves one, what is missing, and what changed between two releases."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,3 +239,20 @@ def test_a_run_of_another_length_leaves_the_curve(tmp_path: Path, count: int) ->
     found = verdict(kept(tmp_path, evidence()), evidence([*LOSSES, 4.0][:count]))
     assert not found.passed
     assert found.reason.endswith(f"at step {min(count, 4) + 1}, by inf")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gap"),
+    [
+        ([2.0], [2.0], 0.0),
+        ([None], [2.0], math.inf),
+        ([2.0], [None], math.inf),
+        ([None], [None], math.inf),
+        ([2.0], [], math.inf),
+        ([], [2.0], math.inf),
+    ],
+)
+def test_a_figure_that_one_side_lacks_is_as_far_as_can_be(
+    old: list[float | None], new: list[float | None], gap: float
+) -> None:
+    assert golden._gap(old, new, 0) == gap

@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from primus_images.files import below
 from primus_images.gpus.detect import DetectedGpus
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
-from primus_images.release.prove import folder as sent, run
+from primus_images.release.prove import folder as sent, read, run
 from primus_images.release.prove.read import kept, verified
 from primus_images.release.prove.run import Outcome, run_all
 from primus_images.release.prove.scrub import Scrubber
@@ -520,3 +521,10 @@ def test_what_cannot_be_proven_is_refused(
 
 def test_the_marks_of_states() -> None:
     assert [run.mark(state) for state in ("passed", "failed", "lacking")] == ["✓", "✗", "–"]
+
+
+@pytest.mark.parametrize("value", [True, "1", [1], float("nan"), float("inf")])
+def test_what_is_no_number_in_a_file_that_was_sent_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="is no number"):
+        read._number(value)
+    assert [read._number(number) for number in (None, 1, 0.5)] == [None, 1, 0.5]

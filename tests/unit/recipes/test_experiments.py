@@ -568,3 +568,22 @@ def test_each_command_leaves_out_what_no_recipe_can_express(
     assert "--allow-unmapped" in capsys.readouterr().err
     assert main([*words, "--allow-unmapped"]) == 0
     assert "no_such_key is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "width"),
+    [
+        ({}, 256),
+        ({"swiglu": True}, 128),
+        ({"swiglu": True, "hidden_size": 128}, 320),
+        ({"swiglu": True, "hidden_size": 96}, 256),
+        ({"ffn_hidden_size": 100}, 100),
+    ],
+)
+def test_without_a_width_megatron_has_its_own(changed: dict[str, Any], width: int) -> None:
+    values = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2, **changed}
+    arguments = {
+        key: Argument(key=key, value=value, where="here", level="model")
+        for key, value in values.items()
+    }
+    assert models.of_megatron(arguments)["ffn_size"] == width

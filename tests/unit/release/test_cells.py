@@ -1,10 +1,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from primus_images.cli.host import validate as of_validate
 from primus_images.cli.host.validate import cells_to_train as _cells
 from primus_images.errors import InputError
 from primus_images.gates.check import Outcome
@@ -203,3 +205,24 @@ def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> N
     assert first.endswith("2 checks  (kept)")
     assert "✗ base: finite" in second
     assert last == "FAILED: 1 of 2 passed"
+
+
+def test_what_is_shown_of_a_validation_counts_its_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = SimpleNamespace(arguments=lambda: ["train", "a b"])
+    numbers = {"quick": 1, "standard": 3}
+    monkeypatch.setattr(of_validate, "planned_jobs", lambda cell, level, *_: [job] * numbers[level])
+    resolved: Any = SimpleNamespace(ref="v26.11-demo")
+    options: Any = SimpleNamespace(wrap=(), json=False)
+    assert of_validate._show([("one", "quick"), ("two", "standard")], resolved, options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "4 jobs in v26.11-demo"
+    assert [line.split() for line in lines[-3:-1]] == [
+        ["one", "quick", "1"],
+        ["two", "standard", "3"],
+    ]
+    options.json = True
+    of_validate._show([("one", "quick")], resolved, options)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {"cell": "one", "suite": "quick", "jobs": ["primus train 'a b'"]}

@@ -22,6 +22,7 @@ from primus_images.training.judge import suite
 from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run import outcome, ranks, start
 from primus_images.training.run.job import Job
+from primus_images.training.run.logs import Series
 from primus_images.training.run.outcome import Outcome
 from proof_kit import FLOPS, evidence
 
@@ -632,3 +633,20 @@ def test_the_runs_are_of_the_planned_recipe(
     outcomes: Any = {name: SimpleNamespace(recipe_sha256=sha) for name, sha in ran.items()}
     verdict = suite._same_recipe(jobs, outcomes)
     assert (verdict.passed, verdict.skipped, verdict.measured) == (passed, skipped, measured)
+
+
+def test_a_job_that_ran_is_recorded_with_what_it_did() -> None:
+    request = suite.Request(recipe="llama3-proxy", choices=Choices(gpu="cpu"))
+    first, *others = suite.plan(request, Path("/out"))
+    run = outcome.RunResult(exit_code=0, seconds=2.5, argv=("python3", "x"))
+    outcomes = {first.name: Outcome(job=first, exit_code=0, series=Series(), run=run)}
+    place = suite.Place(target="demo", image=RecordedImage(), gpu="none", made="2026")
+    made = suite.record([first, *others], outcomes, [], place)
+    recorded = {job.name: job for job in made.jobs}
+    done = recorded.pop(first.name)
+    assert (done.ran, done.exit_code, done.seconds) == (True, 0, 2.5)
+    assert (done.argv, done.series, done.cause) == (("python3", "x"), (), None)
+    assert done.command[:2] == ("primus", "train")
+    for job in recorded.values():
+        assert (job.ran, job.exit_code, job.series, job.argv) == (False, None, None, None)
+    assert (made.passed, made.target, made.gpu) == (False, "demo", "none")

@@ -879,7 +879,7 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     ),
     "withdrawal with other words": (
         withdrawing(WHY, change=put("predicate", "reason", value="none")),
-        f"a statement of type {WITHDRAWAL} names the key and is not by it",
+        f"a statement of type {WITHDRAWAL} names the key and does not count: its signature is not by",
     ),
     "withdrawal of another name": (
         withdrawing(WHY, name="v26.12-demo"),
@@ -987,6 +987,27 @@ def test_what_others_attach_is_not_judged(world: World, tmp_path: Path, number: 
     assert world.verify().faults == []
     kit = make_project(tmp_path / "project")
     assert kit.primus("diff", f"{world.name}:{TAG}", "versions.yaml").code == 0
+
+
+SCAN = "https://cosign.sigstore.dev/attestation/vuln/v1"
+
+
+def test_what_the_publisher_states_of_a_scan_is_not_judged(world: World, tmp_path: Path) -> None:
+    # cosign writes in-toto's older format, and calls the image by its repository.
+    statement_of_scan = {
+        "_type": "https://in-toto.io/Statement/v0.1",
+        "predicateType": SCAN,
+        "subject": [{"name": world.name, "digest": {"sha256": world.digest[7:]}}],
+        "predicate": {"scanner": {"uri": "x"}},
+    }
+    data = Signer(key=world.key("ours")).bundle(statement_of_scan)
+    scan = Document(media_type=BUNDLE, name="", data=data)
+    world.relist(lambda those: [*those, scan])
+    assert world.verify().faults == []
+    changed = said(scan, put("predicate", "scanner", "uri", value="y"))
+    world.relist(lambda those: [*those, changed])
+    (fault,) = world.verify().faults
+    assert f"a statement of type {SCAN} names the key and does not count" in fault
 
 
 ABOUT_ANOTHER: dict[str, Change] = {

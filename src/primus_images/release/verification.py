@@ -352,19 +352,23 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
             result.faults.append(f"document: {descriptor['digest']} is not a document's manifest")
 
 
+# The types of our own statements.
+_OURS = (SIGNATURE, WITHDRAWAL, PROVENANCE, TEST_RESULT, *BILLS.values())
+
+
 @dataclass
 class _Signatures:
     """The ``statements`` about this image whose signature counts.
 
     ``by_key`` says whether a signature of the key was found, about whatever image. ``rejected`` are
-    reasons by the type of statement. ``broken`` are the types of those that name the key and are
-    not by it.
+    reasons by the type of statement. ``broken`` are type and reason of those that name the key and
+    do not count. What the key's owner states in types of others, such as a scan, is no matter here.
     """
 
     statements: list[dict[str, Any]] = field(default_factory=list)
     by_key: bool = False
     rejected: dict[str, str] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
+    broken: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
     def of(cls, documents: Sequence[Document], trust: Trust, digest: str) -> Self:
@@ -378,9 +382,11 @@ class _Signatures:
             if statement is None:
                 result.rejected[kind] = problem
                 if key_of(bundle.data) in keys - {""}:
-                    result.broken.append(kind)
+                    result.broken.append((kind or "unknown", problem))
                 continue
             result.by_key = True
+            if kind not in _OURS:
+                continue
             subjects = [_digest_in(subject["digest"]) for subject in statement["subject"]]
             if subjects == [digest]:
                 result.statements.append(statement)
@@ -426,7 +432,7 @@ def _judged(bundle: Document, trust: Trust) -> tuple[dict[str, Any] | None, str,
     try:
         statement = payload(bundle.data)
         kind = statement["predicateType"]
-        if statement["_type"] != STATEMENT:
+        if kind in _OURS and statement["_type"] != STATEMENT:
             return None, kind, f"it is of type {str(statement['_type'])[:60]}"
         for subject in statement["subject"]:
             subject["digest"]["sha256"].encode()
@@ -449,8 +455,8 @@ def _signature_faults(
         yield f"signature: no statement about this image counts: {signatures.why}"
         return
     yield from _unnamed(documents, signatures)
-    for kind in signatures.broken:
-        yield f"signature: a statement of type {kind or 'unknown'} names the key and is not by it"
+    for kind, reason in signatures.broken:
+        yield f"signature: a statement of type {kind} names the key and does not count: {reason}"
     said: dict[str, list[Any]] = {}
     for document in documents:
         try:

@@ -522,7 +522,7 @@ def test_signatures_of_others_do_not_count() -> None:
     result = verified(Registry([*signed(documents), by_others[1]]))
     kind = statements(documents, TAG, DIGEST)[1]["predicateType"]
     assert result.faults == [
-        f"signature: a statement of type {kind} names the key and is not by it"
+        f"signature: a statement of type {kind} names the key and does not count: {why}"
     ]
 
 

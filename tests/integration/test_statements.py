@@ -1152,8 +1152,12 @@ def test_a_successor_must_verify(world: World, tmp_path: Path) -> None:
     assert f"--successor {NEXT} does not verify: " in refused.err
     assert not world.verify().withdrawn
     mended(world, tmp_path / "ours")
+    for tag in ("v26.11", "v26.12"):
+        world.there.tag(tag, world.ready.image.manifest)
     done = kit.primus(*words, "--successor", NEXT)
     assert done.code == 0, done.err
+    assert f"! v26.11 still names it: primus tag v26.11 {NEXT} --to" in done.err
+    assert f"! v26.12 still names it: {NEXT} is of another release" in done.err
     assert world.verify().withdrawn.endswith(f": wrong; use {NEXT} instead")
 
 

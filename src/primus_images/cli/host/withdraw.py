@@ -11,6 +11,7 @@ from primus_images.cli.verb import Options, answer, note
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.release.registry import Repository
+from primus_images.release.statement import names_another_release
 from primus_images.release.tags import require_good_successor, withdraw as attach, withdrawable
 from primus_images.release.withdrawal import Withdrawal, remember, withdrawals
 
@@ -74,11 +75,7 @@ def withdraw(options: WithdrawOptions) -> int:
         file = str(remember(root, options.release, withdrawal))
         lines.append(f"  → commit {file}, so that `primus run` and `primus diff` know it")
     for tag in image.moving_tags:
-        note(
-            options,
-            f"! {tag} still names it: primus tag {tag} {options.successor or 'RELEASE'} "
-            f"--to {options.to} --key KEY",
-        )
+        note(options, f"! {tag} still names it: {_remedy(tag, options)}")
     document = {
         "ref": f"{options.to}:{options.release}",
         "digest": image.digest,
@@ -87,3 +84,12 @@ def withdraw(options: WithdrawOptions) -> int:
         "file": file,
     }
     return answer(options, document, lines)
+
+
+def _remedy(tag: str, options: WithdrawOptions) -> str:
+    """Return what to do with a moving tag that names a withdrawn image."""
+    successor = options.successor or "RELEASE"
+    release, _, _ = successor.partition("-")
+    if options.successor and names_another_release(tag, release):
+        return f"{successor} is of another release, so publish a patch for it, or remove the tag"
+    return f"primus tag {tag} {successor} --to {options.to} --key KEY"

@@ -25,11 +25,12 @@ from primus_images.release.statement import (
     PROVENANCE,
     Request,
     Signer,
+    Trust,
     requests,
     require_unedited,
     statements,
 )
-from primus_images.release.tags import withdrawable
+from primus_images.release.tags import move_tag, withdrawable
 
 TAG = "v26.11-demo"
 LAYER = b"a layer"
@@ -540,3 +541,16 @@ def test_a_statement_of_this_key_is_not_attached_twice(
     for _ in range(2):
         assert finish(there, request, Signer(key="ours")) == 2
         assert len(there.documents(DIGEST, BUNDLE)) == 2
+
+
+@pytest.mark.parametrize("release", ["v26.9-demo", f"{TAG}.by-0"])
+def test_only_published_releases_get_a_moving_tag(
+    there: Repository, registry: MemoryRegistry, release: str
+) -> None:
+    pushed(registry, TAG, "v26.10-demo", "latest-demo", f"{TAG}.by-0", "vague")
+    with pytest.raises(InputError) as caught:
+        move_tag(there, "latest-demo", release, Trust(key="ours"))
+    assert caught.value.message == f"{NAME} has no {release}; its releases: v26.10-demo, {TAG}"
+    registry.tags = {}
+    with pytest.raises(InputError, match="its releases: none"):
+        move_tag(there, "latest-demo", release, Trust(key="ours"))

@@ -99,6 +99,8 @@ class State:
         return client_environment() | {
             "CONTAINERS_CONF": str(self.place / "containers.conf"),
             "CONTAINERS_STORAGE_CONF": str(self.place / _STORAGE_CONF),
+            # Podman 5 warns in each command's own standard error.
+            "PODMAN_IGNORE_CGROUPSV1_WARNING": "1",
         }
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":

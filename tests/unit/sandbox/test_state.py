@@ -223,6 +223,12 @@ def test_a_damaged_list_of_system_calls_is_named(tools, run, monkeypatch, conten
     assert caught.value.where == str(run / "seccomp.json")
 
 
+def test_podman_warns_of_no_control_groups_in_the_output_of_a_command(tools, run):
+    # Podman 5 does, where they are of version 1.
+    made = state.new(run / "workspace", MODE)
+    assert made.environment()["PODMAN_IGNORE_CGROUPSV1_WARNING"]
+
+
 def test_a_link_in_place_of_a_folder_is_removed_alone(run):
     (run / "elsewhere").mkdir()
     (run / "link").symlink_to(run / "elsewhere")

@@ -177,6 +177,20 @@ def make_project(root: Path, *, size: int = 1000) -> Kit:
     return kit
 
 
+def add_shell(kit: Kit, busybox: str, applets: Sequence[str], *targets: str) -> None:
+    """Add busybox to images of the small project, as a component of its own."""
+    programs = kit.root / "parts/shell"
+    programs.mkdir()
+    shutil.copy(busybox, programs / "busybox")
+    for applet in applets:
+        (programs / applet).symlink_to("busybox")
+    pin = "      - {path: parts/shell, to: /bin, channel: local}\n"
+    versions = (kit.root / "versions.yaml").read_text()
+    kit.write("versions.yaml", f"{versions}  shell:\n    name: Shell\n    pins:\n{pin}")
+    for name in targets:
+        kit.edit(f"images/{name}.yaml", "beta, recipes", "beta, recipes, shell")
+
+
 def lock(kit: Kit) -> None:
     """Lock all targets. Files that the repository's own builds fetched already are not fetched
     twice.

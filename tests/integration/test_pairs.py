@@ -23,7 +23,7 @@ from docker_engine import private_dockerd
 from sandbox_kit import APPLETS, BUSYBOX, needs_busybox
 
 from host_tools import needs
-from project_kit import Kit, make_project, until
+from project_kit import Kit, add_shell, make_project, until
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -223,16 +223,7 @@ def pairs(
 ) -> Iterator[Pairs]:
     kit = make_project(tmp_path / "project")
     shutil.copytree(ROOT / "recipes", kit.root / "recipes", dirs_exist_ok=True)
-    programs = kit.root / "parts/shell"
-    programs.mkdir()
-    shutil.copy(BUSYBOX, programs / "busybox")
-    for applet in APPLETS:
-        (programs / applet).symlink_to("busybox")
-    pin = "      - {path: parts/shell, to: /bin, channel: local}\n"
-    versions = (kit.root / "versions.yaml").read_text()
-    kit.write("versions.yaml", f"{versions}  shell:\n    name: Shell\n    pins:\n{pin}")
-    for name in ("demo", "other"):
-        kit.edit(f"images/{name}.yaml", "beta, recipes", "beta, recipes, shell")
+    add_shell(kit, BUSYBOX, APPLETS, "demo", "other")
     with private_dockerd(tmp_path / "docker") as host:
         monkeypatch.setenv("DOCKER_HOST", host)
         yield Pairs(

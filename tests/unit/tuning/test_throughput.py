@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus_images.cli.main import main
-from primus_images.errors import HostError
+from primus_images.errors import CheckFailed, HostError
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
@@ -16,6 +16,7 @@ from primus_images.tuning.throughput import (
     Effort,
     Evidence,
     Point,
+    Result,
     Search,
     candidates,
     different,
@@ -232,3 +233,36 @@ def test_the_plan_needs_no_gpu(
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plan"]) == 24
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("reason", "rate", "said"),
+    [
+        ("", 10.0, ""),
+        ("it hung", 10.0, "ran once and then failed: it hung"),
+        ("no step", None, "ran once and then failed: no step"),
+        ("", None, "ran once and then failed: "),
+    ],
+)
+def test_a_winner_that_fails_in_its_final_runs_wins_nothing(
+    reason: str, rate: float | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Point("auto", "none", 1, ())
+    winner = Point("auto", "none", 2, ("batch=2",))
+    effort = Effort(limit=1.0, warmup=0, pairs=3)
+    found = Search([start, winner], "recipe", tmp_path, effort, print)
+    rates = iter([8.0, 12.0, 10.0, 12.0, 9.0, 15.0])
+
+    def result(point: Point, number: int) -> Result:
+        speed = None if rate is None else next(rates)
+        return Result(
+            tokens_per_second=speed, memory_gib=None, losses=(), reason=reason, seconds=1.0
+        )
+
+    monkeypatch.setattr(found, "_result", result)
+    if said:
+        with pytest.raises(CheckFailed, match=said):
+            found.pairs(winner)
+    else:
+        gain, spread = found.pairs(winner)
+        assert (gain, spread) == (pytest.approx(12 / 9 - 1), pytest.approx(0.25))

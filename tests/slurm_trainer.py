@@ -91,6 +91,7 @@ def watch(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, end)
     meeting = socket.socket()
     if rank == 0:
+        meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         time.sleep(OPENING_S)
         try:
             meeting.bind(("", int(os.environ["MASTER_PORT"])))

@@ -26,11 +26,11 @@ booted() {
 declare -A boots
 while read -r node boot; do boots[$node]=$boot; done < <(booted)
 # This script runs on the first node, so it sees which ports are taken there. Those from 32768 on are for outgoing
-# connections.
+# connections. Each attempt has another one, because one that cannot be opened need not answer.
 listening() { timeout 1 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null; }
 taken() { listening 127.0.0.1 "$1" || listening "$MASTER_ADDR" "$1"; }
 free_port() {
-    local port=$((20000 + SLURM_JOB_ID % 12000))
+    local port=$((20000 + (SLURM_JOB_ID + attempt) % 12000))
     while taken "$port"; do port=$((port + 1)); done
     echo "$port"
 }

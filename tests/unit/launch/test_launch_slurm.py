@@ -368,7 +368,7 @@ def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(
     )
     assert done.returncode == 0, done.stderr
     assert "attempt-1/checkpoint/step-20 to" in done.stdout
-    assert re.search(r"7/attempt-2 at 127\.0\.0\.2:200\d\d 7-2", done.stdout)
+    assert re.search(r"7/attempt-2 at 127\.0\.0\.2:20009 7-2", done.stdout)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])

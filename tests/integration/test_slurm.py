@@ -561,7 +561,7 @@ def time_limit(case: Case) -> None:
 
 
 def preempted_by_slurm(case: Case) -> None:
-    """A job of a partition that goes first needs the nodes."""
+    """A job of a partition that goes first needs the nodes. Slurm tells the steps alone."""
     case.start(steps=(1, LATEST))
     nodes = ",".join(case.slurm.nodes(case.job.number))
     words = ("--partition=urgent", "--nodes=2", f"--nodelist={nodes}", "--wrap=sleep 3")

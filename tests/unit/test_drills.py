@@ -102,7 +102,7 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
         entry = rf"(  - name: {name}\n(?:    .*\n)*?    for: \[[^]]*(?:gfx950|mi350x))"
         table.write_text(re.sub(entry, r"\1, gfx1251", table.read_text(), count=1))
     assert "flash-attention has no pin for mi440x" in refused()
-    change(copy / "versions.yaml", "mi350x, mi355x]", "mi350x, mi355x, mi440x]")
+    change(copy / "versions.yaml", ", mi355x", ", mi355x, mi440x")
     # A stand-in for `nox -s lock`, which asks the indexes: the packages are those of the other
     # generation.
     lock = (copy / "images/locks/debian/mi355x.json").read_text()

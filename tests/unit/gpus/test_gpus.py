@@ -313,10 +313,16 @@ def test_a_new_architecture_needs_the_variables_that_several_others_have() -> No
     gpu = replace(
         table.generation("mi355x"), name="new", arch="gfx9999", names=("New",), device_ids=()
     )
+    of_several = next(row for row in known.environment if row.name == "HSA_NO_SCRATCH_RECLAIM")
+    of_one_alone = replace(of_several, name="OF_ONE_ALONE", for_=("gfx950",))
     with pytest.raises(ValueError, match="new has no entry for the environment variables") as wrong:
-        replace(known, archs=(*known.archs, arch), generations=(*known.generations, gpu))
-    assert "HSA_NO_SCRATCH_RECLAIM" in str(wrong.value)
-    # Of one architecture alone.
-    assert "NVTE_ROCM_ENABLE_MXFP8" not in str(wrong.value)
+        replace(
+            known,
+            archs=(*known.archs, arch),
+            generations=(*known.generations, gpu),
+            environment=(*known.environment, of_one_alone),
+        )
+    assert of_several.name in str(wrong.value)
+    assert of_one_alone.name not in str(wrong.value)
     without_image = replace(gpu, no_image="it is planned")
     replace(known, archs=(*known.archs, arch), generations=(*known.generations, without_image))

@@ -43,9 +43,9 @@ def no_fp8(float8: Any) -> None:
     float8.convert_to_float8_training = lambda module, **_given: module
 
 
-def forgets_its_place(dataloader: Any) -> None:
+def forgets_its_place(data: Any) -> None:
     """A resumed run begins with the first samples again."""
-    dataloader.ParallelAwareDataloader.load_state_dict = lambda self, state: None
+    data.Loader.load_state_dict = lambda self, state: None
 
 
 def other_seed(utils: Any) -> None:
@@ -161,7 +161,10 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torch.optim.adamw", nan),
     "no_updates": ("torch.optim.adamw", no_updates),
     "no_fp8": ("torchao.float8", no_fp8),
-    "forgets_its_place": ("torchtitan.components.dataloader", forgets_its_place),
+    "forgets_its_place": (
+        "primus_images.training.backends.torchtitan.data",
+        forgets_its_place,
+    ),
     "other_seed": ("torchtitan.distributed.utils", other_seed),
     "turbo_left_out": ("primus_images.training.backends.torchtitan.turbo", turbo_left_out),
     "loop_lost_micro_batch": (

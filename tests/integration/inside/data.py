@@ -1,6 +1,7 @@
 """Run by Python with torch. Samples are found by number, whole, in another order on each pass."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchtitan.config.job_config import DataLoader as LoaderOptions
 from transformers import AutoModelForCausalLM
 
 from primus_images.recipes.architecture import Architecture, DiffusionTransformer, MixtureOfExperts
@@ -16,6 +18,7 @@ from primus_images.training.backends.flux.latents import Images, packed
 from primus_images.training.backends.loop.config import LoopConfig
 from primus_images.training.backends.loop.data import Documents, Mock
 from primus_images.training.backends.loop.session import samples_of, terms_of
+from primus_images.training.backends.torchtitan.data import loader_of
 from primus_images.training.judge.reference.data import samples as reference_samples
 from primus_images.training.run import fingerprint
 from primus_images.training.text.tokens import Tokens, mix, packs, stored
@@ -235,6 +238,58 @@ def check_a_fingerprint_is_of_samples_and_not_of_how_they_are_divided() -> None:
         assert fingerprint.of_samples(*pair) != first
 
 
+# Samples of a step, and their length.
+BATCH = 8
+LENGTH = 10
+
+
+def inputs_of_torchtitan(
+    folder: str, ranks: int, accumulation: int, *, done: int, workers: int
+) -> torch.Tensor:
+    """The inputs of three steps behind the steps that are ``done``: [step, sample, token]."""
+    job = {
+        "output": folder,
+        "assets": {"corpus": "some.jsonl"},
+        "accumulation": accumulation,
+        "data_parallel": ranks,
+    }
+    training = SimpleNamespace(
+        local_batch_size=BATCH // ranks // accumulation,
+        seq_len=LENGTH,
+        dataloader=LoaderOptions(num_workers=workers),
+    )
+    config = SimpleNamespace(training=training, debug=SimpleNamespace(seed=3))
+    shares = []
+    for rank in range(ranks):
+        loader = loader_of(job, rank, config)
+        loader.load_state_dict({"steps": done})
+        micro_batches = list(islice(iter(loader), 3 * accumulation))
+        assert loader.state_dict() == {"steps": done + 3}
+        inputs = torch.cat([batch["input"] for batch, _ in micro_batches])
+        labels = torch.cat([labels for _, labels in micro_batches])
+        assert torch.equal(labels, inputs + 1), "labels are not the next tokens"
+        shares.append(inputs.unflatten(0, (3, -1)))
+    return torch.cat(shares, dim=1)
+
+
+def check_ranks_of_torchtitan_share_the_samples_of_a_step() -> None:
+    """So a run goes on where it stopped, also on another number of ranks."""
+    tokens = Tokens(tokens=np.arange(101, dtype=np.uint32), ends=np.asarray([40, 101]))
+    stream = Tokens(tokens=tokens.tokens, ends=tokens.ends[-1:])
+    wanted = Documents(stream, LENGTH, seed=3).batch(0, 6 * BATCH)["input_ids"]
+    steps = wanted.unflatten(0, (6, BATCH))
+    with TemporaryDirectory() as folder:
+        tokens.tokens.tofile(Path(folder) / "train.tokens")
+        tokens.ends.tofile(Path(folder) / "train.ends")
+        (Path(folder) / "cache").symlink_to(folder)
+        for ranks, accumulation, workers in ((1, 1, 0), (1, 4, 1), (2, 2, 2), (4, 1, 0)):
+            for done in (0, 3):
+                inputs = inputs_of_torchtitan(
+                    folder, ranks, accumulation, done=done, workers=workers
+                )
+                assert torch.equal(inputs, steps[done : done + 3]), (ranks, accumulation, done)
+
+
 for mechanism in ("sdpa", "eager"):
     for some in (False, True):
         check_packed_documents_are_trained_as_alone(mechanism, masked=some)
@@ -245,5 +300,6 @@ check_answers_are_samples_of_their_own()
 check_cached_latents_are_read_with_their_own_noise()
 check_held_out_documents_that_are_trained_are_counted()
 check_made_up_tokens_can_be_learned()
+check_ranks_of_torchtitan_share_the_samples_of_a_step()
 check_corpora_are_mixed_evenly_by_their_weights()
 check_latents_are_packed_as_flux_packs_them()

@@ -118,7 +118,7 @@ def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int],
     if template:
         assets["chat_template"] = str(template)
     job = {"assets": assets, "data": data}
-    judged = [(read.tokens, list(map(int, read.trained or ()))) for read in reference(job, 0)]
+    judged = [(read.tokens, list(map(int, read.trained or ()))) for read in reference(job)]
     assert judged == documents, f"the reference reads {judged[:1]}, and the run {documents[:1]}"
     return documents
 

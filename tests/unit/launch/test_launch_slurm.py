@@ -135,7 +135,7 @@ def test_every_corpus_of_a_mixture_is_mounted(
 def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--accept-change",
-        "data_parallel",
+        "global_batch",
         "--resume-from",
         "/a/step-5",
         "--wrap",

@@ -220,7 +220,6 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "words", "told"),
     [
-        ("torchtitan", ["ranks=1"], "data_parallel was 2, and is 1 now"),
         ("megatron", ["ranks=1"], "layout.ranks was 2, and is 1 now"),
         ("megatron", ["tp=2"], "layout.tp was 1, and is 2 now"),
     ],
@@ -232,12 +231,9 @@ def test_a_layout_that_the_backend_cannot_load_is_refused(
     other = proxy(*words, backend=backend)
     with pytest.raises(InputError, match=told):
         identity.check(folder, other)
-    if backend == "torchtitan":
-        identity.check(folder, other, ["data_parallel"])
-    else:
-        with pytest.raises(InputError, match=told) as refused:
-            identity.check(folder, other, ["all"])
-        assert "cannot be resumed with another layout" in (refused.value.hint or "")
+    with pytest.raises(InputError, match=told) as refused:
+        identity.check(folder, other, ["all"])
+    assert "cannot be resumed with another layout" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_what_torchtitan_computes_and_what_of_it_is_judged(
     assert rules.unjudged(recipe) == unjudged
     assert rules.blocks_judged(recipe) is blocks
     assert rules.compiled(recipe) is compiled
-    assert rules.layout(recipe) == {"data_parallel": parallel}
+    assert recipe.data_parallel == parallel
+    assert rules.layout(recipe) == {}
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,11 @@ class Rules:
     """The rules of a backend that trains text with our own loop. Other backends override what
     differs.
 
-    With ``divides_documents``, every data-parallel rank needs a document of its own. ``unverified``
-    says why the gradients of one rank cannot be compared, if they cannot.
+    With ``trains_every_token``, it cannot train answers only. ``unverified`` says why the gradients
+    of one rank cannot be compared, if they cannot.
     """
 
-    divides_documents = False
+    trains_every_token = False
     unverified = ""
 
     def precision(self, recipe: Recipe) -> str:

@@ -1,8 +1,7 @@
 """The rules of torchtitan 0.2.2, and its memory."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from primus_images.recipes.architecture import size
 from primus_images.recipes.choose import CPU
@@ -23,7 +22,7 @@ _EIGHT = ("fp8", "mxfp8")
 class Torchtitan(Rules):
     """The rules of torchtitan, which reads a TOML file of its own keys."""
 
-    divides_documents = True
+    trains_every_token = True
 
     def precision(self, recipe: Recipe) -> str:
         """Return the precision of linear layers, which a converter may have replaced.
@@ -89,10 +88,6 @@ class Torchtitan(Rules):
         below_float32 = recipe.world_size == 1 and recipe.precision != "fp32"
         autocast = below_float32 and recipe.find(_DTYPE, "float32") == "float32"
         return super().blocks_judged(recipe) and not autocast
-
-    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Return the number of data-parallel ranks: each has its own place in the data."""
-        return {"data_parallel": recipe.data_parallel}
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank with local batches of ``batch``."""

@@ -20,7 +20,6 @@ from primus_images.files import (
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.rules import rules_of
 from primus_images.recipes.weights import HUB
-from primus_images.terminal import counted
 from primus_images.training.run.job import Job
 from primus_images.training.text import encoder, tokens
 from primus_images.training.text.corpus import (
@@ -31,7 +30,6 @@ from primus_images.training.text.corpus import (
     labels_of,
     parts_of,
 )
-from primus_images.training.text.mock import texts
 
 Progress = Callable[[str], None]
 
@@ -63,7 +61,7 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
     recipe = job.recipe
     corpus = corpus_of(recipe)
     held_out = held_out_corpus_of(recipe)
-    if corpus.name == MOCK and not rules_of(recipe).divides_documents:
+    if corpus.name == MOCK:
         return
     cache = job.output / "cache"
     entry = None
@@ -85,8 +83,6 @@ def tokenize(job: Job, shared: Path | None, progress: Progress) -> None:
         written = tokens.stored(cache, name)
         if made:
             _check_tokens(recipe, name, written, source)
-        elif rules_of(recipe).divides_documents:
-            _check_documents(len(written.ends), recipe.data_parallel, source)
     if made and entry:
         with suppress(OSError):  # what cannot be stored is made again
             _store(entry, cache, lines)
@@ -188,11 +184,8 @@ def _write_parts(
 
 
 def _reader(recipe: Recipe, corpus: Corpus) -> tokens.Reader:
-    synthetic = None
-    if corpus.name == MOCK:
-        synthetic = texts(max(0, recipe.seed))
-    reader = tokens.Reader(corpus, synthetic)
-    if reader.masked and rules_of(recipe).divides_documents:
+    reader = tokens.Reader(corpus)
+    if reader.masked and rules_of(recipe).trains_every_token:
         raise InputError(
             f"{recipe.backend} trains every token of a corpus, not only answers",
             where=corpus.name,
@@ -263,9 +256,7 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
         )
     length = recipe.seq_len
     packing = recipe.find(f"{recipe.backend}.packing", False)
-    if rules_of(recipe).divides_documents:
-        _check_documents(len(written.ends), recipe.data_parallel, source)
-    elif name == "eval" or written.mask is not None or packing:
+    if name == "eval" or written.mask is not None or packing:
         firsts, _ = written.pieces(length)
         if written.mask is not None and not written.mask.any():
             raise InputError(
@@ -284,14 +275,4 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
             f"the corpus has {len(written.tokens)} tokens, fewer than one sample of {length} + 1",
             where=source,
             hint="add text, or lower seq_len",
-        )
-
-
-def _check_documents(documents: int, ranks: int, source: str) -> None:
-    if documents < ranks:
-        raise InputError(
-            f"the corpus has {counted(documents, 'document')}, and each of the {ranks} "
-            "data-parallel ranks needs one",
-            where=source,
-            hint=f"add documents, or train on fewer ranks (--ranks {documents})",
         )

@@ -138,7 +138,7 @@ class _Planner:
         if no_epoch(recipe):
             return []
         settings: dict[str, int | str] = {"assets.corpus": _ANSWERS}
-        if rules_of(recipe).divides_documents:
+        if rules_of(recipe).trains_every_token:
             # It trains every token.
             settings["assets.corpus"] = _TEXT
         elif _packs(recipe):
@@ -206,11 +206,10 @@ def _short(recipe: Recipe, steps: int) -> dict[str, int | str]:
 
 
 def _steps_of_an_epoch(recipe: Recipe) -> int:
-    """Return the steps after which every rank has read the small text once."""
+    """Return the steps after which the ranks have read the small text once."""
     samples = math.ceil(_DOCUMENTS / recipe.global_batch)
-    # Ranks of torchtitan have shares of other lengths.
     tokens = recipe.global_batch * recipe.seq_len
-    stream = math.ceil(1.25 * _TOKENS / tokens)
+    stream = math.ceil(_TOKENS / tokens)
     return max(samples, stream)
 
 

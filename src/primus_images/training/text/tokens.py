@@ -10,7 +10,7 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -50,24 +50,20 @@ SKIPPED = "skipped.jsonl"
 class Reader:
     """The documents of a corpus as tokens.
 
-    ``made`` are texts in place of the corpus's own. ``layout`` is that of the first row.
-    ``left_out`` counts the chats of which the template leaves out something that it may leave out.
-    Raises InputError if there is no row.
+    ``layout`` is that of the first row. ``left_out`` counts the chats of which the template leaves
+    out something that it may leave out. Raises InputError if there is no row.
     """
 
-    def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
+    def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
         on_hub = corpus.name.startswith(HUB)
         if not on_hub and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         self.files = Files(paths=[])
         self._reading = Reading()
-        if made:
-            rows = _rows_of(made)
-        else:
-            if not on_hub:
-                self.files = corpora.files_of(corpus)
-            rows = corpora.rows(corpus, self.files, self._reading)
+        if not on_hub:
+            self.files = corpora.files_of(corpus)
+        rows = corpora.rows(corpus, self.files, self._reading)
         self.skipped: list[InputError] = []
         self.left_out: Counter[str] = Counter()
         self._read = 0
@@ -239,11 +235,6 @@ class Reader:
             relation = "cut at"
         longer = f"{figures['longer']:.0%} {relation} seq_len {seq_len:,}"
         return f"longest {figures['longest']:,}, {longer}"
-
-
-def _rows_of(texts: Iterable[str]) -> Iterator[Row]:
-    for number, text in enumerate(texts):
-        yield str(number), {"text": text}
 
 
 def _share(name: str, mark: int | None, share: float) -> str:

@@ -148,17 +148,20 @@ def second_epoch_without_its_first_sample(module: Any) -> None:
     wrap(module, "place_of", place)
 
 
-@silent("epoch", f"torchtitan {DOCUMENTS}", "torchtitan.hf_datasets.text_datasets", "data")
-def stream_of_the_second_epoch_begins_with_a_sample(module: Any) -> None:
-    """What is left of the first epoch is thrown away."""
+@silent(
+    "epoch",
+    f"torchtitan {DOCUMENTS}",
+    "primus_images.training.backends.torchtitan.data",
+    "data",
+)
+def micro_batches_of_the_second_epoch_begin_late(module: Any) -> None:
+    """One micro-batch of each rank is not read."""
 
-    def data_iterator(run: Any, self: Any) -> Any:
-        if getattr(self, "begun", False):
-            self._token_buffer.clear()
-        self.begun = True
-        return run(self)
+    def share(run: Any, self: Any, number: int) -> Any:
+        of_epoch = self._samples.samples // (self._size * self._ranks)
+        return run(self, number + (number >= of_epoch))
 
-    wrap(module.HuggingFaceTextDataset, "_get_data_iter", data_iterator)
+    wrap(module._Share, "__getitem__", share)
 
 
 @silent(
@@ -208,12 +211,11 @@ def ranks_divide_by_their_own_labels(module: Any) -> None:
     wrap(module._Loop, "_mean_loss", step)
 
 
-@silent("epoch", f"torchtitan {DOCUMENTS}", "torchtitan.hf_datasets.text_datasets", "data")
-def one_token_lost_between_two_epochs(module: Any) -> None:
-    def data_iterator(run: Any, self: Any) -> Any:
-        if getattr(self, "begun", False):
-            del self._token_buffer[:1]
-        self.begun = True
-        return run(self)
-
-    wrap(module.HuggingFaceTextDataset, "_get_data_iter", data_iterator)
+@silent(
+    "data",
+    "torchtitan",
+    "primus_images.training.backends.torchtitan.data",
+    "data",
+)
+def every_rank_reads_the_samples_of_the_first(module: Any) -> None:
+    wrap(module, "loader_of", lambda run, job, rank, config: run(job, 0, config))

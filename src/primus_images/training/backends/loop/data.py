@@ -33,11 +33,17 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
     tokens = stored(job.output / "cache")
     length = job.training.seq_len
     if tokens.mask is None and not packing:
-        # One document, whose last sample is whole.
-        samples = (len(tokens.tokens) - 1) // length
-        end = samples * length + 1
-        tokens = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
+        return stream(tokens, length, job.training.seed)
     return _documents(tokens, job, packing)
+
+
+def stream(tokens: Tokens, seq_len: int, seed: int) -> "Documents":
+    """Return samples of the documents one after the other, cut after every ``seq_len`` tokens."""
+    # One document, whose last sample is whole.
+    samples = (len(tokens.tokens) - 1) // seq_len
+    end = samples * seq_len + 1
+    joined = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
+    return Documents(joined, seq_len, seed)
 
 
 def _documents(tokens: Tokens, job: RankJob, packing: bool) -> "Documents":

@@ -15,7 +15,6 @@ from primus_images.training.backends.loop.process import keep_graphs
 from primus_images.training.backends.torchtitan import cpu, render, spec, tied
 from primus_images.training.backends.torchtitan.trainer import observed_trainer
 from primus_images.training.run.failure import noting
-from primus_images.training.text import tokens
 
 
 def main(folder: Path) -> None:
@@ -33,7 +32,7 @@ def main(folder: Path) -> None:
         turbo.patch(job["turbo"])
     if job["model"].get("tied_embeddings"):
         tied.patch()
-    spec.register(job, tokens.stored(folder / "cache"))
+    spec.register(job)
 
     from torchtitan.train import main as train
 

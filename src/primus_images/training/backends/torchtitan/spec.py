@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
@@ -22,7 +21,6 @@ from primus_images.training.backends.loop.trackers import (
 from primus_images.training.backends.torchtitan import render
 from primus_images.training.run import fingerprint
 from primus_images.training.run.metrics import of_recipe_unit
-from primus_images.training.text.tokens import Tokens
 
 if TYPE_CHECKING:
     # It chooses the device when it is imported.
@@ -31,11 +29,10 @@ else:
     MetricsProcessor = object
 
 
-def register(job: Mapping[str, Any], tokens: Tokens) -> None:
-    """Register what the job's ``torchtitan.toml`` names: a data set and a flavor of a model."""
+def register(job: Mapping[str, Any]) -> None:
+    """Register the data of the job, and the model's flavor that its ``torchtitan.toml`` names."""
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-    _register_data_set(len(tokens.ends))
     model = architecture(job["model"])
     name = render.model_name(model)
     spec = get_train_spec(name)
@@ -48,7 +45,8 @@ def register(job: Mapping[str, Any], tokens: Tokens) -> None:
     changes = {
         "state_dict_adapter": adapter_of(spec.state_dict_adapter, model),
         "model_args": {**spec.model_args, render.FLAVOR: flavor},
-        "build_tokenizer_fn": lambda _config: _reader(tokens),
+        "build_tokenizer_fn": None,
+        "build_dataloader_fn": _builder_of_loader(job),
         "build_metrics_processor_fn": _builder_of_metrics(job),
     }
     if model.moe.experts:
@@ -59,25 +57,13 @@ def register(job: Mapping[str, Any], tokens: Tokens) -> None:
     register_train_spec(name, replace(spec, **changes))
 
 
-def _register_data_set(documents: int) -> None:
-    """Register documents by number, which the "tokenizer" turns to tokens."""
-    from datasets import Dataset
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS
+def _builder_of_loader(job: Mapping[str, Any]) -> Any:
+    from primus_images.training.backends.torchtitan.data import loader_of
 
-    DATASETS[render.DATASET] = DatasetConfig(
-        path="",
-        loader=lambda _path: Dataset.from_dict({"document": range(documents)}),
-        sample_processor=lambda row: row["document"],
-    )
+    def build(*, dp_rank: int, job_config: Any, **_: Any) -> Any:
+        return loader_of(job, dp_rank, job_config)
 
-
-def _reader(tokens: Tokens) -> SimpleNamespace:
-    def encode(number: int, **_options: Any) -> list[int]:
-        numbers: list[int] = tokens.tokens[tokens.document(number)].tolist()
-        return numbers
-
-    return SimpleNamespace(encode=encode)
+    return build
 
 
 def _builder_of_metrics(job: Mapping[str, Any]) -> Any:

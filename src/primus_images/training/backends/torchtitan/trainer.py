@@ -243,7 +243,6 @@ class Observed(Trainer):
         try:
             if self.job_config.checkpoint.initial_load_path:
                 identity.verify_tensors(folder)
-                self._forget_place(folder)
             loaded: bool = self._load(*args, **kwargs)
         except (CheckpointException, Exception) as error:
             raise SystemExit(f"{folder}: {_why_not_loaded(error)}") from error
@@ -266,25 +265,13 @@ class Observed(Trainer):
                 group["lr"] = base_rate * factor(schedule.last_epoch)
                 schedule._last_lr.append(group["lr"])
 
-    def _forget_place(self, folder: Path) -> None:
-        """Let the data start over if the number of data-parallel ranks has changed.
-
-        The user has accepted this.
-        """
-        now = self.job["identity"]["data_parallel"]
-        before = identity.saved(folder).get("data_parallel")
-        if before in (None, now):
-            return
-        others = self.checkpointer.exclude_from_loading
-        self.checkpointer.exclude_from_loading = [*others, "dataloader"]
-        if dist.get_rank() == 0:
-            print(
-                f"primus: the data start over: data_parallel was {before}, and is {now} now",
-                flush=True,
-            )
-
 
 def _why_not_loaded(error: BaseException) -> str:
+    if "Missing key in checkpoint state_dict: dataloader.steps" in str(error):
+        return (
+            "an older version saved the checkpoint, and read the data in another order. `primus "
+            "export` its weights, and start from them"
+        )
     if "Missing key in checkpoint state_dict" in str(error):
         return (
             f"the checkpoint lacks a part of the run's state ({text_of(error)}). One that was "

@@ -14,7 +14,6 @@ from torch import Tensor
 from primus_images.files import json_if_readable
 from primus_images.recipes.recipe import MOCK
 from primus_images.training.judge.reference.rows import LAYOUTS, rows_of, tokens_of
-from primus_images.training.text.mock import texts
 
 Batch = dict[str, Tensor]
 
@@ -46,45 +45,13 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
 
 def samples(job: dict[str, Any]) -> Samples:
     """Return the samples of ``job``, in the order of its backend."""
-    if job["backend"] == "torchtitan":
-        return _Stream(job)
     if job["backend"] == "flux":
         return _Images(job)
     return _Text(job)
 
 
-class _Stream(Samples):
-    """torchtitan's order.
-
-    A rank's share of the documents is one endless stream, cut after every length + 1 tokens.
-    """
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        config = job["config"]
-        seed = int(config.get("debug.seed") or 0)
-        documents = _tokenized(job, seed)
-        micro_batch = int(config["training.local_batch_size"])
-        self._length = int(config["training.seq_len"])
-        self._per_step = micro_batch * job["accumulation"]
-        self._streams = []
-        numbers = torch.arange(len(documents))
-        for share in numbers.tensor_split(job["data_parallel"]):
-            of_rank = [documents[number] for number in share]
-            self._streams.append(_joined(of_rank))
-
-    def batch(self, step: int, rank: int) -> Batch:
-        stream = self._streams[rank]
-        size = self._per_step * (self._length + 1)
-        end = step * size
-        places = torch.arange(end - size, end) % len(stream)
-        cuts = stream[places].view(self._per_step, -1)
-        inputs = cuts[:, :-1]
-        labels = cuts[:, 1:]
-        return {"inputs": inputs, "labels": labels}
-
-
 class _Ordered(Samples):
-    """The order of our own loop: step s takes samples from (s − 1) · global batch on.
+    """The order of every backend: step s takes samples from (s − 1) · global batch on.
 
     The order of pass p over ``stored`` samples is a permutation by the seed · 2,000,003 + p;
     without stored ones, samples are drawn.
@@ -92,10 +59,14 @@ class _Ordered(Samples):
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        micro_batch = int(config.get("training.micro_batch_size", 1))
+        if job["backend"] == "torchtitan":
+            micro_batch = int(config["training.local_batch_size"])
+            self._seed = int(config.get("debug.seed") or 0)
+        else:
+            micro_batch = int(config.get("training.micro_batch_size", 1))
+            self._seed = int(config.get("training.seed", 42))
         self._per_rank = micro_batch * job["accumulation"]
         self._batch = self._per_rank * job["data_parallel"]
-        self._seed = int(config.get("training.seed", 42))
         self._stored: list[Batch] = []
 
     def batch(self, step: int, rank: int) -> Batch:
@@ -145,7 +116,7 @@ class _Text(_Ordered):
         if job["assets"]["corpus"] == MOCK:
             return
         length = self._length
-        documents = _tokenized(job, self._seed)
+        documents = _tokenized(job)
         if config.get("packing"):
             labelled = _labelled(documents, length)
             for packed in _packed(labelled, length):
@@ -356,11 +327,8 @@ def _joined(documents: Iterable[_Document]) -> Tensor:
     return torch.tensor(tokens)
 
 
-def _tokenized(job: dict[str, Any], seed: int) -> list[_Document]:
+def _tokenized(job: dict[str, Any]) -> list[_Document]:
     name = job["assets"]["corpus"]
-    if name == MOCK:
-        words = _words_of(job)
-        return [words.plain(text) for text in texts(seed)]
     split = job.get("data", {}).get("split")
     documents = _read(job, name, split)
     return [document for document, out in _divided(job, documents) if not out]

@@ -5,7 +5,7 @@ A corpus is a file, a folder of files of one form, or a data set on the hub. Its
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,7 +178,7 @@ def files_of(corpus: Corpus) -> Files:
     return Files(paths=files, split=split, others=[str(file.relative_to(root)) for file in others])
 
 
-def rows(corpus: Corpus, files: Files, reading: Reading) -> Iterator[Row]:
+def rows(corpus: Corpus, files: Files, reading: Reading) -> Generator[Row]:
     """Yield every row; one that cannot be read is an InputError.
 
     ``reading`` is told how far it is. Raises InputError where the rest of a file cannot be read.

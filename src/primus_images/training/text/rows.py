@@ -14,7 +14,8 @@ import json
 import lzma
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from glob import escape
 from itertools import groupby
 from pathlib import Path
@@ -82,9 +83,10 @@ def rows_of_file(file: Path, reading: Reading) -> Iterator[Row]:
     if form in TABLE["tables"] or head.startswith(b"PAR1"):
         yield from _rows_of_table(file, form)
     elif form == ".txt":
-        for blank, paragraph in groupby(_text_lines(file, head, reading), key=_is_blank):
-            if not blank:
-                yield _paragraph(list(paragraph))
+        with closing(_text_lines(file, head, reading)) as lines:
+            for blank, paragraph in groupby(lines, key=_is_blank):
+                if not blank:
+                    yield _paragraph(list(paragraph))
     else:
         yield from _json_rows(file, head, reading)
 
@@ -147,8 +149,11 @@ def _paragraph(lines: list[tuple[str, str | InputError]]) -> Row:
     return where, {"text": "\n".join(texts)}
 
 
-def _lines(file: Path, head: bytes, reading: Reading) -> Iterator[tuple[str, bytes]]:
-    """Yield the place and the bytes of every line."""
+def _lines(file: Path, head: bytes, reading: Reading) -> Generator[tuple[str, bytes]]:
+    """Yield the place and the bytes of every line.
+
+    The file is open until it ends or is closed: an error that somebody keeps would keep it, too.
+    """
     number = 0
     try:
         with file.open("rb") as packed, _unpacked(packed, head) as stream:
@@ -165,17 +170,18 @@ def _lines(file: Path, head: bytes, reading: Reading) -> Iterator[tuple[str, byt
 
 def _text_lines(
     file: Path, head: bytes, reading: Reading
-) -> Iterator[tuple[str, str | InputError]]:
+) -> Generator[tuple[str, str | InputError]]:
     """Yield the place and the text of every line, without its end: LF, CRLF or CR."""
     number = 0
-    for _, several in _lines(file, head, reading):
-        for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
-            number += 1
-            where = f"{file}:{number}"
-            try:
-                yield where, _decoded(line, where)
-            except InputError as error:
-                yield where, error
+    with closing(_lines(file, head, reading)) as lines:
+        for _, several in lines:
+            for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
+                number += 1
+                where = f"{file}:{number}"
+                try:
+                    yield where, _decoded(line, where)
+                except InputError as error:
+                    yield where, error
 
 
 def _decoded(line: bytes, where: str) -> str:
@@ -193,14 +199,14 @@ def _decoded(line: bytes, where: str) -> str:
 
 
 def _json_rows(file: Path, head: bytes, reading: Reading) -> Iterator[Row]:
-    lines = _lines(file, head, reading)
-    for number, (where, line) in enumerate(lines, 1):
-        if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-            whole = _decoded(line, where)
-            whole += "".join(_decoded(more, place) for place, more in lines)
-            yield from _rows_of_list(whole, file)
-        elif line.strip():
-            yield where, _object_of(line, file, number)
+    with closing(_lines(file, head, reading)) as lines:
+        for number, (where, line) in enumerate(lines, 1):
+            if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+                whole = _decoded(line, where)
+                whole += "".join(_decoded(more, place) for place, more in lines)
+                yield from _rows_of_list(whole, file)
+            elif line.strip():
+                yield where, _object_of(line, file, number)
 
 
 def _object_of(line: bytes, file: Path, number: int) -> Any:

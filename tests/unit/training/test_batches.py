@@ -19,7 +19,7 @@ class Letters:
     """A tokenizer of one token a character, which cannot tokenize ``refused``."""
 
     def __init__(self) -> None:
-        self.left_out: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
         self.processes: set[int] = set()
 
     def texts(self, texts: list[str]) -> list[list[int]]:
@@ -33,7 +33,7 @@ class Letters:
             raise InputError("the template refuses it", where=where)
         if document.text == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        self.left_out["thoughts"] += 1
+        self.remarks["thoughts"] += 1
         tokens = [*map(ord, document.text), os.getpid()]
         return tokens, [int(completions)] * len(tokens)
 
@@ -77,8 +77,8 @@ def test_several_processes_keep_the_order_of_documents_and_errors(*, prompted: b
         owners.add(owner)
     assert os.getpid() in owners, "the first batches need no other process"
     assert len(owners) > 1
-    left_out = sum((batch.left_out for batch in made), Counter())
-    assert left_out["thoughts"] == 39 * prompted
+    remarks = sum((batch.remarks for batch in made), Counter())
+    assert remarks["thoughts"] == 39 * prompted
 
 
 def test_a_batch_may_have_no_text() -> None:

@@ -153,7 +153,35 @@ def test_what_a_template_may_leave_out_is_counted(monkeypatch: pytest.MonkeyPatc
     thought = {**SAID, "content": "<think>let me see</think>Two."}
     for messages in ([ASKED, thought, AGAIN, THREE], [ASKED, thought]):
         made.document(Document(messages=messages, tools=[tool]), "a:1")
-    assert made.left_out == {"thoughts of earlier answers": 1, "descriptions of tools": 2}
+    left_out = {"thoughts of earlier answers": 1, "descriptions of tools": 2}
+    assert made.remarks == {f"the chat template leaves out {k}": n for k, n in left_out.items()}
+
+
+def test_an_empty_answer_and_arguments_that_are_no_object_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty = {**SAID, "content": " "}
+    calls: list[dict[str, Any]] = []
+    for arguments in ({"a": 1}, '{"a": 1}', "", "a = 1", "[1]"):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        calls.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    made = encoder_of(monkeypatch, WITH_TOOLS)
+    for messages in ([ASKED, empty, AGAIN, empty], [ASKED, {**empty, "weight": 0}], [ASKED, SAID]):
+        made.document(Document(messages=messages), "a:1")
+    assert made.remarks == {"an answer is empty": 1}
+    made.remarks.clear()
+    for message in calls:
+        made.document(Document(messages=[ASKED, message]), "a:1")
+    assert made.remarks == {"the arguments of a call are no JSON object": 2}
+
+
+def test_an_empty_answer_without_a_chat_template_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = encoder_of(monkeypatch)
+    for text in ("Q: ", "Q:  ", "Q: A"):
+        made.document(Document(text=text, prompt=3), "a:1")
+    assert made.remarks == {"an answer is empty": 2}
 
 
 def test_arguments_in_json_are_given_as_objects_or_as_they_are(

@@ -160,9 +160,14 @@ def test_figures_are_those_of_what_is_trained_after_the_cut(tmp_path: Path) -> N
 
 
 def texts_of(file: Path, skip: float, monkeypatch: pytest.MonkeyPatch) -> tokens.Reader:
-    tokenizer = SimpleNamespace(texts=lambda texts: [[len(text)] for text in texts], left_out={})
+    tokenizer = SimpleNamespace(texts=lambda texts: [[len(text)] for text in texts], remarks={})
     monkeypatch.setattr(tokens, "Encoder", lambda *_: tokenizer)
     return tokens.Reader(Corpus(name=str(file), skip=skip))
+
+
+def is_open(file: Path) -> bool:
+    descriptors = [*Path("/proc/self/fd").iterdir()]
+    return file in [entry.readlink() for entry in descriptors if entry.is_symlink()]
 
 
 BAD = ('{"text": 7}', '{"text": "cut', '{"body": "a"}', '["a"]', '{"text": "\\ud83d"}', "\xff")
@@ -190,6 +195,7 @@ def test_wrong_rows_are_left_out_up_to_a_share(
         with pytest.raises(InputError, match=words) as caught:
             list(texts_of(tmp_path / "a.jsonl", skip, monkeypatch))
         assert f"a.jsonl:{place + 1}" in str(caught.value.where)
+        assert not is_open(tmp_path / "a.jsonl"), "an error that is kept keeps the file open"
         if place and not skip:
             assert "data.skip=1%" in str(caught.value.hint)
 

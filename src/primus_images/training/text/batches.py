@@ -9,7 +9,7 @@ import os
 import signal
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ Encoded: TypeAlias = "tuple[array[int], bytes] | InputError"
 class Batch:
     """What became of the rows of a batch, in their order.
 
-    ``left_out`` counts the chats of which the template leaves out something that it may leave out.
+    ``remarks`` counts the documents with what may be a mistake of their author.
     """
 
     encoded: Sequence[Encoded]
-    left_out: Counter[str]
+    remarks: Counter[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class Work:
 
     def done(self, rows: Sequence[Row]) -> Batch:
         """Return the tokens of ``rows``."""
-        self.encoder.left_out = Counter()
+        self.encoder.remarks = Counter()
         if self.prompted:
             encoded = [self._prompted(where, document) for where, document in rows]
         else:
             encoded = self._plain(rows)
-        return Batch(encoded=encoded, left_out=self.encoder.left_out)
+        return Batch(encoded=encoded, remarks=self.encoder.remarks)
 
     def _prompted(self, where: str, document: Document | InputError) -> Encoded:
         if isinstance(document, InputError):
@@ -87,7 +87,7 @@ class Work:
         return encoded
 
 
-def tokenized(work: Work, rows: Iterator[Row]) -> Iterator[Batch]:
+def tokenized(work: Work, rows: Iterator[Row]) -> Generator[Batch]:
     """Yield the batches of ``rows`` in their order. Raises HostError if a process is killed."""
     batches = _batches(rows)
     for batch in islice(batches, _ALONE):

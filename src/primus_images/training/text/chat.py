@@ -25,6 +25,10 @@ _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Remarks, each the beginning of a sentence.
+EMPTY = "an answer is empty"
+_NO_OBJECT = "the arguments of a call are no JSON object"
+_LEAVES_OUT = "the chat template leaves out"
 # A shorter text, such as the name of a tool, may be part of any other.
 _TELLING = 12
 
@@ -48,16 +52,17 @@ def encoded(
     where: str,
     *,
     completions: bool,
-    left_out: Counter[str],
+    remarks: Counter[str],
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and 1 for each that is trained.
 
-    Without ``completions``, all are. ``left_out`` counts the chats of which the template leaves out
-    something that a publisher's template may leave out. Raises InputError if the template refuses
+    Without ``completions``, all are. ``remarks`` counts the chats of which the template leaves out
+    something that a publisher's template may leave out, and those with an answer or a call that may
+    be a mistake. Raises InputError if the template refuses
     the chat, or leaves out another part of it.
     """
     try:
-        return _encoded(tokenizer, document, completions, left_out)
+        return _encoded(tokenizer, document, completions, remarks)
     except _NoMarkError:
         raise InputError(
             "the tokenizer's chat template has {% generation %}, and marks no word of this chat by "
@@ -93,7 +98,7 @@ def encoded(
 
 
 def _encoded(
-    tokenizer: Any, document: Document, completions: bool, left_out: Counter[str]
+    tokenizer: Any, document: Document, completions: bool, remarks: Counter[str]
 ) -> tuple[list[int], list[int]]:
     template = tokenizer.get_chat_template(None, document.tools)
     known = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -107,7 +112,8 @@ def _encoded(
         *_earlier_thoughts(messages, text),
         *_refuse_dropped(text, messages, document.tools or (), render),
     }
-    left_out.update(lacking)
+    remarks.update(f"{_LEAVES_OUT} {name}" for name in lacking)
+    remarks.update(set(_mistakes(messages)))
     if not completions:
         return _masked(tokenizer, text, [(0, len(text))])
     marks = None
@@ -244,6 +250,21 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     if message["role"] != "assistant" or not _is_trained(message):
         return False
     return bool(message.get("content") or calls_of(message))
+
+
+def _mistakes(messages: _Messages) -> Iterator[str]:
+    """Yield a remark on each answer that has nothing to learn, and on each call that is no call."""
+    for message in messages:
+        if message["role"] == "assistant" and _is_trained(message):
+            words = [message.get(key) for key in ("content", *_THOUGHT_KEYS)]
+            written = any(str(word or "").strip() for word in words)
+            if not written and not calls_of(message):
+                yield EMPTY
+        for call in calls_of(message):
+            function = dict(call.get("function", call))
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and arguments and not _parse_arguments(function):
+                yield _NO_OBJECT
 
 
 def _earlier_thoughts(messages: _Messages, text: str) -> Iterator[str]:

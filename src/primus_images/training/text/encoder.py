@@ -55,14 +55,14 @@ class Encoder:
     """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it.
 
     ``begin`` and ``end`` are its BOS and EOS tokens, or None. ``template`` is a file with a chat
-    template in place of its own. ``left_out`` counts the chats whose template leaves out something
-    that it may leave out. Raises InputError if it cannot be loaded.
+    template in place of its own. ``remarks`` counts the documents with what may be a mistake of
+    their author. Raises InputError if it cannot be loaded.
     """
 
     def __init__(self, name: str, template: Path | None = None) -> None:
         folder = tokenizer_folder(name)
         self.name = name
-        self.left_out: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
         self.tokenizer = _loaded(name, folder)
         if template:
             self.tokenizer.chat_template = template_of(template)
@@ -103,7 +103,7 @@ class Encoder:
                     document,
                     where,
                     completions=completions,
-                    left_out=self.left_out,
+                    remarks=self.remarks,
                 )
             if not document.text:
                 raise InputError(
@@ -113,6 +113,8 @@ class Encoder:
                     hint="chat_template=FILE names a template; or assets.tokenizer=FOLDER of an "
                     "instruction-tuned model, whose tokenizer has one",
                 )
+        if not document.text[document.prompt :].strip():
+            self.remarks[chat.EMPTY] += 1
         encoded = self.tokenizer(document.text, return_offsets_mapping=True)
         tokens = encoded["input_ids"]
         mask = []

@@ -10,8 +10,8 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -50,8 +50,8 @@ SKIPPED = "skipped.jsonl"
 class Reader:
     """The documents of a corpus as tokens.
 
-    ``layout`` is that of the first row. ``left_out`` counts the chats of which the template leaves
-    out something that it may leave out. Raises InputError if there is no row.
+    ``layout`` is that of the first row. ``remarks`` counts the documents with what may be a
+    mistake of their author. Raises InputError if there is no row.
     """
 
     def __init__(self, corpus: Corpus) -> None:
@@ -63,9 +63,9 @@ class Reader:
         self._reading = Reading()
         if not on_hub:
             self.files = corpora.files_of(corpus)
-        rows = corpora.rows(corpus, self.files, self._reading)
+        self._source = corpora.rows(corpus, self.files, self._reading)
         self.skipped: list[InputError] = []
-        self.left_out: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
         self._read = 0
         self._roles: set[str] = set()
         self._tokenized: Iterator[Sequence[int]] | None = None
@@ -73,8 +73,12 @@ class Reader:
             self._tokenized = self._of_index(self.files.paths)
             self.layout = Layout(columns=[f"{TOKENS} files"])
         else:
-            first, self.layout = self._first(rows)
-            self._rows = chain([first], rows)
+            try:
+                first, self.layout = self._first(self._source)
+            except InputError:
+                self._source.close()
+                raise
+            self._rows = chain([first], self._source)
         self.encoder = Encoder(corpus.tokenizer, corpus.template)
 
     def _of_index(self, indexes: Sequence[Path]) -> Iterator[Sequence[int]]:
@@ -124,23 +128,26 @@ class Reader:
                 if tokens:
                     yield tokens, ()
         else:
-            yield from self._encoded()
+            # What is refused in the middle leaves no file open.
+            with closing(self._source), closing(self._encoded()) as encoded:
+                yield from encoded
         self._refuse_many_skipped()
 
-    def _encoded(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    def _encoded(self) -> Generator[tuple[Sequence[int], Sequence[int]]]:
         work = batches.Work(
             encoder=self.encoder,
             prompted=self.layout.prompted,
             completions=self.corpus.completions,
         )
-        for batch in batches.tokenized(work, self._documents()):
-            self.left_out += batch.left_out
-            for encoded in batch.encoded:
-                self._read += 1
-                if isinstance(encoded, InputError):
-                    self._skip(encoded)
-                else:
-                    yield encoded
+        with closing(batches.tokenized(work, self._documents())) as made:
+            for batch in made:
+                self.remarks += batch.remarks
+                for encoded in batch.encoded:
+                    self._read += 1
+                    if isinstance(encoded, InputError):
+                        self._skip(encoded)
+                    else:
+                        yield encoded
         if self.masked and self._roles and "assistant" not in self._roles:
             raise InputError(
                 "no message has the role assistant, whose words are trained; the roles are "
@@ -206,8 +213,8 @@ class Reader:
             parts.append(f"{figures['left_out']:,} left out, which have no answer there")
         if self.skipped:
             parts.append(f"{counted(len(self.skipped), 'row')} left out that cannot be read")
-        for name, chats in self.left_out.items():
-            parts.append(f"the chat template leaves out {name} in {counted(chats, 'chat')}")
+        for remark, documents in self.remarks.items():
+            parts.append(f"{remark} in {counted(documents, self._kind)}")
         if self.files.split:
             parts.append(f"split {self.files.split}")
         if self.layout.unused:
@@ -216,14 +223,17 @@ class Reader:
             parts.append(f"files not read: {', '.join(self.files.others)}")
         return f"{head}{self.corpus.name}: {'; '.join(parts)}"
 
-    def _amount(self, figures: Mapping[str, Any]) -> str:
-        kind = "document"
+    @property
+    def _kind(self) -> str:
         if self.layout.chat or self.layout.turns:
-            kind = "chat"
-        elif self.layout.prompted:
-            kind = "answer"
+            return "chat"
+        if self.layout.prompted:
+            return "answer"
+        return "document"
+
+    def _amount(self, figures: Mapping[str, Any]) -> str:
         columns = " and ".join(self.layout.columns)
-        documents = f"{counted(figures['documents'], kind)} in {columns}"
+        documents = f"{counted(figures['documents'], self._kind)} in {columns}"
         amount = f"{documents}, {figures['tokens']:,} tokens"
         if self.masked:
             amount += f", {figures['trained']:.0%} of them trained"

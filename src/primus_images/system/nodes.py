@@ -175,6 +175,7 @@ class _Progress:
         if self.states != before:
             self._changed = now
         if not all(before):
+            # The seconds of the report are counted from the state of the last rank to begin.
             self._began = now
         started = all(self.states)
         if started and now - self._reported > _REPORT_SECONDS:

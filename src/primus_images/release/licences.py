@@ -21,7 +21,8 @@ from primus_images.yamlfile import read_values
 _GNU = re.compile(r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?")
 _SHORT = 60
 # Names of Debian's copyright files: a licence with other names in it, or with an exception.
-_VARIANT = re.compile(r"(BSD-[234]-clause|Expat|MIT|ISC|zlib|Unicode)[-_ ].+", re.I)
+_SEVERAL = re.compile(r" *(?:/|,| and | or |&) *", re.I)
+_VARIANT = re.compile(r"(BSD-[234]-clause|Expat|MIT|ISC|zlib|Unicode)[-_ ](?!(?:and|or)\b).+", re.I)
 _WITH = re.compile(r"(A?L?GPL-[0-9.]+\+?)[-, ]*(?:with[- ])?(.+?)[- ]exception.*", re.I)
 # A file in free form refers to the licences that every Debian system has.
 _COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9]+(?:\.[0-9]+)*)?)")
@@ -196,10 +197,11 @@ def _of_parts(name: str) -> str:
     if abbreviated:
         short = listed_name(abbreviated[2])
         return short if listed_name(abbreviated[1]) in ("", short) else ""
-    if "/" not in name:
+    several = _SEVERAL.split(name)
+    if len(several) == 1:
         return ""
-    # It may mean either or both. A policy refuses what either may be.
-    parts = [listed_name(part) for part in name.split("/")]
+    # They may mean either or both. A policy refuses what either may be.
+    parts = [listed_name(part) for part in several]
     return _all_of(parts) if all(parts) else ""
 
 

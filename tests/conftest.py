@@ -46,6 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a parameter of bytes by its argument, not by the bytes.
+
+    Packed files contain the time, and two workers must name their tests alike.
+    """
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is slow unless it is asked for."""
     if config.getoption("--slow"):

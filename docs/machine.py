@@ -128,7 +128,7 @@ def _programs(root: Path) -> list[tuple[str, str, str]]:
             "28.2 or newer; 25 or newer with `features.cdi`",
             "not with a GPU",
         ),
-        ("podman, to build and run", "4 or newer", "4.3 and 4.9, without a GPU"),
+        ("podman, to build and run", "4 or newer", "4.3, 4.9 and 5.4, without a GPU"),
         ("Slurm", f"{slurm_year}.{slurm_month:02} or newer", "22.05"),
         ("Slurm with images", "pyxis, Docker 20.10, podman 4 or apptainer 1.0 on the nodes", ""),
         (

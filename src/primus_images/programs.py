@@ -210,8 +210,11 @@ def received_signals() -> Iterator[SimpleQueue[int]]:
 
 
 @contextlib.contextmanager
-def finally_run(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
-    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in it."""
+def finally_run(argv: Sequence[str], env: Mapping[str, str], task: str) -> Iterator[None]:
+    """Run ``argv`` when the block ends, and wait for it; also if this process is killed in it.
+
+    After 2 s, say that it waits for ``task``.
+    """
     # The shell reads until the other end of its pipe is closed, by us or by the kernel.
     words = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv]
     nothing = subprocess.DEVNULL
@@ -227,4 +230,5 @@ def finally_run(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        process.communicate()
+        with answer_of(task):
+            process.communicate()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from primus_images import programs
+from primus_images import programs, waits
 from primus_images.errors import HostError
 
 DEBIAN = {"PRETTY_NAME": "Debian GNU/Linux 12", "ID": "debian"}
@@ -99,3 +99,13 @@ def test_lists_of_packages_are_fetched_again_after_a_day(
     programs.need("mytool", "mypackage")
     first = (host / "log").read_text().splitlines()[0]
     assert first.endswith("update") is updates
+
+
+def test_a_removal_that_hangs_says_what_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waits, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(waits, "_PRINTED", {})
+    with programs.finally_run(["/bin/sleep", "0.5"], {}, "podman, which removes the container a"):
+        pass
+    assert "waiting for podman, which removes the container a (Ctrl-C" in capsys.readouterr().err

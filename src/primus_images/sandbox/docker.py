@@ -44,7 +44,8 @@ class Docker(Engine):
         load_image(root, tag)
         words = [str(programs.find("docker"))]
         client = Client(words=words, env=_environment(), container=name, image=[tag])
-        with finally_run([*words, "rm", "--force", name], client.env):
+        task = f"docker, which removes the container {name}"
+        with finally_run([*words, "rm", "--force", name], client.env, task):
             yield client
 
     def _own_options(self, command: Command) -> list[str]:

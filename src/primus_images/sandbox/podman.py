@@ -247,7 +247,8 @@ def _mounted(
     env = state.environment()
     lock = _lock_of(state.workspace, name)
     removal = f"{_removal(state, name)} && rm -f {shlex.quote(str(lock))}"
-    with state.in_use(), _held(lock), finally_run(["sh", "-c", removal], env):
+    task = f"podman, which removes the container {name}"
+    with state.in_use(), _held(lock), finally_run(["sh", "-c", removal], env, task):
         yield captured(argv, ENGINE, env=env)
 
 

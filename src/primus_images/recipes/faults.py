@@ -240,17 +240,33 @@ def batch_faults(recipe: Recipe) -> Iterator[Fault]:
     together = recipe.local_batch * recipe.data_parallel
     whole = recipe.find(whole_key, -1)
     if whole > 0 and whole % together:
-        multiple = math.ceil(whole / together) * together
         yield (
             _typed_of(recipe, whole_key, local_key, "ranks", "nodes"),
             f"a global batch of {whole} is not a multiple of local batch × data parallel size "
             f"= {together}",
-            f"global_batch={multiple}, or another local_batch",
+            _batches_that_divide(recipe, whole),
         )
     typed = _typed_of(recipe, "validation.accumulation", local_key)
     # A batch of the user's own is for training. Validation asks again.
     if typed != local_key:
         yield from accumulation_faults(recipe)
+
+
+def _batches_that_divide(recipe: Recipe, whole: int) -> str:
+    """Return the remedies for a global batch of ``whole`` that the ranks cannot divide.
+
+    The first is the largest local batch that leaves it as it is, since a resumed run may not
+    change it.
+    """
+    together = recipe.local_batch * recipe.data_parallel
+    multiple = f"global_batch={math.ceil(whole / together) * together}"
+    of_rank, rest = divmod(whole, recipe.data_parallel)
+    if rest:
+        return f"{multiple}, or another number of ranks"
+    size = recipe.local_batch
+    while of_rank % size:
+        size -= 1
+    return f"local_batch={size}, or {multiple}"
 
 
 def accumulation_faults(recipe: Recipe) -> Iterator[Fault]:

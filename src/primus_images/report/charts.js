@@ -1,23 +1,38 @@
-// Draws every figure.chart of the page with uPlot. All charts share the range of steps, smoothing and the kind of axis.
+// Draws every figure.chart of the page with uPlot. All charts share what they are drawn by (step, tokens or time), its
+// range, smoothing and the kind of axis.
 "use strict";
 (() => {
   const STEPS = "x";
   const figures = [...document.querySelectorAll("figure.chart")];
-  const state = { smoothing: 0, log: false, range: null, hidden: new Set() };
+  const state = { axis: "step", smoothing: 0, log: false, range: null, hidden: new Set() };
   const charts = (window.primusCharts = []);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const data = figures.map((figure) => {
-    const made = JSON.parse(figure.querySelector("script").textContent);
-    const steps = [...new Set(made.lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
-    const place = new Map(steps.map((step, index) => [step, index]));
-    for (const line of made.lines) {
-      line.values = steps.map(() => undefined); // no such step in this run; null: a step without a value
-      for (const [step, value] of line.points) line.values[place.get(step)] = value;
-    }
-    return { ...made, steps };
-  });
-  const all = data.flatMap((one) => one.steps);
-  const whole = { min: Math.min(...all), max: Math.max(...all) };
+  const written = figures.map((figure) => JSON.parse(figure.querySelector("script").textContent));
+  // What a chart is drawn by → its name, and its value in a point: step, value, tokens, seconds.
+  const AXES = {
+    step: { label: "step", of: (point) => point[0] },
+    tokens: { label: "tokens", of: (point) => point[2] },
+    minutes: { label: "minutes", of: (point) => (point[3] === null ? null : point[3] / 60) },
+  };
+  let data = [];
+  let whole = { min: 0, max: 0 };
+
+  function gather() {
+    const x = AXES[state.axis];
+    data = written.map((made) => {
+      const lines = made.lines.map((line) => ({ ...line, points: line.points.filter((point) => x.of(point) !== null) }));
+      const steps = [...new Set(lines.flatMap((line) => line.points.map(x.of)))].sort((a, b) => a - b);
+      const place = new Map(steps.map((step, index) => [step, index]));
+      for (const line of lines) {
+        line.values = steps.map(() => undefined); // no such step in this run; null: a step without a value
+        for (const point of line.points) line.values[place.get(x.of(point))] = point[1];
+      }
+      return { ...made, x: x.label, lines, steps };
+    });
+    const all = data.flatMap((one) => one.steps);
+    whole = { min: Math.min(...all), max: Math.max(...all) };
+    state.range = null;
+  }
 
   // An exponential moving average that is not drawn towards 0 at its begin, as in TensorBoard.
   function smooth(values, weight) {
@@ -183,6 +198,15 @@
     event.target.nextElementSibling.textContent = event.target.value;
     draw();
   });
+  for (const option of by("axis").options) {
+    const x = AXES[option.value];
+    option.disabled = !written.some((made) => made.lines.some((line) => line.points.some((point) => x.of(point) !== null)));
+  }
+  by("axis").addEventListener("change", (event) => {
+    state.axis = event.target.value;
+    gather();
+    draw();
+  });
   by("log").addEventListener("change", (event) => { state.log = event.target.checked; draw(); });
   by("in").addEventListener("click", () => scaled(0.5));
   by("out").addEventListener("click", () => scaled(2));
@@ -194,5 +218,6 @@
       if (width && width !== chart.width) chart.setSize({ width, height: 300 });
     }
   }).observe(document.body);
+  gather();
   if (figures.length) draw();
 })();

@@ -16,12 +16,15 @@ from typing import Any
 
 from primus_images.report.run import Run, of_record
 from primus_images.report.sheets import COLUMNS
+from primus_images.terminal import counted
 from primus_images.training.judge.record import Record
 from primus_images.training.run.logs import BY_CORPUS
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
 _WIDEST = 5  # pixels of a line
+# The versions that a run is compared by.
+_SHOWN = ("torch", "torchtitan", "megatron-core", "transformers", "torchao", "primus-images")
 # The jobs of a suite whose curves must be equal.
 _DRAWN = ("base", "repeat", "resume")
 
@@ -90,10 +93,41 @@ def _figure(form: str, run: Run, first: Run) -> str:
             gpu=run.product or "none: CPU",
             settings=shlex.join(run.arguments[2:]) or _NONE,
             nodes=nodes,
+            best_step=_best_step(run),
+            **_facts(run),
         )
     except TypeError:  # a figure that is None has no digits
         return _NONE
     return text.replace("%", " %")
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Return what a run trained on, and where it began and ended, as texts."""
+    text = ""
+    if run.documents:
+        text = f"{counted(run.documents, 'document')}, {run.tokens:,} tokens"
+    seen = ""
+    if run.series and run.series[-1].get("tokens"):
+        seen = f"{run.series[-1]['tokens']:,.0f}"
+    versions = [f"{name} {version}" for name, version in run.versions.items() if name in _SHOWN]
+    facts = {
+        "global_batch": str(run.global_batch or ""),
+        "parameters": f"{run.parameters:,}" if run.parameters else "",
+        "text": text,
+        "seen": seen,
+        "checkpoint": run.checkpoint,
+        "resumed_from": run.resumed_from,
+        "versions": ", ".join(versions),
+    }
+    return {name: value or _NONE for name, value in facts.items()}
+
+
+def _best_step(run: Run) -> str:
+    """Return the words for the step of the least evaluation loss, if its step is known."""
+    for step in run.series:
+        if step.get("eval_loss") is not None and step["eval_loss"] == run.summary.eval_loss:
+            return f" at step {step['step']:.0f}"
+    return ""
 
 
 def _mfu(run: Run) -> str:
@@ -120,7 +154,9 @@ def chart(
     series: Mapping[str, Sequence[Mapping[str, Any]]] | None,
     key: str,
 ) -> str:
-    """Return the HTML element of a chart of ``key`` by step, or a sentence if there is no data.
+    """Return the HTML element of a chart of ``key``, or a sentence if there is no data.
+
+    It is drawn by step, tokens or time, as the reader chooses.
 
     If ``series`` is None, there is no chart.
 
@@ -133,13 +169,18 @@ def chart(
     lines: list[dict[str, Any]] = []
     empty = True
     for number, (label, steps) in enumerate(series.items()):
-        points = [(step["step"], _finite(step[key])) for step in steps]
-        empty = empty and all(value is None for _, value in points)
+        points = []
+        for step in steps:
+            value = _finite(step[key])
+            empty = empty and value is None
+            tokens = _finite(step.get("tokens"))
+            seconds = _finite(step.get("seconds"))
+            points.append((step["step"], value, tokens, seconds))
         width = min(1 + len(series) - number, _WIDEST)
         lines.append({"label": label, "colour": number, "width": width, "points": points})
     text = ""
     if not empty:
-        data = {"title": title, "x": "step", "y": y_title, "lines": lines}
+        data = {"title": title, "y": y_title, "lines": lines}
         # Escaped, because "</script>" in a label would end the element.
         text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return rendered("chart.html", title=title, y_title=y_title, data=text)

@@ -13,10 +13,17 @@ from primus_images.recipes.schema import backends
 from primus_images.schema import build, build_typed, parse_json, read_json
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import Record
+from primus_images.training.run.job import steps
 from primus_images.training.run.metrics import Summary, of_rows
 from primus_images.training.run.outcome import RESULT_FILE, RunResult
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
+
+# In the files of a run's text.
+_BYTES_OF_TOKEN = 4
+_BYTES_OF_END = 8
+# The run, "checkpoint" and the step.
+_SHOWN_PARTS = 3
 
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -26,7 +33,9 @@ class Run:
     """The data of one run.
 
     ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty
-    on a CPU. Figures that an older version did not write are missing.
+    on a CPU. ``documents`` and ``tokens`` are those of the text that it trains on, ``checkpoint``
+    its newest one, and ``resumed_from`` that of the run before it. Figures that an older version
+    did not write are missing.
     """
 
     label: str
@@ -47,6 +56,13 @@ class Run:
     summary: Summary
     series: tuple[Mapping[str, float | None], ...]
     image: Mapping[str, str] = field(default_factory=dict)
+    global_batch: int = 0
+    parameters: int = 0
+    documents: int = 0
+    tokens: int = 0
+    checkpoint: str = ""
+    resumed_from: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         steps = [step["step"] or 0 for step in self.series]
@@ -146,9 +162,29 @@ def _job(folder: Path) -> dict[str, Any]:
         "recipe": recipe["name"],
         "arguments": ["train", recipe["name"], *recipe["overrides"]],
         "ranks": job["world_size"],
+        "global_batch": job.get("global_batch", 0),
+        "resumed_from": "/".join(Path(job.get("resume_from") or "").parts[-_SHOWN_PARTS:]),
+        **_written(folder),
         **outcome,
         **_common(job, settings, facts, steps),
     }
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    """Return what a run wrote beside its figures: the text that it trains on, and checkpoints."""
+    checkpoints = steps(folder / "checkpoint")
+    newest = ""
+    if checkpoints:
+        newest = str(_readable(f"checkpoint/{checkpoints[-1].name}"))
+    return {
+        "documents": _size(folder / "cache/train.ends") // _BYTES_OF_END,
+        "tokens": _size(folder / "cache/train.tokens") // _BYTES_OF_TOKEN,
+        "checkpoint": newest,
+    }
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _steps(metrics: Path, *, whole: bool) -> list[Any]:
@@ -229,6 +265,8 @@ def _common(
         "seq_len": settings[backend.key("seq_len")],
         "corpus": settings.get("assets.corpus", ""),
         "product": facts.get("gpu", ""),
+        "parameters": facts.get("parameters", 0),
+        "versions": facts.get("versions", {}),
         "series": [{**missing, **step, "step": step["step"]} for step in steps],
     }
 

@@ -35,7 +35,8 @@ def test_missing_values_are_null_and_no_label_ends_the_script() -> None:
     assert "<b>" not in html
     (line,) = data_of(html)["lines"]  # type: ignore[misc]
     assert line["label"] == "</script><b>"
-    assert line["points"] == [[1, 1.0], [2, None], [3, None], [4, 2.0]]
+    values = [point[:2] for point in line["points"]]
+    assert values == [[1, 1.0], [2, None], [3, None], [4, 2.0]]
 
 
 def test_a_chart_without_any_value_is_a_sentence() -> None:
@@ -63,6 +64,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "loss": None if x == 50 else 1 + 1000 / x**2,
             "tokens_per_second": 1000.0 + (200 if x % 2 else 0),
             "grad_norm": 1.0,
+            "tokens": 512.0 * x,
         }
         for x in STEPS
     ]
@@ -159,6 +161,17 @@ def test_dragging_zooms_every_chart_and_a_double_click_ends_it(browser: Browser)
     (low, high), *_ = ranges(browser)
     assert (low, high) == pytest.approx((25.75, 75.25))
     browser.js("primusCharts[1].over.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert ranges(browser) == [[1, 100]] * 3
+
+
+def test_curves_are_drawn_by_what_the_reader_chooses(browser: Browser) -> None:
+    disabled = "[...document.querySelector('#axis').options].map(option => option.disabled)"
+    assert browser.js(disabled) == [False, False, True], "no step has its seconds"
+    choose = "(x => { const axis = document.querySelector('#axis'); axis.value = x; "
+    choose += "axis.dispatchEvent(new Event('change')); return primusCharts[0].series[0].label; })"
+    assert browser.js(f"{choose}('tokens')") == "tokens"
+    assert ranges(browser) == [[512, 51200]] * 3
+    assert browser.js(f"{choose}('step')") == "step"
     assert ranges(browser) == [[1, 100]] * 3
 
 

@@ -83,6 +83,47 @@ def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
     assert cpu["gpu_architecture"] == ""
 
 
+def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
+    folder = make("run")
+    (folder / "cache").mkdir(exist_ok=True)
+    (folder / "cache/train.tokens").write_bytes(bytes(4 * 3000))
+    (folder / "cache/train.ends").write_bytes(bytes(8 * 2))
+    for step in (2, 10):
+        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+    job = json.loads((folder / "job.json").read_text())
+    job |= {"resume_from": "/runs/first/checkpoint/step-5", "global_batch": 32}
+    (folder / "job.json").write_text(json.dumps(job))
+    facts = json.loads((folder / "facts.json").read_text())
+    facts |= {"parameters": 1_235_814_400, "versions": {"torch": "2.13.0", "numpy": "2.4"}}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    lines = [{"step": 1, "loss": 4.0, "eval_loss": 3.5, "tokens": 4096}]
+    lines.append({"step": 2, "loss": 3.0, "eval_loss": None, "tokens": 8192})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = replace(read(folder), summary=replace(read(folder).summary, eval_loss=3.5))
+    figures = dict(html.figures([run]))
+    wanted = {
+        "Global batch": "32",
+        "Parameters": "1,235,814,400",
+        "Text": "2 documents, 3,000 tokens",
+        "Tokens seen": "8,192",
+        "Evaluation loss, least": "3.5000 at step 1",
+        "Resumed from": "first/checkpoint/step-5",
+        "Newest checkpoint": "checkpoint/step-10",
+        "Versions": "torch 2.13.0",
+    }
+    assert figures | wanted == figures
+
+
+def test_a_run_of_an_older_version_lacks_these_figures(make: Make) -> None:
+    folder = make("run", facts={"device": "cpu"})
+    job = json.loads((folder / "job.json").read_text())
+    job.pop("global_batch", None)
+    job.pop("resume_from", None)
+    (folder / "job.json").write_text(json.dumps(job))
+    names = [name for name, *_ in html.figures([read(folder)])]
+    assert not {"Global batch", "Text", "Resumed from", "Newest checkpoint"} & set(names)
+
+
 @pytest.mark.parametrize(("later", "seconds"), [(90.0, 90.0), (0.0, 0.0), (-90.0, 0.0)])
 def test_a_run_that_has_not_ended_took_as_long_as_it_logged(
     later: float, seconds: float, make: Make
@@ -521,5 +562,5 @@ def test_only_evaluated_steps_are_drawn_and_each_run_keeps_its_colour() -> None:
     drawn = html.chart("Evaluation", "loss", html.logged(series, "eval_loss"), "eval_loss")
     data = json.loads(drawn.partition('json">')[2].partition("</script>")[0])
     lines = [(line["label"], line["colour"], line["points"]) for line in data["lines"]]
-    assert lines == [("without", 0, []), ("with", 1, [[1, 4.0], [3, 2.0]])]
+    assert lines == [("without", 0, []), ("with", 1, [[1, 4.0, None, None], [3, 2.0, None, None]])]
     assert html.chart("Learning rate", "", html.logged(series, "lr"), "lr") == ""

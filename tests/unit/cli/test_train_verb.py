@@ -281,6 +281,7 @@ def test_a_run_that_is_at_its_end_is_not_resumed(
     assert "is already at step 4 of 4" in capsys.readouterr().err
     assert train("steps=5", "--resume-from", "run") == 0
     assert (jobs[0].first_step, jobs[0].last_step) == (5, 5)
+    assert f"  from {tmp_path}/run/checkpoint/step-4\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -468,6 +468,8 @@ def _headline(job: Job) -> str:
     if other:
         lines.append(f"  {other}")
     lines += [f"  {sentence}" for sentence in recipe.says]
+    if job.resume_from:
+        lines.append(f"  from {job.resume_from}")
     return "\n".join([*lines, f"→ {job.output}"])
 
 

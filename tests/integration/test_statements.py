@@ -20,6 +20,7 @@ import zstandard
 
 import gits
 from amd_channel import registry, restore
+from changes import Change, put
 from host_tools import needs
 from primus_images.engine.pipeline import Options, build
 from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
@@ -59,7 +60,6 @@ from project_kit import SOURCE, Kit, make_project
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "cosign")]
 
 BILL, TAG = "https://spdx.dev/Document", "v26.11-demo"
-Change = Callable[[Any], object]
 
 
 def record(content: str, digest: str) -> Document:
@@ -330,16 +330,6 @@ def said(bundle: Document, change: Change) -> Document:
     change(statement)
     data = b64encode(canonical_json(statement)).decode()
     return edited(bundle, lambda content: content["dsseEnvelope"].update(payload=data))
-
-
-def put(*path: str | int, value: Any) -> Change:
-    def change(content: Any) -> None:
-        *above, last = path
-        for part in above:
-            content = content[part]
-        content[last] = value(content[last]) if callable(value) else value
-
-    return change
 
 
 def flip(data: bytes) -> bytes:

@@ -20,8 +20,9 @@ from primus_images.yamlfile import read_values
 
 _GNU = re.compile(r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?")
 _SHORT = 60
-# Names of Debian's copyright files: a licence with other names in it, or with an exception.
+# What stands between two licences.
 _SEVERAL = re.compile(r" *(?:/|,| and | or |&) *", re.I)
+# Names of Debian's copyright files: a licence with other names in it, or with an exception.
 _VARIANT = re.compile(r"(BSD-[234]-clause|Expat|MIT|ISC|zlib|Unicode)[-_ ](?!(?:and|or)\b).+", re.I)
 _WITH = re.compile(r"(A?L?GPL-[0-9.]+\+?)[-, ]*(?:with[- ])?(.+?)[- ]exception.*", re.I)
 # A file in free form refers to the licences that every Debian system has.

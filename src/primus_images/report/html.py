@@ -73,32 +73,38 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     Rows without values are omitted.
     """
     rows = []
+    values_of_runs = [_values(run, runs[0]) for run in runs]
     for name, form in COLUMNS["figures"].items():
-        values = [_figure(form, run, runs[0]) for run in runs]
-        if any(value != _NONE for value in values):
-            rows.append((name, *values))
+        texts = [_figure(form, values) for values in values_of_runs]
+        if any(text != _NONE for text in texts):
+            rows.append((name, *texts))
     return rows
 
 
-def _figure(form: str, run: Run, first: Run) -> str:
-    nodes = ""
-    if run.nodes > 1:
-        nodes = f" on {run.nodes} nodes"
+def _figure(form: str, values: Mapping[str, Any]) -> str:
     try:
-        text = form.format(
-            run=run,
-            summary=run.summary,
-            mfu=_mfu(run),
-            gain=_gain(run, first),
-            gpu=run.product or "none: CPU",
-            settings=shlex.join(run.arguments[2:]) or _NONE,
-            nodes=nodes,
-            best_step=_best_step(run),
-            **_facts(run),
-        )
+        text = form.format(**values)
     except TypeError:  # a figure that is None has no digits
         return _NONE
     return text.replace("%", " %")
+
+
+def _values(run: Run, first: Run) -> dict[str, Any]:
+    """Return what the rows of the table are made of: name in their forms → value."""
+    nodes = ""
+    if run.nodes > 1:
+        nodes = f" on {run.nodes} nodes"
+    return {
+        "run": run,
+        "summary": run.summary,
+        "mfu": _mfu(run),
+        "gain": _gain(run, first),
+        "gpu": run.product or "none: CPU",
+        "settings": shlex.join(run.arguments[2:]) or _NONE,
+        "nodes": nodes,
+        "best_step": _best_step(run),
+        **_facts(run),
+    }
 
 
 def _facts(run: Run) -> dict[str, str]:

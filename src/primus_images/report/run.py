@@ -13,15 +13,13 @@ from primus_images.recipes.schema import backends
 from primus_images.schema import build, build_typed, parse_json, read_json
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import Record
-from primus_images.training.run.job import steps
+from primus_images.training.run import job as jobs
 from primus_images.training.run.metrics import Summary, of_rows
 from primus_images.training.run.outcome import RESULT_FILE, RunResult
+from primus_images.training.text import tokens
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
-# In the files of a run's text.
-_BYTES_OF_TOKEN = 4
-_BYTES_OF_END = 8
 # The run, "checkpoint" and the step.
 _SHOWN_PARTS = 3
 
@@ -172,19 +170,12 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _written(folder: Path) -> dict[str, Any]:
     """Return what a run wrote beside its figures: the text that it trains on, and checkpoints."""
-    checkpoints = steps(folder / "checkpoint")
+    checkpoints = jobs.steps(folder / "checkpoint")
     newest = ""
     if checkpoints:
         newest = str(_readable(f"checkpoint/{checkpoints[-1].name}"))
-    return {
-        "documents": _size(folder / "cache/train.ends") // _BYTES_OF_END,
-        "tokens": _size(folder / "cache/train.tokens") // _BYTES_OF_TOKEN,
-        "checkpoint": newest,
-    }
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0
+    documents, count = tokens.counts(folder / "cache")
+    return {"documents": documents, "tokens": count, "checkpoint": newest}
 
 
 def _steps(metrics: Path, *, whole: bool) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from changes import Change, put
 from primus_images.errors import CheckFailed, InputError
 from primus_images.gpus.detect import DetectedGpus
 from primus_images.oci.store import MANIFEST_TYPE, canonical_json, digest_of
@@ -59,7 +60,6 @@ TAG = "v26.11-demo"
 METADATA = b"Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n"
 BILL = BILLS[SPDX]
 NAMED = "names the image that was signed as v26.11-demo"
-Change = Callable[[Any], object]
 
 
 def tar_of(**files: bytes) -> bytes:
@@ -202,16 +202,6 @@ def edit(content: Any, name: str, change: Mapping[str, Change] | None) -> None:
     for beginning, act in (change or {}).items():
         if name.startswith(beginning):
             act(content)
-
-
-def put(*path: str | int, value: Any) -> Change:
-    def change(content: Any) -> None:
-        *above, last = path
-        for part in above:
-            content = content[part]
-        content[last] = value(content[last]) if callable(value) else value
-
-    return change
 
 
 def bundle(content: object, by: str = "ours") -> Document:

@@ -268,6 +268,14 @@ class Shell(Engine):
         return []
 
 
+def refusal(script: str, folder: Path) -> str:
+    """Return why an engine whose client is ``script`` runs no command."""
+    root = root_with(folder, Cmd=["true"])
+    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
+        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+    return caught.value.message
+
+
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)]
 )
@@ -286,11 +294,9 @@ def test_a_command_that_its_memory_limit_killed_is_told_so(tmp_path, capfd):
 
 
 def test_a_container_that_did_not_start_says_why(tmp_path):
-    root = root_with(tmp_path, Cmd=["true"])
     script = "[ $1 = run ] && exit 125; echo Error: no space >&2; exit 1"
-    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
-        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
-    assert caught.value.message == "shell cannot run v1.2_cpu: no space"
+    assert refusal(script, tmp_path) == "shell cannot run v1.2_cpu: no space"
+    root = root_with(tmp_path, Cmd=["true"])
     started = "[ $1 = run ] && exit 127; echo 127 2026-11-29"
     with Path(os.devnull).open("rb") as nothing:
         assert Shell(started).run(root, Command(), stdin=nothing, stdout=nothing) == 127
@@ -299,27 +305,20 @@ def test_a_container_that_did_not_start_says_why(tmp_path):
 @pytest.mark.parametrize("code", [1, 2, 125, 127])
 def test_an_exit_code_that_the_engine_lost_is_not_that_of_the_command(code, tmp_path):
     # As podman ends with 127 if the monitor of a running container was killed.
-    root = root_with(tmp_path, Cmd=["true"])
     script = f"[ $1 = run ] && exit {code}; echo 0 2026-11-29"
-    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
-        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
-    assert caught.value.message == "shell lost the result of the command in v1.2_cpu"
+    assert refusal(script, tmp_path) == "shell lost the result of the command in v1.2_cpu"
 
 
 def test_an_engine_that_gets_too_little_memory_says_so(tmp_path):
-    root = root_with(tmp_path, Cmd=["true"])
     script = "printf 'fatal error: cannot reserve memory\n\nruntime.rt0_go()\n' >&2; exit 2"
-    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
-        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
-    assert caught.value.message == "shell cannot run v1.2_cpu: fatal error: cannot reserve memory"
+    assert (
+        refusal(script, tmp_path) == "shell cannot run v1.2_cpu: fatal error: cannot reserve memory"
+    )
 
 
 def test_the_reason_of_a_refusal_is_asked_without_a_registry(tmp_path):
-    root = root_with(tmp_path, Cmd=["true"])
     script = "[ $1 = run ] && exit 125; echo Error: $1 $2 >&2; exit 1"
-    with Path(os.devnull).open("rb") as nothing, pytest.raises(HostError) as caught:
-        Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
-    assert caught.value.message == "shell cannot run v1.2_cpu: create --pull=never"
+    assert refusal(script, tmp_path) == "shell cannot run v1.2_cpu: create --pull=never"
 
 
 @pytest.mark.parametrize(

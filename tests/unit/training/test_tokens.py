@@ -186,6 +186,8 @@ def test_wrong_rows_are_left_out_up_to_a_share(
     made = texts_of(tmp_path / "a.jsonl", 0.2, monkeypatch)
     tokens.write(made, tmp_path, progress=nothing)
     assert numbers(tmp_path / "train.tokens", "I") == [1, 1, 1, 1]
+    assert tokens.counts(tmp_path) == (4, 4)
+    assert tokens.counts(tmp_path, "eval") == (0, 0)
     (named,) = (tmp_path / "train.skipped.jsonl").read_text(encoding="utf-8").splitlines()
     assert f"a.jsonl:{place + 1}" in named
     for skip, words in (

@@ -448,6 +448,20 @@ def stored(folder: Path, name: str = "train") -> Tokens:
     )
 
 
+def counts(folder: Path, name: str = "train") -> tuple[int, int]:
+    """Return the numbers of documents and tokens that :func:`write` left in ``folder``.
+
+    They are read from the sizes of the files, without NumPy; 0 without files.
+    """
+    documents = _size(folder / f"{name}.ends") // array("q").itemsize
+    tokens = _size(folder / f"{name}.tokens") // array("I").itemsize
+    return documents, tokens
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
+
+
 def write(
     reader: Reader,
     folder: Path,

@@ -1,6 +1,5 @@
 """Tuning GEMMs with PyTorch's TunableOp, whose results a stand-in writes here."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from primus_images.cli.image import train
-from primus_images.cli.main import main
 from primus_images.errors import CheckFailed, InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.tuning import gemm
-from primus_images.tuning.gemm import Key, alone
+from primus_images.tuning.gemm import Key
 
 SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
 # As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's
@@ -120,69 +118,6 @@ def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
     place.key.write_text("[1]")
     with pytest.raises(InputError, match="has no valid key"):
         gemm.check(place, key())
-
-
-@pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
-    """The folders of a recipe whose dump recorded five shapes, on a machine with a stand-in for
-    PyTorch.
-    """
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
-    program, real = stand_in(tmp_path), gemm.measure
-    monkeypatch.setattr(
-        "primus_images.cli.image.tune.measure",
-        lambda shapes, work, gpus: real(shapes, work, gpus, program),
-    )
-    monkeypatch.setattr("primus_images.cli.image.tune.visible_gpus", lambda: ("0", "1"))
-    place = gemm.Place(tmp_path / "output/tune_gemm/llama2-7b")
-    place.shapes.mkdir(parents=True)
-    (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
-    monkeypatch.chdir(tmp_path)
-    return place
-
-
-TUNE = ["tune", "gemm", "llama2-7b", "--gpu", "mi300x"]
-
-
-def test_the_command_measures_and_refuses_another_recipe(
-    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*TUNE, "--stage", "tune", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (len(document["shapes"]), document["changed"]) == (5, 5)
-    assert json.loads(recorded.key.read_text())["pytorch"] == "2.11.0"
-    assert main([*TUNE, "--stage", "use", "seq_len=1024"]) == 2
-    assert "was measured with other settings of the recipe" in capsys.readouterr().err
-
-
-def test_all_stages_print_one_document(
-    recorded: gemm.Place,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "train").write_text("#!/bin/sh\necho '{}'\n")
-    (tmp_path / "train").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "train"))
-    assert main([*TUNE, "--json"]) == 0
-    out, err = capfd.readouterr()
-    assert len(json.loads(out)["shapes"]) == 5
-    assert err.count("{}") == 2
-
-
-def test_two_tunings_of_one_folder_do_not_race(
-    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with alone(recorded.tuned.parent / "work"):
-        assert main([*TUNE, "--stage", "tune"]) == 3
-    assert "another process tunes in" in capsys.readouterr().err
-
-
-def test_gemms_of_a_cpu_are_not_tuned(
-    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*TUNE, "--stage", "tune", "--gpu", "cpu", "--proxy"]) == 2
-    assert "tunes GEMMs of GPUs only" in capsys.readouterr().err
 
 
 def test_a_gemm_without_a_solution_is_left_out(

@@ -24,6 +24,8 @@ _LOCAL = (WINDOWED, "chunked_attention")
 _OFF_IF_NULL = ("head_dim", "window", "mla.q_lora_rank", "mla.kv_lora_rank")
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
+# The width of a feed-forward part that a config.json omits, as a multiple of the model's.
+_WIDER = 4
 _COMMON: Mapping[str, Any] = read_values(_FOLDER / f"{_DECODER}.yaml").data
 # What a family takes from all language models.
 _INHERITED = ("fields", "config", "defaults", "computes", "ignored", "linears")
@@ -93,6 +95,7 @@ class Family:
     config: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Scalar] = field(default_factory=dict)
     computes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ignored: Sequence[str] = ()
     linears: Sequence[str] = ()
     needed: Mapping[str, Sequence[str]] = field(default_factory=lambda: _COMMON["needed"])
@@ -219,6 +222,26 @@ def renamed(model: Any, backend: str) -> Mapping[str, str]:
         for name in weight.names.get(backend, ()):
             names[name] = weight.name
     return names
+
+
+def usual_names(known: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config`` with sizes under their usual names, where it has them under another one.
+
+    Of sizes that differ between layers, it is the largest.
+    """
+    usual = dict(config)
+    for name, others in known.aliases.items():
+        found = [config.get(key) for key in (name, *others) if config.get(key) is not None]
+        if not found:
+            continue
+        value = found[0]
+        if isinstance(value, list) and value and all(isinstance(size, int) for size in value):
+            value = max(value)
+        usual[name] = value
+    width = usual.get("hidden_size")
+    if known.aliases and usual.get("intermediate_size") is None and isinstance(width, int):
+        usual["intermediate_size"] = _WIDER * width
+    return usual
 
 
 def described(

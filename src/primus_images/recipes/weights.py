@@ -9,7 +9,14 @@ from typing import Any
 from primus_images.errors import HostError, InputError
 from primus_images.files import read_bytes, require_readable
 from primus_images.recipes.architecture import architecture, size
-from primus_images.recipes.family import OTHER, Family, described, families_of, family
+from primus_images.recipes.family import (
+    OTHER,
+    Family,
+    described,
+    families_of,
+    family,
+    usual_names,
+)
 from primus_images.recipes.load import Entry, entries
 from primus_images.recipes.schema import backends, model_rules
 from primus_images.recipes.setting import Setting
@@ -158,6 +165,7 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
     """
     file, config = config_of(folder)
     known = family(name)
+    config = usual_names(known, config)
     _require_family(known, config, file)
     settings = {"model.family": Setting(value=name, origin=f"{file}: model_type")}
     rules = model_rules()
@@ -185,11 +193,10 @@ def _require_family(known: Family, config: Mapping[str, Any], file: Path) -> Non
         )
     for key in _NEEDED:
         if key not in config and key not in known.defaults:
-            raise InputError(
-                f"config.json has no {key}",
-                where=file,
-                hint="copy it from the weights' source",
-            )
+            hint = "copy it from the weights' source"
+            if known.aliases:
+                hint = f"if it has another name for it, add {key} to a copy of config.json"
+            raise InputError(f"config.json has no {key}", where=file, hint=hint)
 
 
 def _parameters(folder: Path) -> int:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus_images.recipes.load import folder as recipes
-from primus_images.training.backends.finetune import entry, initial
+from primus_images.training.backends.finetune import entry, given, initial
 from primus_images.training.backends.finetune.backend import FinetuneConfig
 from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.config import read_job
@@ -54,6 +54,8 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "experts": ("mixtral", EXPERTS),
     "MXFP4": ("gpt_oss", {**EXPERTS, "head_dim": 16}),
     "no family": ("granite", {"logits_scaling": 8.0}),
+    "layers elsewhere": ("gpt2", {}),
+    "renamed tensors": ("granitemoe", EXPERTS),
 }
 MODES = ("full", "lora", "lora merged", "lora FP8")
 TEMPLATE = (
@@ -63,7 +65,7 @@ TEMPLATE = (
 # The largest difference of logits, as a share of the largest logit.
 TOLERANCE = 2e-5
 # Cells of CI: most kinds, and each mode and switch, are in one of them.
-SOME = (14, 18, 40, 55, 81, 103, 123)
+SOME = (14, 18, 40, 55, 81, 103, 123, 132, 145)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ def trained_logits(output: Path, source: Path, tokens: torch.Tensor) -> torch.Te
     model = entry._model(job, job.section(FinetuneConfig), source)
     weights.materialize(model, torch.device("cpu"))
     model.causal.tie_weights()
-    initial.init(model, job.training.seed, weights.Files(source), 1.0 - job.model.norm_offset)
+    files = given.files_of(source, model.causal, job.model)
+    initial.init(model, job.training.seed, files, 1.0 - job.model.norm_offset)
     checkpoint = output / f"checkpoint/step-{exported_step(output)}"
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {}

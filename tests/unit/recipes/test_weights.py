@@ -25,6 +25,12 @@ def weights(folder: Path, name: str, **changes: object) -> tuple[Path, str]:
     return folder, str(config["model_type"])
 
 
+def write_tensor(file: Path) -> None:
+    """A file of one number."""
+    head = json.dumps({"norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    file.write_bytes(len(head).to_bytes(8, "little") + head.encode() + bytes(4))
+
+
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_a_published_model_is_one_of_its_family_and_of_no_other(name: str, tmp_path: Path) -> None:
     folder, kind = weights(tmp_path, name)
@@ -43,6 +49,28 @@ def test_weights_of_no_family_are_fine_tuned_as_such_alone(tmp_path: Path) -> No
     assert other_family(folder) == {"model.family": "other"}
     with pytest.raises(InputError, match="the weights are of type new"):
         model_of(folder, "qwen3")
+
+
+def test_sizes_may_have_other_names_in_weights_of_no_family(tmp_path: Path) -> None:
+    gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_inner": None, "n_positions": 512}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 100, **gpt2}))
+    write_tensor(tmp_path / "model.safetensors")
+    settings = model_of(tmp_path, "other")
+    sizes = {key.removeprefix("model."): setting.value for key, setting in settings.items()}
+    assert sizes["layers"] == 2
+    assert (sizes["hidden_size"], sizes["ffn_size"]) == (64, 256)
+    assert (sizes["heads"], sizes["max_seq_len"]) == (4, 512)
+    file.write_text(json.dumps({"model_type": "new", "vocab_size": 100, "blocks": 2}))
+    with pytest.raises(InputError, match="has no num_hidden_layers") as caught:
+        model_of(tmp_path, "other")
+    assert "another name" in str(caught.value.hint)
+
+
+def test_a_size_of_each_layer_counts_as_the_largest(tmp_path: Path) -> None:
+    folder, _ = weights(tmp_path, QWEN, model_type="new", intermediate_size=[64, 128, 96])
+    write_tensor(folder / "model.safetensors")
+    assert model_of(folder, "other")["model.ffn_size"].value == 128
 
 
 def test_sizes_are_those_of_the_file_with_their_place(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """One rank of fine-tuning: ``python -m primus_images.training.backends.finetune.entry FOLDER``."""
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from primus_images.training.backends.finetune import export, initial, models
+from primus_images.training.backends.finetune import export, given, initial, models
 from primus_images.training.backends.finetune.backend import FinetuneConfig, source_of
 from primus_images.training.backends.loop import checkpoint, data, process, train, weights
 from primus_images.training.backends.loop.config import RankJob
@@ -19,11 +21,10 @@ def main(job: RankJob, device: torch.device) -> None:
     config = job.section(FinetuneConfig)
     source = source_of(config.weights, offline=True)
     model = _model(job, config, source)
-    shard(model, list(model.causal.model.layers), job, device, wide=_is_wide)
-    files = None
-    if source:
-        files = weights.Files(source)
-    initial.init(model, job.training.seed, files, 1.0 - job.model.norm_offset)
+    converted = source is not None and given.are_converted(source, model.causal, job.model)
+    layers = models.layers_of(model.causal, has_formula=job.model.has_formula)
+    shard(model, layers, job, device, wide=_is_wide)
+    _init(model, job, source, converted=converted)
     _cast_frozen_weights(model, job)
     session = Sharded(model, job, device)
     evaluation = None
@@ -34,6 +35,22 @@ def main(job: RankJob, device: torch.device) -> None:
         if evaluation and evaluation.best:
             checkpoint.load(evaluation.best, session)
         export.save(model, job, source)
+
+
+def _init(model: models.FineTuned, job: RankJob, source: Path | None, *, converted: bool) -> None:
+    norm = 1.0 - job.model.norm_offset
+    if not converted:
+        files = None
+        if source:
+            files = weights.Files(source)
+        initial.init(model, job.training.seed, files, norm)
+        return
+    assert source
+    # Each rank loads the whole model, so the ranks of a node do it one after another.
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        if turn == int(os.environ.get("LOCAL_RANK", "0")):
+            initial.init(model, job.training.seed, given.Loaded(source), norm)
+        dist.barrier()
 
 
 def _model(job: RankJob, config: FinetuneConfig, source: Path | None) -> models.FineTuned:

@@ -73,6 +73,8 @@ def _dequantized(blocks: weights.Rows, scales: weights.Rows) -> weights.Rows:
 
 def _stacked(files: weights.Files, experts: str, matrices: tuple[str, ...]) -> weights.Rows:
     """Return a weight of all experts, of which the files have each expert's ``matrices``."""
+    for matrix in matrices:
+        files.rows_of(f"{experts}.0.{matrix}.weight")  # raises SystemExit without it
 
     def expert(number: int) -> Tensor:
         return torch.cat(

@@ -1,5 +1,6 @@
 """Hugging Face's models, from a recipe's sizes or a config.json, and the loss that trains them."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,34 @@ def causal_model(model: Architecture, attention: str, source: Path | None = None
         return AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
 
 
+def layers_of(causal: Any, *, has_formula: bool) -> list[nn.Module]:
+    """Return the layers of a model, each of which is sharded on its own.
+
+    Of a model of no family, it is the list of modules with the most weights. It is empty if there
+    is none, or if layers share weights.
+    """
+    if has_formula:
+        return list(causal.model.layers)
+    lists = [
+        module
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.ModuleList) and not re.search(r"\.\d+\.", name)
+    ]
+    layers = list(max(lists, key=_numbers, default=nn.ModuleList()))
+    names: dict[nn.Parameter, int] = {}
+    for _, parameter in causal.named_parameters(remove_duplicate=False):
+        names[parameter] = names.get(parameter, 0) + 1
+    for layer in layers:
+        for _, parameter in layer.named_parameters(remove_duplicate=False):
+            if names[parameter] > 1:
+                return []
+    return layers
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def config_of_weights(source: Path) -> Any:
     """Return transformers' configuration of the model in ``source``, without quantization."""
     from transformers import AutoConfig
@@ -104,13 +133,20 @@ def adapted(model: Any, lora: "LoraConfig") -> Any:
 
 def _linear_layers(model: Any) -> list[str]:
     """Return the last names of the linear layers that may get adapters."""
-    names = set()
+    from transformers.pytorch_utils import Conv1D
+
+    plain, derived = set(), set()
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        # Some routers are linear layers that return more than a product.
-        if type(module) is nn.Linear:
-            names.add(name.rpartition(".")[2])
-    names.discard("lm_head")
-    return sorted(names)
+        if module is head:
+            continue
+        if type(module) in (nn.Linear, Conv1D):
+            plain.add(name.rpartition(".")[2])
+        elif isinstance(module, nn.Linear):
+            derived.add(name.rpartition(".")[2])
+    # Some routers are derived from linear layers, and return more than a product. In Falcon, all
+    # linear layers are derived ones.
+    return sorted(plain or derived)
 
 
 class FineTuned(LanguageModel):

@@ -17,7 +17,7 @@ import torch
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.tensors import OTHER_MODEL, header, plain_shapes, tensor_files, text_name
-from primus_images.training.backends.finetune.initial import EMBEDDING, HEAD, stored
+from primus_images.training.backends.finetune.initial import stored
 from primus_images.training.backends.finetune.models import config_of, config_of_weights
 from primus_images.training.backends.loop import weights
 from primus_images.yamlfile import read_values
@@ -48,6 +48,13 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         )
         return
     config = config_of_weights(folder)
+    if _sees_what_follows(config):
+        yield Objection(
+            why=f"a model of type {config.model_type} fills gaps in a text: it sees the words that "
+            "follow, so it does not learn to predict them",
+            where=f"{file}: model_type",
+            hint="take weights of a model that continues text",
+        )
     if model.has_formula:
         yield from _other_settings(file, config_of(model, "sdpa").to_dict(), config)
     files = _names_of_files(folder)
@@ -57,19 +64,24 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     built, report = _loaded(folder, config)
     yield from _reported(report, folder, files)
     tensors = weights.Files(folder)
-    if config.tie_word_embeddings and _ties_unequal(tensors):
+    head, embedding = _outer_names(built)
+    if config.tie_word_embeddings and _differ(tensors, head, embedding):
         yield Objection(
-            why=f"config.json ties the output layer to the embedding, but {HEAD} differs "
-            f"from {EMBEDDING}",
-            where=str(files[HEAD]),
+            why=f"config.json ties the output layer to the embedding, but {head} differs "
+            f"from {embedding}",
+            where=str(files.get(head, folder)),
             hint="set tie_word_embeddings to false in config.json",
         )
-    if not hasattr(getattr(built, "model", None), "layers"):
-        yield Objection(
-            why=f"primus shards layers, which models of type {config.model_type} do not have in "
-            "model.layers"
-        )
-    yield from _unread(tensors, built, has_formula=model.has_formula)
+    if model.has_formula:
+        yield from _unread(tensors, built)
+
+
+def _sees_what_follows(config: Any) -> bool:
+    """Return whether a model is an encoder, which has a causal mask only if its config asks."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    asks = any(getattr(config, key, False) for key in ("is_decoder", "causal"))
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not asks
 
 
 def _names_of_files(folder: Path) -> dict[str, Path] | Objection:
@@ -141,20 +153,23 @@ def _with_count(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more tensors"
 
 
-def _ties_unequal(tensors: weights.Files) -> bool:
-    if HEAD not in tensors or EMBEDDING not in tensors:
+def _outer_names(model: Any) -> list[str]:
+    """Return the names of the weights of the output layer and of the embedding."""
+    outer = (model.get_output_embeddings(), model.get_input_embeddings())
+    names = {module: name for name, module in model.named_modules() if module in outer}
+    return [f"{names.get(module)}.weight" for module in outer]
+
+
+def _differ(tensors: weights.Files, *names: str) -> bool:
+    if not all(name in tensors for name in names):
         return False
-    return not torch.equal(tensors.whole(EMBEDDING), tensors.whole(HEAD))
+    first, second = map(tensors.whole, names)
+    return not torch.equal(first, second)
 
 
-def _unread(tensors: weights.Files, model: Any, *, has_formula: bool) -> Iterator[Objection]:
+def _unread(tensors: weights.Files, model: Any) -> Iterator[Objection]:
     """Yield the parameters of ``model`` that primus itself does not find."""
     hint = "load them with transformers, and save_pretrained"
-    if not has_formula:
-        hint = (
-            "primus reads no weights of this type that transformers renames or joins when it "
-            "loads them"
-        )
     for name, _ in model.named_parameters():
         try:
             stored(tensors, name)

@@ -170,12 +170,19 @@ class Files:
     def __contains__(self, name: str) -> bool:
         return canonical_name(name) in self._places
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor with its name in the files."""
+        for handle, name in self._places.values():
+            yield name, handle.get_tensor(name)
+
     def rows_of(self, name: str) -> Rows:
         """Return the rows of one weight. Raises SystemExit if the files do not contain it."""
         if name not in self:
             raise SystemExit(f"the weights lack {name}")
         handle, name_in_file = self._places[canonical_name(name)]
         part = handle.get_slice(name_in_file)
+        if not part.get_shape():  # a single number has no rows
+            return lambda _first, _last: handle.get_tensor(name_in_file)
         return lambda first, last: part[first:last]
 
     def whole(self, name: str) -> Tensor:

@@ -128,37 +128,6 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(
     assert "# not expressible: micro_batchsize: 3" in document["text"]
 
 
-def test_run_pretrain_takes_a_file_of_the_users_own_and_options_over_it(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "exp.yaml").write_text(MEGATRON)
-    monkeypatch.setenv("EXP", "exp.yaml")
-    words = ["--train_iters", "9", "--fp8=hybrid", "--gpu", "mi325x", "--dry-run", "--json"]
-    assert main(["compat", "run_pretrain.sh", *words]) == 0
-    job = json.loads(capsys.readouterr().out)
-    assert (job["last_step"], job["precision"], job["gpu"]) == (9, "fp8", "mi325x")
-    assert job["config"]["training.global_batch_size"] == 64
-    monkeypatch.setenv("NNODES", "2")
-    assert main(["compat", "run_pretrain.sh", *words]) == 0
-    # Its batch is that of the whole job, as it was for Primus.
-    assert json.loads(capsys.readouterr().out)["config"]["training.global_batch_size"] == 64
-
-
-def test_run_pretrain_takes_a_recipe_by_name_or_file(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BACKEND", "megatron")
-    monkeypatch.setenv("EXP", "llama3.1-8b")
-    words = ["--train_iters", "9", "--gpu", "mi325x", "--dry-run", "--json"]
-    assert main(["compat", "run_pretrain.sh", *words]) == 0
-    job = json.loads(capsys.readouterr().out)
-    assert (job["backend"], job["last_step"]) == ("megatron", 9)
-    (here / "own.yaml").write_text("uses: [llama3.1-8b.yaml]\nname: own\n")
-    monkeypatch.setenv("EXP", "own.yaml")
-    assert main(["compat", "run_pretrain.sh", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["recipe"]["name"] == "own"
-
-
 def test_options_are_understood_in_all_their_forms() -> None:
     parsed = options(["--a", "1", "--b=2", "--training.c", "--d", "-5"])
     assert [(one.key, one.value) for one in parsed] == [

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,44 +19,13 @@ from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve
 from primus_images.release.prove import folder as sent, read, run
 from primus_images.release.prove.read import kept, verified
-from primus_images.release.prove.run import Outcome, run_all
 from primus_images.release.prove.scrub import Scrubber
 from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
 from project_kit import until
+from prove_kit import outcomes_of, setting_of, step_of, written
 from stand_in_machine import make_machine, write_all
 
 ROOT = Path(__file__).parents[3]
-SECRETS = {
-    "HF_TOKEN": "plain-text-of-a-token",
-    "PIP_INDEX_URL": "https://me:pass-word@pypi.corp.example/simple",
-    "USER": "jane.doe",
-}
-
-
-def setting_of(folder: Path, target: str = "mi300x", **changes: object) -> Setting:
-    setting = Setting(
-        project=ROOT,
-        target=target,
-        gpu=target,
-        channel="amd",
-        locked=False,
-        gpus=8,
-        here=True,
-        root=folder / "machine",
-        work=folder / "work",
-    )
-    return replace(setting, **changes)
-
-
-def step_of(name: str, code: str, needs: str = "", minutes: float = 1) -> Step:
-    """A step that runs Python."""
-    command = (sys.executable, "-c", code)
-    return Step(name=name, title=f"step {name}", minutes=minutes, command=command, needs=needs)
-
-
-def outcomes_of(steps: list[Step], setting: Setting, minutes: float = 60) -> dict[str, Outcome]:
-    *_, last = run_all(steps, setting, minutes, lambda _: None)
-    return last
 
 
 # The steps
@@ -97,23 +65,6 @@ def test_a_step_of_the_image_is_typed_with_its_container(tmp_path: Path) -> None
 def test_published_figures_are_those_of_the_gpu(tmp_path: Path) -> None:
     flux = [s for s in steps_of(setting_of(tmp_path)) if s.name.startswith("flux.1-dev")]
     assert [step.expected["published"] for step in flux] == [4.51]
-
-
-def test_only_the_visible_gpus_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_machine(tmp_path)
-    command = ["prove", "mi300x", "--here", "--dry-run", "--json", "--root", str(tmp_path)]
-    ranks = {}
-    for visible in ("0,1,2,3,4,5,6,7", "5"):
-        monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
-        assert main(command) == 0
-        steps = json.loads(capsys.readouterr().out)
-        name = "llama3.1-8b-torchtitan-pretrain-bf16"
-        words = next(row["command"] for row in steps if row["name"].startswith(name))
-        ranks[visible] = words[words.index("--ranks") + 1]
-    assert ranks["0,1,2,3,4,5,6,7"] == "8"
-    assert ranks["5"] == "1"
 
 
 def test_the_least_worth_is_left_out(tmp_path: Path) -> None:
@@ -319,22 +270,6 @@ def test_ctrl_c_in_a_step_ends_the_command(tmp_path: Path) -> None:
 # The folder
 
 
-def written(
-    tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, sign: object = None
-) -> Path:
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    setting = setting_of(tmp_path)
-    proof = sent.Proof(
-        steps=steps,
-        outcomes=outcomes_of(steps, setting),
-        setting=replace(setting, here=False),
-        resolved=resolve(Project(ROOT), "mi300x"),
-    )
-    sent.write(tmp_path / "record", proof, sign)
-    return tmp_path / "record"
-
-
 def test_nothing_of_the_machine_or_its_user_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,32 +379,6 @@ def test_a_changed_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         verified(record, _Trust())  # type: ignore[arg-type]
 
 
-def test_the_command_reads_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = step_of("bad", "raise ValueError('fault of a kernel')")
-    record = written(tmp_path, [step_of("a", ""), bad], monkeypatch)
-    assert main(["prove", "--read", str(record)]) == 0
-    printed = capsys.readouterr().out
-    assert "1 of 2 steps passed" in printed
-    assert "bad failed: exit code 1: ValueError: fault of a kernel" in printed
-
-
-@pytest.mark.parametrize(
-    ("count", "sentence"), [(8, "8 × NVIDIA H200"), (1, "1 of 8 × NVIDIA H200")]
-)
-def test_a_record_says_how_many_of_the_gpus_were_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sentence: str
-) -> None:
-    monkeypatch.setattr(sent, "detect", lambda _: DetectedGpus(names=("NVIDIA H200",) * 8))
-    setting = setting_of(tmp_path, gpus=count)
-    proof = sent.Proof(
-        steps=[], outcomes={}, setting=setting, resolved=resolve(Project(ROOT), "mi300x")
-    )
-    content = sent.write(tmp_path / "record", proof, None)
-    assert content["machine"]["gpus"] == sentence
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -502,23 +411,6 @@ def test_what_somebody_edited_gives_no_traceback(
     assert "is a link" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "name a target"),
-        (["cpu"], "is for no GPU"),
-        (["--read", "nowhere"], "nowhere is not a folder"),
-        (["mi300x", "--minutes", "0"], "must be a whole number"),
-        (["mi400"], "no target is called 'mi400'"),
-    ],
-)
-def test_what_cannot_be_proven_is_refused(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prove", *words]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_the_marks_of_states() -> None:
     assert [run.mark(state) for state in ("passed", "failed", "lacking")] == ["✓", "✗", "–"]
 
@@ -528,3 +420,21 @@ def test_what_is_no_number_in_a_file_that_was_sent_is_refused(value: Any) -> Non
     with pytest.raises(TypeError, match="is no number"):
         read._number(value)
     assert [read._number(number) for number in (None, 1, 0.5)] == [None, 1, 0.5]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("count", "sentence"), [(8, "8 × NVIDIA H200"), (1, "1 of 8 × NVIDIA H200")]
+)
+def test_a_record_says_how_many_of_the_gpus_were_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, sentence: str
+) -> None:
+    monkeypatch.setattr(sent, "detect", lambda _: DetectedGpus(names=("NVIDIA H200",) * 8))
+    setting = setting_of(tmp_path, gpus=count)
+    proof = sent.Proof(
+        steps=[], outcomes={}, setting=setting, resolved=resolve(Project(ROOT), "mi300x")
+    )
+    content = sent.write(tmp_path / "record", proof, None)
+    assert content["machine"]["gpus"] == sentence

@@ -1,79 +1,21 @@
 """Simulated machines: each fault is named, with its remedy, and a sound machine has none."""
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
-from primus_images.cli.main import main
 from primus_images.system import fabric
 from primus_images.system.fabric import variables
 from primus_images.system.host import Host
 from primus_images.system.preflight import CHECKS, preflight
-from stand_in_machine import FILES, make_machine, write_all
+from sound_host import FAULTS, Machine, spoil
 
-GIB = 2**30
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 NICS = Path(fabric.__file__).with_name("nics.yaml")
-
-
-class Machine:
-    """A sound host of eight MI300X with two RoCE ports; a fault changes its files.
-
-    ``space`` has total and free bytes of /dev/shm and of all other folders, ``closed`` the files
-    that cannot be opened.
-    """
-
-    space: dict[str, tuple[int, int]]
-    closed: set[Path]
-
-    def __init__(self, root: Path, gpus: int = 8) -> None:
-        self.root = root
-        self.environment: dict[str, str] = {}
-        Machine.space, Machine.closed = (
-            {"shm": (64 * GIB, 60 * GIB), "disk": (900 * GIB, 800 * GIB)},
-            set(),
-        )
-        make_machine(root, gpus=gpus)
-        for number in range(2):
-            device = f"sys/class/infiniband/mlx5_{number}"
-            self.write(f"{device}/fw_ver", "28.39")
-            self.write(f"{device}/board_id", "MT_1")
-            self.write(f"dev/infiniband/uverbs{number}", "")
-            self.write_all(f"{device}/ports/1", FILES["port"])
-            self.bind(number, "mlx5_core")
-
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def write_all(self, folder: str, files: dict[str, str]) -> None:
-        write_all(self.root / folder, files)
-
-    def bind(self, number: int, driver: str) -> None:
-        """Show a kernel driver of an RDMA device, as sysfs does."""
-        self.write(f"sys/bus/pci/drivers/{driver}/bind", "")
-        link = self.root / f"sys/class/infiniband/mlx5_{number}/device/driver"
-        link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(self.root / "sys/bus/pci/drivers" / driver)
-
-    def remove(self, name: str) -> None:
-        path = self.root / name
-        for child in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
-            child.rmdir() if child.is_dir() else child.unlink()
-        path.rmdir() if path.is_dir() else path.unlink()
-
-    def findings(self) -> list[tuple[str, str, str, str]]:
-        host = Host(root=self.root, environment=self.environment, output=Path("/runs"))
-        return [(one.check, one.level, one.message, one.remedy) for one in preflight(host)]
 
 
 @pytest.fixture(autouse=True)
@@ -89,23 +31,6 @@ def answers_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         os, "access", lambda path, mode: path not in Machine.closed and access(path, mode)
     )
-
-
-FAULTS: dict[str, dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parents[2] / "fixtures/preflight_faults.yaml").read_text(encoding="utf-8")
-)
-
-
-def spoil(machine: Machine, fault: dict[str, Any]) -> None:
-    for name in fault.get("remove", ()):
-        machine.remove(name)
-    for name, text in fault.get("write", {}).items():
-        machine.write(name, text)
-    for number, driver in fault.get("bind", {}).items():
-        machine.bind(number, driver)
-    machine.closed.update(machine.root / name for name in fault.get("closed", ()))
-    machine.environment.update(fault.get("environment", {}))
-    machine.space.update(fault.get("space", {}))
 
 
 def test_a_sound_machine_has_no_finding_and_the_interface_is_recommended(tmp_path: Path) -> None:
@@ -175,101 +100,6 @@ def test_a_container_that_sees_some_of_the_gpus_is_sound(tmp_path: Path) -> None
         machine.remove(f"dev/dri/renderD{128 + number}")
     machine.remove("sys/class/kfd/kfd/topology/nodes/2/io_links")
     assert [one for one in machine.findings() if one[1] == "failed"] == []
-
-
-def test_the_command_reports_and_fails_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine = Machine(tmp_path)
-    machine.write("proc/sys/kernel/numa_balancing", "1")
-    started = time.monotonic()
-    assert main(["preflight", "--quick", "--json", "--root", str(tmp_path), "--output", "/"]) == 1
-    assert time.monotonic() - started < 20
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"] is False
-    assert len(found["gpus"]) == 8
-    numa = next(one for one in found["findings"] if one["check"] == "NUMA balancing")
-    assert "echo 0" in numa["remedy"]
-    assert main(["preflight", "--root", str(tmp_path / "nothing")]) == 2
-
-
-def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from primus_images.gpus.detect import detect
-    from primus_images.system import host
-    from primus_images.training.backends.protocol import Backend
-
-    machine = Machine(tmp_path / "host")
-    machine.write("proc/self/limits", "Max processes 100 100 processes\n")
-    monkeypatch.setattr("primus_images.cli.image.train.detect", lambda: detect(machine.root))
-    monkeypatch.setattr("primus_images.cli.image.train.machine.check", lambda recipe, **_: None)
-    monkeypatch.setattr("primus_images.cli.image.train.start.check_backend", lambda job: None)
-    monkeypatch.setattr(
-        "primus_images.cli.image.train.backend_of", lambda _: Backend(check_data=lambda _: None)
-    )
-    plain = host.Host
-
-    def elsewhere(**options: Any) -> Host:
-        return plain(**{**options, "root": machine.root})
-
-    monkeypatch.setattr(host, "Host", elsewhere)
-    words = ["train", "llama3.1-8b", "--gpu", "mi300x", "--output", str(tmp_path / "run")]
-    assert main(words) == 3
-    told = capsys.readouterr().err
-    assert "only 100 processes are allowed" in told
-    assert "--no-preflight" in told
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "change", "words", "said"),
-    [
-        (8, None, [], ""),
-        (8, None, ["--expect", "8", "--gpu", "mi300x", "--expect-nics", "2"], ""),
-        (8, "one lost", ["--expect", "8"], "7 of 8 can be used"),
-        (8, "no driver", ["--expect", "8"], "8 of 8 GPUs on the PCI bus have no driver"),
-        (8, None, ["--gpu", "mi325x"], "MI300X (gfx942), not mi325x"),
-        (8, None, ["--expect-nics", "3"], "2 of 3 devices have a driver: mlx5_0, mlx5_1"),
-        (0, None, [], "no GPU on this machine, or its driver does not run"),
-        (0, None, ["--expect", "8"], "0 of 8 can be used"),
-        (0, None, ["--expect", "0"], ""),
-    ],
-)
-def test_ready_needs_proof(
-    gpus: int,
-    change: str | None,
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = Machine(tmp_path, gpus)
-    if change:
-        spoil(machine, FAULTS[change])
-    plain = Host
-    monkeypatch.setattr(
-        "primus_images.cli.image.preflight.Host", lambda **of: plain(**of, environment={})
-    )
-    page = tmp_path / "page.html"
-    code = main(
-        [
-            "preflight",
-            "--quick",
-            "--root",
-            str(tmp_path),
-            "--output",
-            "/runs",
-            "--html",
-            str(page),
-            *words,
-        ]
-    )
-    out = capsys.readouterr().out
-    assert code == bool(said), out
-    assert said in " ".join(out.split())
-    assert ("the node is ready" in page.read_text()) == (not said)
 
 
 def test_the_ports_that_can_be_used_are_the_jobs(tmp_path: Path) -> None:

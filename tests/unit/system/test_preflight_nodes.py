@@ -17,15 +17,10 @@ from primus_images.errors import HostError
 from primus_images.gpus.detect import DetectedGpus, visible
 from primus_images.gpus.table import load_table
 from primus_images.system import nodes
-from primus_images.system.host import Finding, Host
+from primus_images.system.host import Host
 from primus_images.system.nodes import Measurement
 from primus_images.training.run import processes
-
-
-def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
-    return Measurement(
-        what="gemm bf16", unit="TFLOP/s", figures=figures, least=least, most=most, source="a guide"
-    )
+from sound_host import gemm
 
 
 @pytest.mark.parametrize(
@@ -205,71 +200,6 @@ def test_only_devices_that_the_environment_shows_are_used(
     environment: dict[str, str], found: tuple[str, ...]
 ) -> None:
     assert visible(4, environment) == tuple(found)
-
-
-def node(name: str, *findings: Finding, tflops: float = 600, driver: str = "6.16.6") -> nodes.Node:
-    gpus = ("AMD Instinct MI300X",) * 8
-    return nodes.Node(
-        name=name,
-        gpus=gpus,
-        driver=driver,
-        findings=findings or (Finding("ok", "disk", "fine"),),
-        measurements=(gemm(*[tflops] * 8),),
-    )
-
-
-def written(folder: Path, *found: nodes.Node) -> list[str]:
-    files = []
-    for number, one in enumerate(found):
-        file = folder / f"{number}.json"
-        file.write_text(json.dumps(one.document()))
-        files.append(str(file))
-    return files
-
-
-def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preflight", "--nodes", *written(tmp_path, node("n1"), node("n2"))]) == 0
-    out = capsys.readouterr().out
-    assert "n1" in out
-    assert "2 nodes: ready" in out
-
-
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [
-        (
-            node("n3", Finding("failed", "/dev/shm", "it is missing", "mount it")),
-            "/dev/shm: it is missing",
-        ),
-        (node("n3", tflops=500), "17% less than the median of the nodes"),
-        (node("n3", driver="6.12.12"), "6.12.12; most nodes have 6.16.6"),
-    ],
-)
-def test_the_node_with_the_problem_is_named(
-    odd: nodes.Node, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.html"
-    files = written(tmp_path, node("n1"), node("n2"), odd)
-    assert main(["preflight", "--nodes", *files, "--html", str(page)]) == 1
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if "n3" in line)
-    assert not line.startswith("✓")
-    assert said in " ".join(out.split())
-    text = page.read_text()
-    assert "n3" in text
-    assert said.rpartition(": ")[2] in text
-    assert "<script src" not in text
-    assert main(["preflight", "--nodes", *files, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["passed"] is False
-
-
-def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--benchmark"], ["--burn-in", "10m"]):
-        assert main(["preflight", *words, "--quick"]) == 2
-        assert main(["preflight", *words, "--root", str(tmp_path)]) == 2
-    same = written(tmp_path, node("n1"), node("n1"))
-    assert main(["preflight", "--nodes", *same]) == 2
-    assert "two documents are from node n1" in capsys.readouterr().err
 
 
 def test_the_scheduler_names_the_node(

@@ -1,0 +1,55 @@
+"""`primus prove`: its plan, and the folder that it reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primus_images.cli.main import main
+from prove_kit import step_of, written
+from stand_in_machine import make_machine
+
+
+def test_only_the_visible_gpus_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_machine(tmp_path)
+    command = ["prove", "mi300x", "--here", "--dry-run", "--json", "--root", str(tmp_path)]
+    ranks = {}
+    for visible in ("0,1,2,3,4,5,6,7", "5"):
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
+        assert main(command) == 0
+        steps = json.loads(capsys.readouterr().out)
+        name = "llama3.1-8b-torchtitan-pretrain-bf16"
+        words = next(row["command"] for row in steps if row["name"].startswith(name))
+        ranks[visible] = words[words.index("--ranks") + 1]
+    assert ranks["0,1,2,3,4,5,6,7"] == "8"
+    assert ranks["5"] == "1"
+
+
+def test_the_command_reads_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = step_of("bad", "raise ValueError('fault of a kernel')")
+    record = written(tmp_path, [step_of("a", ""), bad], monkeypatch)
+    assert main(["prove", "--read", str(record)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 steps passed" in printed
+    assert "bad failed: exit code 1: ValueError: fault of a kernel" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a target"),
+        (["cpu"], "is for no GPU"),
+        (["--read", "nowhere"], "nowhere is not a folder"),
+        (["mi300x", "--minutes", "0"], "must be a whole number"),
+        (["mi400"], "no target is called 'mi400'"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", *words]) == 2
+    assert says in capsys.readouterr().err

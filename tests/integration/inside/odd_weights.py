@@ -169,7 +169,7 @@ def check_same(case: str, where: Path) -> None:
 
 
 def check_foreign(case: str, where: Path) -> None:
-    """Trained with transformers' own logits; adapters are exported as PEFT loads them."""
+    """Trained with transformers' own logits, and exported as transformers and PEFT load it."""
     folder, tokens = plain(case), torch.arange(96).reshape(2, -1) * 7 % 1024
     model, wanted = ours(folder), theirs(folder)
     state = model.state_dict()
@@ -177,6 +177,8 @@ def check_foreign(case: str, where: Path) -> None:
     logits = wanted(tokens).logits
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     torch.testing.assert_close(models.WholeLogits(model, 64)(tokens, tokens), loss, rtol=0, atol=0)
+    export.write(models.WholeLogits(model, 64), where / "whole", state, None)
+    torch.testing.assert_close(theirs(where / "whole")(tokens).logits, logits, rtol=0, atol=0)
     targets = (
         ["q_proj", "v_proj"] if case == "falcon_h1" else []
     )  # PEFT refuses some layers of Mamba

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,8 @@ def write(
     if tokenizer:
         for pattern in TOKENIZER_FILES:
             _copy(tokenizer, pattern, folder)
-    file = folder / "config.json"
-    if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config |= _older_names(config.get("rope_parameters") or {})
-        write_file(file, json.dumps(config, indent=2) + "\n")
+    if (folder / "config.json").is_file():
+        _add_older_names(folder / "config.json")
     _share(folder)
 
 
@@ -122,13 +120,32 @@ def _copy(source: Path, pattern: str, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+def _add_older_names(file: Path) -> None:
+    """Add rotary settings under older names, unless transformers would read them as other ones.
+
+    It does so with models whose kinds of layers rotate in different ways.
+    """
+    from transformers import AutoConfig
+
+    config = json.loads(file.read_text(encoding="utf-8"))
+    older = _older_names(config.get("rope_parameters") or {})
+    if not older:
+        return
+    wanted = AutoConfig.from_pretrained(file).rope_parameters
+    write_file(file, json.dumps(config | older, indent=2) + "\n")
+    with suppress(KeyError, ValueError):
+        if AutoConfig.from_pretrained(file).rope_parameters == wanted:
+            return
+    write_file(file, json.dumps(config, indent=2) + "\n")
+
+
 def _older_names(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings as before transformers 5.
 
     Servers with an older one would take 10,000 as the base.
     """
-    whole = rope.get("full_attention", rope)
-    if not whole:
+    whole = rope.get("full_attention") or rope
+    if "rope_theta" not in whole:  # other kinds of layers, which older versions do not have
         return {}
     scaling = dict(whole)
     names = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": None}

@@ -257,26 +257,6 @@ def test_a_script_is_printed_as_a_literal_block(capsys: pytest.CaptureFixture[st
     assert job == made(image="a:mi300x", claim="runs")[1]
 
 
-@pytest.mark.parametrize(
-    ("image", "code", "said"),
-    [
-        ("rocm/primus:v26.11-cpu", 2, "named for the CPU, but the nodes have GPUs (mi300x)"),
-        ("r.example:5000/cpu/primus:v26.11-cpu-mine", 2, "named for the CPU"),
-        ("rocm/primus:v26.11-mi300x-preview", 0, "is named as a preview"),
-        ("cpu/primus:v26.11-mi300x", 0, ""),
-        ("primus", 0, ""),
-    ],
-)
-def test_images_for_other_nodes_are_named(
-    image: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["launch", "k8s", "llama3.1-8b", "--gpu", "mi300x", "--dry-run", "--image", image]
-    assert main(words) == code
-    err = capsys.readouterr().err
-    assert said in err
-    assert said or not err
-
-
 PATCH = """\
 spec:
   ttlSecondsAfterFinished: null

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import socket
@@ -8,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from primus_images.cli.image.train import passed_on
 from primus_images.cli.main import main
-from primus_images.cli.verb import parser_of
 from primus_images.errors import InputError
 from primus_images.launch import slurm
 from primus_images.launch.plan import Plan, refuse_secrets
@@ -93,166 +90,9 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     assert str(Path.cwd()) not in text
 
 
-@pytest.mark.parametrize("gpu", [["--gpu", "mi300x", "--image", "a"], ["--image", "a:v1-mi300x"]])
-def test_weights_are_fine_tuned_in_place_of_a_recipe(
-    gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = (
-        Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
-    ).read_text()
-    (tmp_path / "config.json").write_text(config)
-    files, words = (
-        [str(tmp_path), f"{tmp_path}/config.json"],
-        ["tokenizer=mock", *gpu],
-    )
-    assert (
-        main(["launch", "slurm", "finetune", *files, *words, "global_batch=24", "--dry-run"]) == 0
-    )
-    text = capsys.readouterr().out
-    assert all(
-        p in text
-        for p in (f"weights={files[0]} ", f"corpus={files[1]} ", f"-v {files[1]}:", "batch_size=3")
-    )
-
-
-def test_every_corpus_of_a_mixture_is_mounted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published = Path(__file__).parents[3] / "recipes/published/meta-llama--Llama-3.1-8B.json"
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    (weights / "config.json").write_text(published.read_text())
-    (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
-    mixture = tmp_path / "mix.yaml"
-    mixture.write_text("- {corpus: chats.jsonl}\n- {corpus: hf:owner/texts}\n")
-    words = ["tokenizer=mock", "--gpu", "mi300x", "--image", "a", "--dry-run"]
-    assert main(["launch", "slurm", "finetune", str(weights), str(mixture), *words]) == 0
-    text = capsys.readouterr().out
-    assert f"-v {mixture}:" in text
-    assert f"-v {tmp_path / 'chats.jsonl'}:" in text
-
-
-def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--accept-change",
-        "global_batch",
-        "--resume-from",
-        "/a/step-5",
-        "--wrap",
-        'nsys profile -o "a b"',
-        "--force",
-        "--stall-timeout",
-        "0",
-        "--judge-every",
-        "7",
-        "--log",
-        "wandb",
-        "--compile-cache",
-        "/tmp",
-        "--burn-in",
-        "10m",
-    ]
-    parser, rest = parser_of("train"), ["llama3.1-8b", *words[2:4]]
-    passed = passed_on(parser.parse_args([*rest, *words]))
-    assert parser.parse_args([*rest, *passed]) == parser.parse_args([*rest, *words])
-    assert len(passed) == 8
-    start = [
-        "launch",
-        "slurm",
-        "llama3.1-8b",
-        "--nodes",
-        "2",
-        "--gpu",
-        "mi300x",
-        "--image",
-        "a",
-        "--dry-run",
-    ]
-    assert main([*start, *words]) == 0
-    text = capsys.readouterr().out
-    assert all(word.partition("=")[0] in text for word in passed)
-    # A judged run begins again, and the other nodes wait for the judge.
-    assert main(["launch", "slurm", "llama3-proxy", *start[3:], "--judge", "--gpu", "cpu"]) == 0
-    text = capsys.readouterr().out
-    assert "\nsteps=0" in text
-    assert "--wait=0 " in text
-    # The job alone knows how many steps its epochs are: an attempt continues from any checkpoint.
-    assert main([*start, "epochs=2"]) == 0
-    assert f"\nsteps={2**62}\n" in capsys.readouterr().out
-    for refused in (
-        "--judge --resume-from /a",
-        "--accept-change all",
-        "--burn-in 1m --no-preflight",
-        "--burn-in 1m --gpu cpu --proxy",
-        "--judge-every 9 --backend megatron",
-        "--judge-every 2000",
-        "--judge-every 2 --judge --gpu cpu --proxy",
-    ):
-        assert main([*start, *refused.split()]) == 2, refused
-        assert f"primus launch: {refused.split()[0]}" in capsys.readouterr().err
-
-
 def test_the_name_of_a_secret_is_passed_on() -> None:
     site = slurm.Site(container="docker", image="a", environment=("HF_TOKEN",))
     assert "-e HF_TOKEN" in slurm.script(plan(), site)
-
-
-def test_no_value_of_the_environment_reaches_the_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecretvery")
-    assert (
-        main(
-            [
-                "launch",
-                "slurm",
-                "llama3.1-8b",
-                "--gpu",
-                "mi300x",
-                "--nodes",
-                "2",
-                "--image",
-                "a",
-                "--dry-run",
-            ]
-        )
-        == 0
-    )
-    assert "verysecret" not in capsys.readouterr().out
-
-
-def test_the_gpu_is_the_images_or_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "slurm", "llama3.1-70b", "--nodes", "8", "--precision", "fp8", "--dry-run"]
-    assert main(words) == 0
-    told = capsys.readouterr()
-    assert "--gpu=mi300x" in told.out
-    assert "resolved for mi300x" in told.err
-    assert main([*words, "--image", "rocm/primus:v26.11-mi355x-preview"]) == 0
-    assert "--gpu=mi355x" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("system", ["slurm", "k8s"])
-def test_what_does_not_fit_its_gpu_is_refused_before_submission(
-    system: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def code(*words: str) -> int:
-        return main(["launch", system, *words, "--image", "a", "--dry-run"])
-
-    large = ("deepseek-v3", "--precision", "fp8", "--nodes", "4", "--gpu", "mi300x")
-    activations = ("llama3.1-8b", "--gpu", "mi300x", "local_batch=16")
-    for words, why in (
-        (large, "787 GiB per rank, and AMD Instinct MI300X has 192"),
-        (activations, "batch of 16"),
-    ):
-        assert code(*words) == 3
-        refused = capsys.readouterr()
-        assert refused.out == ""
-        assert why in refused.err
-        assert "--force" in refused.err
-        assert code(*words, "--force") == 0
-        capsys.readouterr()
-    assert code(*large, "--proxy") == 0
-    assert code("llama3.1-8b", "--gpu", "cpu", "--proxy") == 0
 
 
 def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
@@ -278,27 +118,6 @@ def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
 )
 def test_the_plan_says_when_checkpoints_are_saved(words: list[str], line: str) -> None:
     assert f"# checkpoints  {line}" in slurm.script(plan(*words), SITE)
-
-
-def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "launch",
-        "slurm",
-        "deepseek-16b",
-        "--gpu",
-        "mi300x",
-        "--nodes",
-        "2",
-        "--dry-run",
-        "--json",
-    ]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["world_size"] == 16
-    assert found["plan"]["mesh"]["ep"] == 8
-    assert 2**30 < found["plan"]["memory_bytes_per_gpu"] < 192 * 2**30
-    assert found["plan"]["tokens_per_step"] == found["plan"]["global_batch"] * 4096
-    assert found["script"].startswith("#!/bin/bash\n")
 
 
 def body(
@@ -418,23 +237,6 @@ def test_a_job_continues_another_run_until_it_has_checkpoints_of_its_own(tmp_pat
     checkpoint(tmp_path, 0, 8)
     done = body(tmp_path, 'echo "from $RESUME_FROM"', resume_from=earlier, restart=1)
     assert "attempt-0/checkpoint/step-8\n" in done.stdout
-
-
-def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "llama3.1-8b",
-        "--gpu",
-        "mi300x",
-        "--image",
-        "a/b:c",
-        "--container",
-        "docker",
-        "--dry-run",
-    ]
-    assert main(["launch", "slurm", *words, "--resume-from", "/shared/run-7"]) == 0
-    out = capsys.readouterr().out
-    assert "/shared/run-7:/shared/run-7" in out
-    assert "resume=/shared/run-7" in out
 
 
 @pytest.mark.parametrize(
@@ -667,17 +469,6 @@ def test_docker_runs_as_the_user_of_the_job(tmp_path: Path) -> None:
         assert started.startswith("+ docker run")
         assert expected in started
         assert ("--user" in started) is not rootless
-
-
-def test_a_job_reads_tuned_gemms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--image", "a/b:c", "--dry-run"]
-    assert main([*words, "--container", "docker", "--tuned-gemms", "tuned"]) == 0
-    out = capsys.readouterr().out
-    assert f"--tuned-gemms={tmp_path}/tuned" in out
-    assert f"-v {tmp_path}/tuned:{tmp_path}/tuned" in out
 
 
 def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:

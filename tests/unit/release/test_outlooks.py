@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from memory_index import MemoryIndex, connect
 from primus_images.cli.host.common import warn_of_state
 from primus_images.cli.host.outdated import _amds_newest
 from primus_images.cli.main import main
@@ -15,6 +16,8 @@ from primus_images.plan.resolve import resolve
 from primus_images.release import bump
 from primus_images.release.history import load_history, namesake, pins
 from primus_images.versions.components import Image
+from project_kit import Kit
+from tables import text_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -139,3 +142,114 @@ def test_the_tools_of_builds_move_with_their_rocm() -> None:
     lines = moved({("rocm", 1): "10.9.9"})
     assert lines.count("- rocm-sdk-devel==10.9.9") == 2
     assert "- {inside: rocm-sdk-libraries, version: 10.9.9, channel: amd}" in lines
+
+
+WHEELS = """
+    frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1
+    jit==3.0 jit==3.1 jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0
+    kernels==5.0 kernels==6.0<frame>=1.1
+"""
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> MemoryIndex:
+    return connect(monkeypatch, MemoryIndex(WHEELS))
+
+
+@pytest.fixture
+def followed(tmp_path: Path, index: MemoryIndex) -> bump.Outlooks:
+    """The pins of two targets; jit follows frame, and trainer 2.0 needs a newer frame."""
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", text_of("versions/lock.yaml") + text_of("versions/followed.yaml"))
+    text = "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [frame, jit, trainer"
+    kit.write("images/demo.yaml", f"{text}, kernels]\n")
+    kit.write("images/plain.yaml", f"{text}]\n")
+    project = Project.find(tmp_path)
+    return bump.Outlooks([resolve(project, name) for name in ("demo", "plain")])
+
+
+def test_the_newest_version_that_fits_takes_those_along_that_follow_it(
+    followed: bump.Outlooks,
+) -> None:
+    found = {}
+    for place in followed.uses:
+        outlook = followed.of(place)
+        assert outlook.error == ""
+        found[place] = (outlook.compatible, outlook.newest, outlook.versions)
+    together = {"frame": "1.1", "jit": "3.1"}
+    assert found == {
+        ("frame", 0): ("1.1", "1.1", together),
+        ("frame", 1): ("1.2+cpu", "1.2+cpu", {"frame": "1.2+cpu"}),
+        ("jit", 0): ("3.1", "3.2", together),
+        ("jit", 1): (None, "3.2", {}),
+        ("kernels", 0): ("6.0", "6.0", {**together, "kernels": "6.0"}),
+        ("trainer", 0): (None, "2.0", {}),
+    }
+
+
+def test_moves_that_were_decided_before_are_kept(followed: bump.Outlooks) -> None:
+    before = {("frame", 0): "1.1", ("jit", 0): "3.1"}
+    outlook = followed.of(("kernels", 0), None, before)
+    assert outlook.moves == {**before, ("kernels", 0): "6.0"}
+    other = {("kernels", 0): "5.0"}
+    assert followed.of(("kernels", 0), None, other).compatible is None
+
+
+def test_a_version_that_is_asked_for_is_taken_though_it_may_not_fit(
+    followed: bump.Outlooks,
+) -> None:
+    assert followed.as_offered(("trainer", 0), "2") == "2.0"
+    assert followed.as_offered(("trainer", 0), "2.0.1") == "2.0.1"
+    assert followed.of(("trainer", 0), "2.0").moves == {("trainer", 0): "2.0"}
+    assert followed.of(("frame", 0), "1.0").moves == {("frame", 0): "1.0"}
+    for place, version, reason in (
+        (("frame", 0), "7", "no index offers frame 7"),
+        (("frame", 0), "1.2+cpu", "frame 1.2+cpu is another build than the pinned one"),
+        (("jit", 0), "3.2", "jit 3.2 does not fit: it follows frame, whose wheel names 3.0"),
+        (("trainer", 0), "2.0", "trainer 2.0 does not fit the pins that move with it"),
+    ):
+        assert followed.refusal(place, version) == reason
+
+
+def test_a_package_that_no_index_has_is_said(followed: bump.Outlooks, index: MemoryIndex) -> None:
+    index.wheels["trainer"] = {}
+    outlook = followed.of(("trainer", 0))
+    assert (outlook.error, outlook.moves) == ("no index lists a file of trainer", {})
+    index.silent = {"frame"}
+    assert followed.of(("frame", 0)).error == "the index of frame does not answer"
+
+
+def test_a_version_before_its_release_is_only_for_pins_that_have_one(
+    followed: bump.Outlooks, index: MemoryIndex
+) -> None:
+    index.wheels["trainer"] = {"1.0": "", "1.1": "", "1.2rc1": ""}
+    assert followed.of(("trainer", 0)).compatible == "1.1"
+
+
+def test_components_of_one_rocm_move_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = MemoryIndex(
+        "transformers==1.0+rocm10.0.0 transformers==1.0+rocm9.5.0 transformers==1.1+rocm10.1.0 "
+        "transformers==1.2+rocm10.2.0 transformers==3.0+cpu device==1.0+rocm10.0.0 "
+        "device==1.1+rocm10.1.0 tool==1.0"
+    )
+    connect(monkeypatch, index)
+    kit = Kit(tmp_path)
+    pins = "".join(
+        f"  {name}:\n    name: N\n    held: true\n    pins:\n"
+        f"      - {{wheel: {name}, version: 1.0+rocm10.0.0, channel: pypi}}\n"
+        for name in ("transformers", "device")
+    )
+    kit.write("versions.yaml", text_of("versions/lock.yaml") + pins)
+    kit.write(
+        "images/demo.yaml",
+        "description: d\nbase: bookworm\nchannels: [pypi]\n"
+        "components: [tool, transformers, device]\n",
+    )
+    outlooks = bump.Outlooks([resolve(Project.find(tmp_path), "demo")])
+    for name in ("transformers", "device"):
+        outlook = outlooks.of((name, 0))
+        assert outlook.newest == "1.1+rocm10.1.0", "there is no device for the newer one"
+        assert outlook.versions == dict.fromkeys(("transformers", "device"), "1.1+rocm10.1.0")
+    assert outlooks.of(("tool", 0)).newest is None

@@ -4,6 +4,7 @@ transformers itself is compared in ``integration/inside/own_text.py``.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def test_an_empty_answer_and_arguments_that_are_no_object_are_counted(
     made.remarks.clear()
     for message in calls:
         made.document(Document(messages=[ASKED, message]), "a:1")
-    assert made.remarks == {"the arguments of a call are no JSON object": 2}
+    assert made.remarks == {"the arguments of a call are not a JSON object": 2}
 
 
 def test_an_empty_answer_without_a_chat_template_is_counted(
@@ -252,7 +253,7 @@ def test_options_and_tools_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
         ),
         (
             CHATML,
-            [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Two."}]}],
+            [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Two."}] * 2}],
             [],
             "it has no form for content that is no text",
         ),
@@ -400,6 +401,65 @@ def test_rows_of_every_layout_are_chats(
     row: Mapping[str, Any], messages: list[dict[str, Any]]
 ) -> None:
     assert document_of(row, layout_of(row, None, ""), "").messages == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"id": 1, "question": "q", "answer": "a"}, "data.question=question data.answer=answer"),
+        ({"prompt": "q", "response": "a"}, "data.question=prompt data.answer=response"),
+        ({"body": "q"}, "data.column=NAME names .* data.question=NAME"),
+    ],
+)
+def test_columns_of_no_usual_name_lead_to_the_settings_that_name_them(
+    row: Mapping[str, Any], hint: str
+) -> None:
+    with pytest.raises(
+        InputError, match=f"no column has a usual name .* found {', '.join(row)}"
+    ) as caught:
+        layout_of(row, None, "")
+    assert re.search(hint, str(caught.value.hint))
+
+
+@pytest.mark.parametrize("nothing", [[], None, {}])
+def test_no_calls_are_as_if_the_key_were_not_there(nothing: object) -> None:
+    row = {"messages": [ASKED, {**SAID, "tool_calls": nothing, "function_call": None}]}
+    assert document_of(row, layout_of(row, None, ""), "").messages == [ASKED, SAID]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({**SAID, "content": 2}, "text as the content of a message of assistant, found 2"),
+        ({**SAID, "content": True}, "found true"),
+        ({**SAID, "tool_calls": 5}, "expected a list in 'tool_calls'"),
+    ],
+)
+def test_a_message_of_another_type_is_refused(message: Mapping[str, Any], words: str) -> None:
+    row = {"messages": [ASKED, message]}
+    with pytest.raises(InputError, match=words):
+        document_of(row, layout_of(row, None, ""), "")
+
+
+def test_a_list_of_one_text_is_this_text_to_a_template_that_takes_no_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    listed = [{**ASKED, "content": parts("How many?")}, {**SAID, "content": parts("Two.")}]
+    of_text = CHATML.replace("m.content", "m.content + ''")
+    of_lists = CHATML.replace("m.content", "m.content[0].text + m.content[1:] | join")
+    silent = CHATML.replace("m.content", "m.content if m.content is string")
+    for template in (of_text, of_lists, silent, CHATML):
+        made = encoder_of(monkeypatch, template)
+        tokens, mask = made.document(Document(messages=listed), "a:1")
+        assert trained(tokens, mask) == "Two.$\n"
+        assert "How many?" in made.tokenizer.decode(tokens)
+        assert "type" not in made.tokenizer.decode(tokens)
+    several = [{**ASKED, "content": parts("How", "many?")}, SAID]
+    with pytest.raises(InputError, match="it takes one text as content, and a message has several"):
+        encoder_of(monkeypatch, of_text).document(Document(messages=several), "a:1")
 
 
 def test_the_prompt_of_a_chat_ends_where_its_completion_begins() -> None:

@@ -206,7 +206,7 @@ def test_a_corpus_of_wrong_rows_alone_names_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3)
-    with pytest.raises(InputError, match="expected the column 'text'") as caught:
+    with pytest.raises(InputError, match="no column has a usual name") as caught:
         texts_of(tmp_path / "a.jsonl", 0.5, monkeypatch)
     assert str(caught.value.where).endswith("a.jsonl:1")
 

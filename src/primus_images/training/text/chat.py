@@ -27,7 +27,7 @@ _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
 EMPTY = "an answer is empty"
-_NO_OBJECT = "the arguments of a call are no JSON object"
+_NO_OBJECT = "the arguments of a call are not a JSON object"
 _LEAVES_OUT = "the chat template leaves out"
 # A shorter text, such as the name of a tool, may be part of any other.
 _TELLING = 12
@@ -135,19 +135,57 @@ def _rendered(messages: list[Mapping[str, Any]], render: _Render) -> tuple[_Mess
     """Return the messages as the template takes them, and their text.
 
     transformers' templates expect the arguments of calls as objects, and data often have JSON text.
-    A few templates, such as DeepSeek's, expect that text.
+    A few templates, such as DeepSeek's, expect that text. Many expect a text as the content, where
+    data in OpenAI's form have a list of a single one.
     """
     as_objects = deepcopy(messages)
     changed = False
     for message in as_objects:
         for call in calls_of(message):
             changed |= _parse_arguments(call.get("function", call))
+    forms: list[_Messages] = [messages]
     if changed:
+        forms.insert(0, as_objects)
+    if any(isinstance(message.get("content"), list) for message in messages):
+        forms += [list(map(_with_text, form)) for form in forms]
+    for form in forms[:-1]:
         with suppress(Exception):
-            (text,) = render([as_objects], tokenize=False)
-            return as_objects, text
-    (text,) = render([messages], tokenize=False)
-    return messages, text
+            (text,) = render([form], tokenize=False)
+            if _shows_parts(form, render):
+                return form, text
+    last = forms[-1]
+    try:
+        (text,) = render([last], tokenize=False)
+    except Exception as error:
+        if any(isinstance(message.get("content"), list) for message in last):
+            raise ValueError("it takes one text as content, and a message has several") from error
+        raise
+    return last, text
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content is the text of its only part."""
+    content = message.get("content")
+    if isinstance(content, list) and len(content) == 1:
+        return {**message, "content": content[0]["text"]}
+    return message
+
+
+def _shows_parts(form: _Messages, render: _Render) -> bool:
+    """Whether a template writes all parts of lists, and not as Python writes a list."""
+    marked = deepcopy(list(form))
+    lists = []
+    for message in marked:
+        if isinstance(message.get("content"), list):
+            lists.append(message["content"])
+    if not lists:
+        return True
+    parts = [part for content in lists for part in content]
+    marks = [_mark(number) for number in range(len(parts))]
+    for part, mark in zip(parts, marks, strict=True):
+        part["text"] += mark
+    (text,) = render([marked], tokenize=False)
+    return all(mark in text for mark in marks) and not any(str(each) in text for each in lists)
 
 
 def _parse_arguments(function: Any) -> bool:
@@ -336,8 +374,7 @@ def _refuse_dropped(
         return set()
     marks = {}
     for number, part in enumerate(parts):
-        # Digits, which stay as they are in capital letters.
-        mark = f"90716{number}61709"
+        mark = _mark(number)
         part.mark(mark)
         if not part.identity or part.identity not in text:
             marks[mark] = part
@@ -354,6 +391,11 @@ def _refuse_dropped(
             raise ValueError(f"it leaves out {part.name}")
         lacking.add(part.optional)
     return lacking
+
+
+def _mark(number: int) -> str:
+    """Return digits, which stay as they are in capital letters."""
+    return f"90716{number}61709"
 
 
 def _is_told(part: _Part, text: str) -> bool:

@@ -13,6 +13,8 @@ from primus_images.training.text.rows import TABLE, unreadable
 WEIGHTS: Sequence[str] = TABLE["weights"]
 _KINDS = {list: "a list", str: "text", type(None): "null"}
 _ROLES = ("user", "assistant")
+# Keys of a message with calls of tools, of which the second is OpenAI's older form.
+CALLS = ("tool_calls", "function_call")
 _ANOTHER = "data.column=NAME names the column of the text or of the chat messages"
 
 Message = dict[str, Any]
@@ -107,7 +109,27 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
             where=where,
             hint="data.column=messages, or data.column=text",
         )
+    if columns == ["text"] and "text" not in row:
+        raise _unknown(row, where)
     return columns
+
+
+def _unknown(row: Mapping[Any, Any], where: str) -> InputError:
+    """Return the error of a row with no column that has a usual name."""
+    hint = f"{_ANOTHER}, data.question=NAME data.answer=NAME those of a question and its answer"
+    meant = nearest("text", map(str, row))
+    for question, answer in TABLE["turns"]:
+        if question in row and answer in row:
+            hint = f"data.question={question} data.answer={answer}"
+            meant = ""
+            break
+    known = "text, messages, conversations, prompt and completion, instruction and output"
+    names = ", ".join(map(str, row)) or "no columns"
+    return InputError(
+        f"no column has a usual name of text or chats ({known}), found {names}{meant}",
+        where=where,
+        hint=hint,
+    )
 
 
 def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> InputError:
@@ -116,8 +138,7 @@ def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> Inpu
     return InputError(
         f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}",
         where=where,
-        hint=f"{_ANOTHER}; also known are messages, conversations, prompt and completion, "
-        "instruction and output",
+        hint=_ANOTHER,
     )
 
 
@@ -226,6 +247,9 @@ def _messages(value: Any, name: str, where: str) -> list[Message]:
         if not isinstance(item, Mapping):
             raise _no_role(item, where)
         message = dict(item)
+        for key in CALLS:  # an empty list of calls is none, also to templates that ask for the key
+            if key in message and not message[key]:
+                del message[key]
         if sharegpt and "content" not in message:
             message |= _of_sharegpt(message, where)
         _check_message(message, where)
@@ -280,6 +304,9 @@ def _check_message(message: Message, where: str) -> None:
         raise InputError(
             f"a message is trained or not (weight 1 or 0), found {_shown(message)}", where=where
         )
+    listed, _ = CALLS
+    if not isinstance(message.get(listed), list | None):
+        raise InputError(f"expected a list in {listed!r}, found {_shown(message)}", where=where)
     calls = calls_of(message)
     content = message.get("content")
     if not isinstance(message.get("role"), str):
@@ -289,6 +316,13 @@ def _check_message(message: Message, where: str) -> None:
             f"the message of {message['role']} has no content",
             where=where,
             hint="write its content, or remove it",
+        )
+    if not isinstance(content, str | list | Mapping | None):
+        raise InputError(
+            f"expected text as the content of a message of {message['role']}, found "
+            f"{_shown(content)}",
+            where=where,
+            hint="write it as text",
         )
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
@@ -316,9 +350,10 @@ def _no_role(message: Any, where: str) -> InputError:
 
 def calls_of(message: Mapping[str, Any]) -> list[Any]:
     """Return the calls of tools in a message, also in OpenAI's older form."""
-    calls = [*(message.get("tool_calls") or ())]
-    if message.get("function_call"):
-        calls.append(message["function_call"])
+    listed, single = CALLS
+    calls = [*(message.get(listed) or ())]
+    if message.get(single):
+        calls.append(message[single])
     return calls
 
 

@@ -518,12 +518,19 @@ class _Words:
         return _Document(encoded["input_ids"], trained)
 
     def _in_the_form_of_the_template(self, turns: _Turns, options: _Row) -> _Turns:
-        """Return the turns with the arguments of calls as objects, if the template takes them."""
-        text = json.dumps(turns)
-        parsed = json.loads(text, object_hook=_with_arguments)
-        with suppress(Exception):
-            self._rendered(parsed, options)
-            return list(parsed)
+        """Return the turns as the template takes them.
+
+        The arguments of calls are objects rather than JSON, and content rather a list of one text
+        than this text.
+        """
+        parsed = json.loads(json.dumps(turns), object_hook=_with_arguments)
+        for form in (parsed, turns, _with_texts(parsed), _with_texts(turns)):
+            with suppress(Exception):
+                self._rendered(form, options)
+                parts = _parts(form)
+                counted = self._rendered(parts, options)
+                if counted.count("70801") == str(parts).count("70801") and "{'" not in counted:
+                    return list(form)
         return turns
 
     def _marks_answers(self, tools: Any) -> bool:
@@ -571,6 +578,10 @@ def _trained_in_both(document: _Document, other: _Document) -> _Document:
 def _with_roles(turns: _Turns, system: str | None) -> _Turns:
     if "from" in turns[0]:
         turns = [turn | _said(turn["from"], turn["value"]) for turn in turns]
+    for turn in turns:
+        for key in ("tool_calls", "function_call"):
+            if not turn.get(key):
+                turn.pop(key, None)
     if system and turns[0]["role"] != "system":
         return [{"role": "system", "content": system}, *turns]
     return turns
@@ -586,6 +597,31 @@ def _said(sender: str, value: str) -> dict[str, Any]:
         said["content"] = ""
         said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return said
+
+
+def _parts(turns: _Turns) -> _Turns:
+    """Return the turns with a number as each text of a list."""
+    listed = []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, list):
+            content = [{**part, "text": "70801"} for part in content]
+            listed.append({**turn, "content": content})
+        else:
+            listed.append(turn)
+    return listed
+
+
+def _with_texts(turns: _Turns) -> _Turns:
+    """Return the turns with the text of each content that is a list of one text."""
+    changed = []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, list) and len(content) == 1:
+            changed.append({**turn, "content": content[0]["text"]})
+        else:
+            changed.append(turn)
+    return changed
 
 
 def _with_arguments(part: _Row) -> _Row:

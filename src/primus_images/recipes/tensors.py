@@ -83,8 +83,10 @@ _MIXTRALS = {
 
 
 # The parts of a model that are not for text, and the names of the one that is.
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_|multi_modal_|audio_|embed_vision|embed_audio)")
-_TEXT_PART = re.compile(r"^(model\.language_model\.|language_model\.(?=model\.|lm_head))")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_|visual\.|multi_modal_|audio_|embed_vision|embed_audio|connector\.|image_newline)"
+)
+_TEXT_PART = re.compile(r"^(model\.(?:language|text)_model\.|language_model\.(?=model\.|lm_head))")
 
 
 def is_for_text(name: str) -> bool:

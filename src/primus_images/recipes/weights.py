@@ -111,7 +111,8 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     # Of a model of several parts, the language model is trained.
     text = config.get("text_config")
     if isinstance(text, dict) and "model_type" in text:
-        config = config | text
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = config | text | tied
     for key in ("quantization_config", "compression_config"):
         _refuse_quantized(key, config.get(key), file)
     return file, config

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mxfp4Config,
@@ -217,6 +218,25 @@ def check_part(case: str, where: Path) -> None:
     assert torch.equal(theirs(where / "out")(tokens).logits, model(tokens).logits)
 
 
+def check_several_parts(case: str, where: Path) -> None:
+    """As :func:`check_part`, of models that no family has; or it is refused."""
+    row = TABLE["several parts"][case]
+    config = AutoConfig.for_model(
+        case,
+        text_config=TABLE["sizes"] | row["text"],
+        vision_config=TABLE["vision"] | row["vision"],
+        **row.get("config", {}),
+    )
+    torch.manual_seed(1)
+    wanted = AutoModelForImageTextToText.from_config(config).eval()
+    wanted.save_pretrained(where / "w")
+    if "words" in row:
+        refused(where / "w", row["words"])
+        return
+    model, tokens = ours(where / "w"), torch.arange(8, 48)[None]
+    torch.testing.assert_close(model(tokens).logits, wanted(tokens).logits, rtol=0, atol=0)
+
+
 def check_packed(case: str, where: Path) -> None:
     """gpt-oss as published: experts in MXFP4 are dequantized as transformers does it."""
     folder = written(where, TABLE["packed"][case])
@@ -363,6 +383,7 @@ try_all(
     (
         (check_foreign, TABLE["foreign"]),
         (check_packed, TABLE["packed"]),
+        (check_several_parts, TABLE["several parts"]),
         (check_part, ["", "names as published"]),
         (check_same, TABLE["same"]),
         (check_refused, TABLE["refused"]),

@@ -97,7 +97,11 @@ def config_of_weights(source: Path) -> Any:
     """Return transformers' configuration of the model in ``source``, without quantization."""
     from transformers import AutoConfig
 
-    configuration = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+    whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    configuration = whole.get_text_config()
+    # transformers ties the weights of a model of several parts as the whole says.
+    if whole is not configuration:
+        configuration.tie_word_embeddings = whole.tie_word_embeddings
     if hasattr(configuration, "quantization_config"):
         del configuration.quantization_config
     return configuration

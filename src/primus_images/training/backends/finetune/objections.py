@@ -36,7 +36,7 @@ class Objection:
 
 def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     """Yield what prevents a strict load of ``folder`` as ``model``."""
-    from transformers import CONFIG_MAPPING, __version__
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
     file = folder / "config.json"
     kind = json_if_readable(file).get("model_type")
@@ -48,6 +48,13 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         )
         return
     config = config_of_weights(folder)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        yield Objection(
+            why=f"transformers has no model of type {config.model_type} that continues text alone",
+            where=f"{file}: model_type",
+            hint="take weights of a model for text",
+        )
+        return
     if _sees_what_follows(config):
         yield Objection(
             why=f"a model of type {config.model_type} fills gaps in a text: it sees the words that "

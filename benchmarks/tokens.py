@@ -4,7 +4,8 @@
 ``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python
 packages. The corpus is made of the documentation and the programs that are installed.
 Each run is a process of its own, on two processors. A run's time is that of everything after the
-imports; its memory is the largest sum over its processes, in which what several share counts once.
+imports; ``main_cpu_seconds`` is that of its main process, which more processors do not shorten. Its
+memory is the largest sum over its processes, in which what several share counts once.
 Where others use the processors, too, compare ``cpu_seconds``.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from primus_images.training.run.processes import processes
 
@@ -59,8 +61,24 @@ def written(folder: Path, megabytes: int) -> Path:
     return path
 
 
-def primus(corpus: str, tokenizer: str, folder: str) -> float:
-    """Write the files that ranks map. Returns the seconds."""
+class Times(NamedTuple):
+    """Seconds that passed, and those of the processors in this process."""
+
+    seconds: float
+    main_cpu_seconds: float
+
+    @classmethod
+    def now(cls) -> "Times":
+        return cls(time.perf_counter(), time.process_time())
+
+    @classmethod
+    def since(cls, began: "Times") -> "Times":
+        now = cls.now()
+        return cls(round(now[0] - began[0], 2), round(now[1] - began[1], 2))
+
+
+def primus(corpus: str, tokenizer: str, folder: str) -> "Times":
+    """Write the files that ranks map. Returns the times."""
     from primus_images.training.text import encoder, tokens
     from primus_images.training.text.corpus import Corpus
 
@@ -68,21 +86,21 @@ def primus(corpus: str, tokenizer: str, folder: str) -> float:
     import datasets  # noqa: F401  not counted, as on the other side
     import transformers  # noqa: F401
 
-    began = time.perf_counter()
+    began = Times.now()
     reader = tokens.Reader(Corpus(name=corpus, tokenizer=tokenizer))
     tokens.write(reader, Path(folder), progress=print)
-    return time.perf_counter() - began
+    return Times.since(began)
 
 
-def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
-    """Write Arrow files, by a fast tokenizer on batches of 1,000 documents. Returns the seconds."""
+def hugging_face(corpus: str, tokenizer: str, folder: str) -> "Times":
+    """Write Arrow files, by a fast tokenizer on batches of 1,000 documents. Returns the times."""
     from primus_images.training.text import encoder
 
     encoder.without_torch()
     import datasets
     import transformers
 
-    began = time.perf_counter()
+    began = Times.now()
     fast = transformers.AutoTokenizer.from_pretrained(tokenizer)
 
     def encoded(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -92,7 +110,7 @@ def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
 
     rows = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=folder)
     rows.map(encoded, batched=True, remove_columns=["text"], num_proc=PROCESSORS)
-    return time.perf_counter() - began
+    return Times.since(began)
 
 
 def memory_of(process: int) -> float:
@@ -140,11 +158,11 @@ def main() -> None:
     """Measure both, and write the result."""
     measure = {"primus": primus, "hugging_face": hugging_face}.get(sys.argv[1])
     if measure:
-        seconds = measure(*sys.argv[2:])
+        times = measure(*sys.argv[2:])
         cpu = time.process_time()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu += ended.ru_utime + ended.ru_stime
-        print(json.dumps({"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}))
+        print(json.dumps({**times._asdict(), "cpu_seconds": round(cpu, 2)}))
         return
     tokenizer = sys.argv[1]
     given = [int(word) for word in sys.argv[2:]]
@@ -161,7 +179,7 @@ def main() -> None:
                 print(name, rows[-1], flush=True)
     medians = {}
     for name, rows in runs.items():
-        for key in ("seconds", "cpu_seconds"):
+        for key in ("seconds", "cpu_seconds", "main_cpu_seconds"):
             medians[name, key] = statistics.median(row[key] for row in rows)
     document = {
         "generated": "by `python -m benchmarks.tokens`; do not edit",
@@ -173,6 +191,8 @@ def main() -> None:
     for key in ("seconds", "cpu_seconds"):
         ratio = medians["hugging_face", key] / medians["primus", key]
         document[f"primus_by_datasets_{key}"] = round(ratio, 2)
+    main = medians["primus", "main_cpu_seconds"]
+    document["primus_main_cpu_seconds_per_gb"] = round(main / size * 1e9, 2)
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
 

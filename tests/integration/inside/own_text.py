@@ -35,10 +35,9 @@ from transformers import AutoTokenizer
 from primus_images.errors import InputError
 from primus_images.training.judge.reference.data import _tokenized as reference
 from primus_images.training.text import tokens
-from primus_images.training.text.corpus import Corpus, files_of, rows
+from primus_images.training.text.corpus import Corpus, files_of, pieces
 from primus_images.training.text.document import document_of, layout_of
 from primus_images.training.text.encoder import Encoder
-from primus_images.training.text.rows import Reading
 
 TABLE: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -121,6 +120,13 @@ def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int],
     judged = [(read.tokens, list(map(int, read.trained or ()))) for read in reference(job)]
     assert judged == documents, f"the reference reads {judged[:1]}, and the run {documents[:1]}"
     return documents
+
+
+def rows_of(corpus: Corpus) -> list[Any]:
+    found = []
+    for piece in pieces(corpus, files_of(corpus)):
+        found += [row for _, row in piece.rows()]
+    return found
 
 
 BEGINS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -341,7 +347,7 @@ def check_folder(case: str, where: Path) -> None:
 
 def check_links(_case: str, where: Path) -> None:
     corpus = Corpus(name=str(linked(where)))
-    read = [row["text"] for _, row in rows(corpus, files_of(corpus), Reading())]
+    read = [row["text"] for row in rows_of(corpus)]
     assert read == ["a", "z", "z"] or sorted(set(read)) == ["a", "z"], read
 
 
@@ -534,7 +540,7 @@ def check_line_ends(case: str, where: Path) -> None:
     text = end.join(["one two", "three", "", "", "four", " five ", "", "six", ""])
     (where / "a.txt").write_bytes(text.encode())
     corpus = Corpus(name=str(where / "a.txt"))
-    read = [row["text"] for _, row in rows(corpus, files_of(corpus), Reading())]
+    read = [row["text"] for row in rows_of(corpus)]
     assert read == ["one two\nthree", "four\n five ", "six"], read
     lines = load_dataset("text", data_files=str(where / "a.txt"), split="train", streaming=True)
     theirs = [line["text"] for line in lines if line["text"]]

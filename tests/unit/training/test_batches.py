@@ -4,13 +4,16 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from primus_images.errors import HostError, InputError
 from primus_images.training.text import batches
-from primus_images.training.text.document import Document
+from primus_images.training.text.document import Document, Layout
+from primus_images.training.text.pieces import Listed, Piece, Unreadable
 
 WRONG = InputError("expected text", where="a.jsonl:7", hint="correct the row")
 
@@ -44,74 +47,104 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_ALONE", 2)
 
 
-def rows(*texts: str | InputError) -> Iterator[batches.Row]:
+def pieces(*texts: str | InputError) -> Iterator[Piece]:
     for number, text in enumerate(texts):
-        if isinstance(text, InputError):
-            yield f"{number}", text
-        else:
-            yield f"{number}", Document(text=text)
+        row: object = text
+        if isinstance(text, str):
+            row = {"prompt": text, "completion": "", "text": text}
+        yield Listed(listed=[(f"{number}", row)])
 
 
-def work(*, prompted: bool) -> batches.Work:
+def work(folder: Path, *, prompted: bool) -> batches.Work:
     encoder: Any = Letters()
-    return batches.Work(encoder=encoder, prompted=prompted, completions=True)
+    columns = ["text"]
+    if prompted:
+        columns = ["prompt", "completion"]
+    return batches.Work(
+        encoder=encoder, layout=Layout(columns=columns), completions=True, folder=folder
+    )
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_several_processes_keep_the_order_of_documents_and_errors(*, prompted: bool) -> None:
+def test_several_processes_keep_the_order_of_documents_and_errors(
+    *, prompted: bool, tmp_path: Path
+) -> None:
     texts: list[str | InputError] = [f"document {number}" for number in range(40)]
     texts[30] = WRONG
-    made = list(batches.tokenized(work(prompted=prompted), rows(*texts)))
-    documents = [document for batch in made for document in batch.encoded]
+    made = list(batches.tokenized(work(tmp_path, prompted=prompted), pieces(*texts)))
     owners = set()
-    for text, document in zip(texts, documents, strict=True):
+    for text, shard in zip(texts, made, strict=True):
         if isinstance(text, InputError):
-            assert isinstance(document, InputError)
-            assert str(document) == str(WRONG)
+            ((before, error),) = shard.errors
+            assert (before, str(error)) == (0, str(WRONG))
             continue
-        assert isinstance(document, tuple)
-        tokens, mask = document
+        ((tokens, mask),) = shard.documents()
         *letters, owner = tokens
         assert "".join(map(chr, letters)) == text
         assert list(mask) == [1] * len(tokens) * prompted
         owners.add(owner)
-    assert os.getpid() in owners, "the first batches need no other process"
+    assert os.getpid() not in owners, "one thread of Python computes at a time"
     assert len(owners) > 1
-    remarks = sum((batch.remarks for batch in made), Counter())
+    remarks = sum((shard.remarks for shard in made), Counter())
     assert remarks["thoughts"] == 39 * prompted
 
 
-def test_a_batch_may_have_no_text() -> None:
-    (batch,) = batches.tokenized(work(prompted=False), rows(WRONG))
-    assert batch.encoded == [WRONG]
+def test_a_small_corpus_needs_no_other_process(tmp_path: Path) -> None:
+    first, second = batches.tokenized(work(tmp_path, prompted=False), pieces("one", "two"))
+    for shard in (first, second):
+        ((tokens, _),) = shard.documents()
+        assert tokens[-1] == os.getpid()
 
 
-def test_a_document_that_a_process_refuses_is_an_error_in_its_place() -> None:
+def test_a_piece_may_have_no_text(tmp_path: Path) -> None:
+    (shard,) = batches.tokenized(work(tmp_path, prompted=False), pieces(WRONG))
+    assert shard.errors == [(0, WRONG)]
+    assert not list(shard.documents())
+
+
+def test_rows_of_a_piece_keep_their_order(tmp_path: Path) -> None:
+    rows = [("1", {"text": "a" * 20}), ("2", WRONG), ("3", {"text": " "}), ("4", {"text": "b"})]
+    piece = Listed(listed=rows, size=7)
+    (shard,) = batches.tokenized(work(tmp_path, prompted=False), iter([piece]))
+    assert list(shard.lengths) == [21, 2]
+    assert shard.errors == [(1, WRONG)]
+    assert (shard.blank, shard.size) == (1, 7)
+    shard.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_document_that_a_process_refuses_is_an_error_in_its_place(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(9)]
-    made = batches.tokenized(work(prompted=True), rows(*texts, "refused", "the last"))
-    documents = [document for batch in made for document in batch.encoded]
-    refused = documents[9]
-    assert isinstance(refused, InputError)
+    made = batches.tokenized(work(tmp_path, prompted=True), pieces(*texts, "refused", "the last"))
+    errors = [shard.errors for shard in made]
+    ((_, refused),) = errors.pop(9)
     assert str(refused) == "9: the template refuses it"
-    assert len(documents) == 11
+    assert errors == [[]] * 10
 
 
-def test_a_killed_process_is_a_sentence() -> None:
+def test_what_cannot_be_read_is_refused_after_all_before_it(tmp_path: Path) -> None:
+    several = chain(pieces(*"abcdefgh"), [Unreadable(error=WRONG)], pieces("i"))
+    read = []
+    with pytest.raises(InputError, match="expected text"):
+        for shard in batches.tokenized(work(tmp_path, prompted=False), several):
+            read += [chr(tokens[0]) for tokens, _ in shard.documents()]
+    assert "".join(read) == "abcdefgh"
+
+
+def test_a_killed_process_is_a_sentence(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(9)]
-    made = batches.tokenized(work(prompted=True), rows(*texts, "killed", "the last"))
+    made = batches.tokenized(work(tmp_path, prompted=True), pieces(*texts, "killed", "the last"))
     with pytest.raises(HostError, match="a process that tokenizes was killed"):
         list(made)
 
 
-def test_no_process_outlives_what_reads_its_tokens() -> None:
-    made = batches.tokenized(work(prompted=False), rows(*(["a document"] * 200)))
+def test_no_process_outlives_what_reads_its_tokens(tmp_path: Path) -> None:
+    made = batches.tokenized(work(tmp_path, prompted=False), pieces(*(["a document"] * 200)))
     owners = set()
     for _ in range(8):
-        for document in next(made).encoded:
-            assert isinstance(document, tuple)
-            owners.add(document[0][-1])
-    made.close()  # type: ignore[attr-defined]
-    owners.remove(os.getpid())
+        ((tokens, _),) = next(made).documents()
+        owners.add(tokens[-1])
+    made.close()
     assert owners
     for owner in owners:
         with pytest.raises(ProcessLookupError):

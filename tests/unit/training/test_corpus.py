@@ -16,14 +16,14 @@ from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.protocol import backend_of
-from primus_images.training.text.corpus import Corpus, files_of, parts_of, rows
+from primus_images.training.text.corpus import Corpus, files_of, parts_of, pieces
 from primus_images.training.text.document import (
     Document,
     document_of,
     layout_of,
     refuse_other_spellings,
 )
-from primus_images.training.text.rows import Reading, form_of
+from primus_images.training.text.rows import form_of
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
 
@@ -38,9 +38,10 @@ def damaged(packed: bytes) -> bytes:
 
 def texts(path: Path, column: str | None = None) -> list[str]:
     corpus, layout, read = Corpus(name=str(path), column=column), None, []
-    for where, row in rows(corpus, files_of(corpus), Reading()):
-        layout = layout or layout_of(row, column, where)
-        read.append(document_of(row, layout, where).text)
+    for piece in pieces(corpus, files_of(corpus)):
+        for where, row in piece.rows():
+            layout = layout or layout_of(row, column, where)
+            read.append(document_of(row, layout, where).text)
     return read
 
 

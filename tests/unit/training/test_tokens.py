@@ -7,7 +7,7 @@ import lzma
 import random
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from primus_images.errors import InputError
-from primus_images.training.text import encoder, tokens
+from primus_images.training.text import batches, encoder, pieces, tokens
+from primus_images.training.text.batches import Shard
 from primus_images.training.text.corpus import Corpus
 
 ASKED = {"role": "user", "content": "How many?"}
@@ -32,8 +33,11 @@ class Texts:
         self.masked = masked
         self.skipped: list[InputError] = []
 
-    def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        return ((document, [1] * len(document)) for document in self.documents)
+    def shards(self, folder: Path) -> Generator[Shard]:
+        for number, document in enumerate(self.documents):
+            shard = Shard(tokens=folder / f"{number}.tokens", mask=folder / f"{number}.mask")
+            shard.write(iter([(array("I", document), b"\1" * len(document))]))
+            yield shard
 
 
 def nothing(_line: str) -> None:
@@ -234,3 +238,84 @@ def test_blocks_are_all_documents_and_leave_no_memory(
     assert [len(document) for document in read] == lengths
     mapped = Path("/proc/self/smaps").read_text(encoding="utf-8").partition("train.tokens")[2]
     assert re.search(r"Rss:\s+(\d+) kB", mapped)[1] == "0"  # type: ignore[index]
+
+
+def test_rows_without_text_count_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": " "}\n\n{"text": 7}\n{"text": "b"}\n')
+    with pytest.raises(InputError, match=r"1 of 4 rows cannot be read, more than data\.skip=24%"):
+        list(texts_of(file, 0.24, monkeypatch))
+    assert len(list(texts_of(file, 0.25, monkeypatch))) == 2
+
+
+LINES = [
+    b'{"text": "one"}',
+    b"",
+    b'{"text": " "}',
+    b'{"text": 7}',
+    b'{"text": "t\xc3\xa9"}',
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("held_out", [0.0, 0.3])
+def test_pieces_of_any_size_give_the_same_files(
+    end: bytes, suffix: str, held_out: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(2)
+    jsonl = end.join(draw.choices(LINES, weights=[9, 1, 1, 1, 9, 1], k=90))
+    txt = end.join(draw.choices([b"", b" ", b"\xc2\xa0", b"one", b"two\rtoo", b"\xff"], k=200))
+    opened = gzip.open if suffix else open
+    for name, content in (("a.jsonl", jsonl), ("a.txt", txt)):
+        file = tmp_path / f"{name}{suffix}"
+        with opened(file, "wb") as stream:
+            stream.write(content)
+        found = []
+        for size in (1 << 20, 300, 40, 1):
+            monkeypatch.setattr(pieces, "_PIECE", size)
+            # Many processes for pieces of some rows, none for those of one.
+            monkeypatch.setattr(batches, "_ALONE", 5 if size > 1 else 1000)
+            folder = tmp_path / f"{name} {size}"
+            folder.mkdir()
+            made = texts_of(file, 0.9, monkeypatch)
+            tokens.write(made, folder, held_out=held_out, progress=nothing)
+            found.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert all(files == found[0] for files in found), name
+        assert len(found[0]) == (3 if not held_out else 5)
+        assert b":2" in found[0]["train.skipped.jsonl"]
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_PIECE", 30)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n' * 9)
+    made = texts_of(file, 0.0, monkeypatch)
+    monkeypatch.setattr(batches, "_ALONE", 99)
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="the file got shorter") as caught:
+        list(made)
+    assert str(caught.value.where).endswith("a.jsonl:1")
+
+
+def test_the_rows_of_a_table_are_those_of_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(pieces, "_PIECE", 500)
+    rows = [{"text": "a" * (number % 50), "of": [{"n": number, "m": None}]} for number in range(99)]
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=20)
+    several = list(pieces.pieces_of_file(file))
+    assert len(several) > 5
+    assert {type(piece) for piece in several[:-1]} == {pieces.Columns}
+    assert sum(piece.size for piece in several) == file.stat().st_size
+    read = [row for piece in several for row in piece.rows()]
+    assert [where for where, _ in read] == [f"{file}: row {number + 1}" for number in range(99)]
+    theirs = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    assert [row for _, row in read] == list(theirs)

@@ -1,7 +1,7 @@
 """The corpus of a job: what it names, and the files that are read.
 
 A corpus is a file, a folder of files of one form, or a data set on the hub. Its rows are read by
-:mod:`primus_images.training.text.rows`.
+:mod:`primus_images.training.text.pieces`.
 """
 
 import re
@@ -9,20 +9,18 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from primus_images.errors import InputError
+from primus_images.errors import InputError, PrimusError
 from primus_images.files import below, refuse_special
 from primus_images.recipes import mixture
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import share_of
 from primus_images.recipes.weights import HUB, downloaded
+from primus_images.training.text.pieces import Piece, Unreadable, pieces_of_file, pieces_of_rows
 from primus_images.training.text.rows import (
     TABLE,
-    Reading,
-    Row,
     datasets_library,
     first_line,
     form_of,
-    rows_of_file,
     rows_of_hub,
     unreadable,
 )
@@ -178,17 +176,16 @@ def files_of(corpus: Corpus) -> Files:
     return Files(paths=files, split=split, others=[str(file.relative_to(root)) for file in others])
 
 
-def rows(corpus: Corpus, files: Files, reading: Reading) -> Generator[Row]:
-    """Yield every row; one that cannot be read is an InputError.
-
-    ``reading`` is told how far it is. Raises InputError where the rest of a file cannot be read.
-    """
-    if corpus.name.startswith(HUB):
-        split = corpus.split or corpus.usual_split
-        yield from rows_of_hub(corpus.name.removeprefix(HUB), split)
-    for file in files.paths:
-        yield from rows_of_file(file, reading)
-        reading.end(file)
+def pieces(corpus: Corpus, files: Files) -> Generator[Piece]:
+    """Yield the pieces of the corpus in order. The last one may be what cannot be read."""
+    try:
+        if corpus.name.startswith(HUB):
+            split = corpus.split or corpus.usual_split
+            yield from pieces_of_rows(rows_of_hub(corpus.name.removeprefix(HUB), split))
+        for file in files.paths:
+            yield from pieces_of_file(file)
+    except PrimusError as error:
+        yield Unreadable(error=error)
 
 
 def _chosen_split(corpus: Corpus, root: Path, splits: _Splits) -> str | None:

@@ -1,94 +1,51 @@
-"""The rows of a file of text.
+"""The rows of lines of text, and of a table.
 
 * ``.txt``: documents separated by blank lines;
 * Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
 * anything else is JSON: one object per line, or a list of objects.
-
-Text may be compressed by gzip, bzip2, xz or zstd.
 """
 
-import bz2
-import gzip
-import io
 import json
-import lzma
-import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import escape
-from itertools import groupby
+from io import BytesIO
+from itertools import chain, groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from primus_images.errors import HostError, InputError
-from primus_images.files import reason_of, refuse_pointer
 from primus_images.schema import distinct_keys
 from primus_images.yamlfile import read_values
 
 TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
-_BLOCK = 1 << 20
-_ZSTD = b"\x28\xb5\x2f\xfd"
-_OPENERS: Mapping[bytes, Callable[[IO[bytes], str], Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-}
+# Rows of a table that are read together.
+_ROWS = 1024
 
 # A row, and its place for messages. A row that cannot be read is the InputError that says why.
 Row = tuple[str, Any]
 
 
-class Reading:
-    """How far files are read that are read one after the other."""
+def rows_of_lines(content: bytes, file: Path, before: int) -> Iterator[Row]:
+    """Yield the rows in whole lines of a text file, after ``before`` others.
 
-    def __init__(self) -> None:
-        self._ended = 0
-        self._open: IO[bytes] | None = None
-
-    @property
-    def size(self) -> int:
-        """The bytes that are read: as they are in the files, such as compressed.
-
-        Those of a table count when it ends.
-        """
-        if self._open is None or self._open.closed:
-            return self._ended
-        return self._ended + self._open.tell()
-
-    def begin(self, stream: IO[bytes]) -> None:
-        """Read the next file, which is open."""
-        self._open = stream
-
-    def end(self, file: Path) -> None:
-        """Count all of a file, which was read."""
-        self._open = None
-        self._ended += file.stat().st_size
+    A row of a ``.txt`` file is a mapping with the column ``text``.
+    """
+    if form_of(file) == ".txt":
+        for blank, paragraph in groupby(_text_lines(content, file, before), key=_is_blank):
+            if not blank:
+                yield _paragraph(list(paragraph))
+        return
+    for number, line in enumerate(BytesIO(content), before + 1):
+        if line.strip():
+            yield f"{file}:{number}", _object_of(line, file, number)
 
 
 def rows_of_hub(name: str, split: str) -> Iterator[Row]:
     """Yield every row of the data set ``name`` on the hub."""
     return _table_rows(f"hf:{name}", name, split=split)
-
-
-def rows_of_file(file: Path, reading: Reading) -> Iterator[Row]:
-    """Yield every row of a file. A row of a text file is a mapping with the column ``text``.
-
-    ``reading`` is told how far it is. Raises InputError, with file and line or row, where the rest
-    of the file cannot be read.
-    """
-    form = form_of(file)
-    head = _head(file)
-    refuse_pointer(file)
-    if form in TABLE["tables"] or head.startswith(b"PAR1"):
-        yield from _rows_of_table(file, form)
-    elif form == ".txt":
-        with closing(_text_lines(file, head, reading)) as lines:
-            for blank, paragraph in groupby(lines, key=_is_blank):
-                if not blank:
-                    yield _paragraph(list(paragraph))
-    else:
-        yield from _json_rows(file, head, reading)
 
 
 def form_of(file: Path) -> str:
@@ -113,27 +70,6 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _head(file: Path) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            return stream.read(8)
-    except OSError as error:
-        raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
-
-
-def _unpacked(file: IO[bytes], head: bytes) -> IO[bytes]:
-    """Return the content of an open file, without its compression."""
-    if head.startswith(_ZSTD):
-        from pyarrow import input_stream
-
-        return io.BufferedReader(input_stream(file, compression="zstd"), _BLOCK)
-    for magic, opener in _OPENERS.items():
-        if head.startswith(magic):
-            stream: IO[bytes] = opener(file, "rb")
-            return stream
-    return file
-
-
 def _is_blank(line: tuple[str, str | InputError]) -> bool:
     _, text = line
     return isinstance(text, str) and not text.strip()
@@ -149,39 +85,17 @@ def _paragraph(lines: list[tuple[str, str | InputError]]) -> Row:
     return where, {"text": "\n".join(texts)}
 
 
-def _lines(file: Path, head: bytes, reading: Reading) -> Generator[tuple[str, bytes]]:
-    """Yield the place and the bytes of every line.
-
-    The file is open until it ends or is closed: an error that somebody keeps would keep it, too.
-    """
-    number = 0
-    try:
-        with file.open("rb") as packed, _unpacked(packed, head) as stream:
-            reading.begin(packed)
-            for number, line in enumerate(stream, 1):
-                yield f"{file}:{number}", line
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise unreadable(
-            f"cannot be read: {error}",
-            f"{file}:{number + 1}",
-            "the file is damaged or incomplete: copy the file again, or compress it again",
-        ) from error
-
-
-def _text_lines(
-    file: Path, head: bytes, reading: Reading
-) -> Generator[tuple[str, str | InputError]]:
+def _text_lines(content: bytes, file: Path, before: int) -> Iterator[tuple[str, str | InputError]]:
     """Yield the place and the text of every line, without its end: LF, CRLF or CR."""
-    number = 0
-    with closing(_lines(file, head, reading)) as lines:
-        for _, several in lines:
-            for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
-                number += 1
-                where = f"{file}:{number}"
-                try:
-                    yield where, _decoded(line, where)
-                except InputError as error:
-                    yield where, error
+    number = before
+    for several in BytesIO(content):
+        for line in several.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
+            number += 1
+            where = f"{file}:{number}"
+            try:
+                yield where, _decoded(line, where)
+            except InputError as error:
+                yield where, error
 
 
 def _decoded(line: bytes, where: str) -> str:
@@ -198,17 +112,6 @@ def _decoded(line: bytes, where: str) -> str:
     return text
 
 
-def _json_rows(file: Path, head: bytes, reading: Reading) -> Iterator[Row]:
-    with closing(_lines(file, head, reading)) as lines:
-        for number, (where, line) in enumerate(lines, 1):
-            if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                whole = _decoded(line, where)
-                whole += "".join(_decoded(more, place) for place, more in lines)
-                yield from _rows_of_list(whole, file)
-            elif line.strip():
-                yield where, _object_of(line, file, number)
-
-
 def _object_of(line: bytes, file: Path, number: int) -> Any:
     """Return the object of a line, or the InputError that says why there is none."""
     try:
@@ -218,8 +121,17 @@ def _object_of(line: bytes, file: Path, number: int) -> Any:
         return error
 
 
-def _rows_of_list(text: str, file: Path) -> Iterator[Row]:
-    for number, row in enumerate(_parsed(text, file, 1, "one JSON list"), 1):
+def begins_list(content: bytes) -> bool:
+    """Return whether a file that begins with ``content`` is one JSON list, not an object a line."""
+    line = content.removeprefix(BOM_UTF8).partition(b"\n")[0]
+    return line.lstrip().startswith(b"[")
+
+
+def rows_of_list(contents: Iterable[bytes], file: Path) -> Iterator[Row]:
+    """Yield the rows of a file that is one JSON list; ``contents`` are all its lines."""
+    lines = enumerate(chain.from_iterable(map(BytesIO, contents)), 1)
+    whole = "".join(_decoded(line, f"{file}:{number}") for number, line in lines)
+    for number, row in enumerate(_parsed(whole, file, 1, "one JSON list"), 1):
         where = f"{file}: item {number}"
         if isinstance(row, str):
             yield where, {"text": row}
@@ -261,35 +173,87 @@ def datasets_library() -> Any:
     return datasets
 
 
-def _rows_of_table(file: Path, form: str) -> Iterator[Row]:
+def rows_of_table(file: Path, form: str) -> Iterator[Row]:
+    """Yield the rows of a table: Parquet, CSV, TSV or Arrow."""
+    name, options = _table(file, form)
+    return _table_rows(str(file), name, **options)
+
+
+def has_columns(form: str) -> bool:
+    """Return whether a table of this form is stored by columns of one type: Parquet or Arrow."""
+    return TABLE["tables"].get(form, "parquet") in ("parquet", "arrow")
+
+
+def tables_of_file(file: Path, form: str) -> Iterator[Any]:
+    """Yield up to 1,024 rows at a time of a file with columns, as tables of PyArrow.
+
+    Raises as reading its rows does, but some rows earlier.
+    """
+    name, options = _table(file, form)
+    load_dataset = datasets_library().load_dataset
+    with _reading(str(file)):
+        table = load_dataset(name, streaming=True, **options)
+        yield from table.with_format("arrow").iter(batch_size=_ROWS)
+
+
+def _table(file: Path, form: str) -> tuple[str, dict[str, Any]]:
     kind = TABLE["tables"].get(form, "parquet")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"data_files": escape(str(file)), "split": "train"}
     if form == ".tsv":
         options["sep"] = "\t"
     elif kind == "parquet":
         # datasets would read as many rows at a time as the first group has, which may be none.
-        options["batch_size"] = 1024
-    data_files = escape(str(file))
-    return _table_rows(str(file), kind, data_files=data_files, split="train", **options)
+        options["batch_size"] = _ROWS
+    return kind, options
 
 
 def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
     load_dataset = datasets_library().load_dataset
-    number = 0
-    try:
+    with _reading(shown) as place:
         table = load_dataset(name, streaming=True, **options)
         kinds = table.features or {}
-        for number, row in enumerate(table, 1):
+        for row in table:
+            place.row += 1
             # pandas takes the first fields for names of lines
             if name == "csv" and "__index_level_0__" in row:
                 raise ValueError(
                     "lines have more fields than the first one: quote those that contain the "
                     "separator"
                 )
-            columns = {}
-            for column, value in row.items():
-                columns[column] = _without_nulls(value, kinds.get(column))
-            yield f"{shown}: row {number}", columns
+            yield f"{shown}: row {place.row}", _columns(row, kinds)
+
+
+def rows_of_columns(content: bytes, shown: str, before: int) -> Iterator[Row]:
+    """Yield the rows of a table in Arrow's form, after ``before`` others of ``shown``."""
+    from pyarrow import ipc
+
+    features = datasets_library().Features
+    with _reading(shown, before) as place:
+        table = ipc.open_stream(content).read_all()
+        kinds = features.from_arrow_schema(table.schema)
+        for row in table.to_pylist():
+            columns = _columns(kinds.decode_example(row), kinds)
+            place.row += 1
+            yield f"{shown}: row {place.row}", columns
+
+
+def _columns(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without_nulls(value, kinds.get(name)) for name, value in row.items()}
+
+
+@dataclass
+class _Place:
+    """The ``row`` of a table that is read."""
+
+    row: int = 0
+
+
+@contextmanager
+def _reading(shown: str, before: int = 0) -> Iterator[_Place]:
+    """Raise the errors of reading a table with the number of the row, after ``before`` others."""
+    place = _Place(row=before)
+    try:
+        yield place
     except ConnectionError as error:
         raise HostError(
             f"cannot be read: {first_line(error)}",
@@ -298,7 +262,7 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
             "name a file",
         ) from None
     except Exception as error:
-        message = f"cannot be read after row {number}: {first_line(error)}"
+        message = f"cannot be read after row {place.row}: {first_line(error)}"
         remedy = f"copy the file again if it is damaged; {TABLE['readable']}"
         raise unreadable(message, shown, remedy) from error
 

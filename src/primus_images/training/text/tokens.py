@@ -13,25 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import IO, TYPE_CHECKING, Any
 
-from primus_images.errors import InputError
+from primus_images.errors import InputError, PrimusError
 from primus_images.files import text_if_readable, write_file
 from primus_images.recipes.indexed import TOKENS, is_index
 from primus_images.recipes.weights import HUB
 from primus_images.terminal import counted
 from primus_images.training.text import batches, corpus as corpora, indexed
+from primus_images.training.text.batches import Shard
 from primus_images.training.text.corpus import Corpus, Files
-from primus_images.training.text.document import (
-    Layout,
-    document_of,
-    layout_of,
-    refuse_other_spellings,
-)
+from primus_images.training.text.document import Layout, layout_of
 from primus_images.training.text.encoder import Encoder
-from primus_images.training.text.rows import Reading, Row
+from primus_images.training.text.pieces import Piece, Rest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +37,8 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 22
 # Seconds between two lines about how far a corpus is tokenized.
 _SECONDS = 30.0
+# Bytes that are copied at once.
+_COPY = 1 << 20
 # The names of the corpora of a mixture, and the number of each document's one.
 _CORPORA = "corpora.json"
 _OWNERS = "owners"
@@ -60,58 +59,66 @@ class Reader:
         if not on_hub and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         self.files = Files(paths=[])
-        self._reading = Reading()
         if not on_hub:
             self.files = corpora.files_of(corpus)
-        self._source = corpora.rows(corpus, self.files, self._reading)
         self.skipped: list[InputError] = []
         self.remarks: Counter[str] = Counter()
         self._read = 0
+        self._size = 0
         self._roles: set[str] = set()
-        self._tokenized: Iterator[Sequence[int]] | None = None
+        self._indexed: Iterator[Sequence[int]] | None = None
+        self._pieces: Iterator[Piece] = iter(())
+        self._source = corpora.pieces(corpus, self.files)
         if self.files.paths and is_index(self.files.paths[0]):
-            self._tokenized = self._of_index(self.files.paths)
+            self._indexed = self._of_indexes(self.files.paths)
             self.layout = Layout(columns=[f"{TOKENS} files"])
         else:
             try:
-                first, self.layout = self._first(self._source)
-            except InputError:
+                self.layout, first = self._first()
+            except PrimusError:
                 self._source.close()
                 raise
-            self._rows = chain([first], self._source)
+            self._pieces = chain([first], self._source)
         self.encoder = Encoder(corpus.tokenizer, corpus.template)
 
-    def _of_index(self, indexes: Sequence[Path]) -> Iterator[Sequence[int]]:
+    def _of_indexes(self, indexes: Sequence[Path]) -> Iterator[Sequence[int]]:
         """Return the documents of tokenized files, which have no columns to choose from."""
         if self.corpus.column or self.corpus.question:
             raise InputError(
                 "tokens have no columns: leave data.column and data.question out",
                 where=self.corpus.name,
             )
-        return chain.from_iterable(map(indexed.documents, indexes))
+        return filter(None, chain.from_iterable(map(indexed.documents, indexes)))
 
-    def _first(self, rows: Iterator[Row]) -> tuple[Row, Layout]:
-        """Return the first row that can be read, and its layout."""
+    def _first(self) -> tuple[Layout, Piece]:
+        """Return the layout of the first row that can be read, and the piece that begins there."""
         turns = None
         if self.corpus.question and self.corpus.answer:
             turns = (self.corpus.question, self.corpus.answer)
-        for where, row in rows:
-            try:
-                return (where, row), layout_of(row, self.corpus.column, where, turns)
-            except InputError as error:
-                self._read += 1
-                self._skip(error)
+        for piece in self._source:
+            for number, (where, row) in enumerate(piece.rows()):
+                try:
+                    layout = layout_of(row, self.corpus.column, where, turns)
+                except InputError as error:
+                    self._read += 1
+                    self._skip(error)
+                else:
+                    return layout, Rest(piece=piece, count=number, size=piece.size)
+            self._size += piece.size
         if self.skipped:
             raise self.skipped[0]
         raise InputError("the corpus contains no text", where=self.corpus.name)
 
     @property
     def share(self) -> float | None:
-        """The share of the corpus that is read, by bytes of its files; None if it has no files."""
+        """The share of the corpus that is read, by bytes of its files; None if it has no files.
+
+        Those of a table count when it ends.
+        """
         size = sum(file.stat().st_size for file in self.files.paths)
-        if not size or self._tokenized is not None:
+        if not size or self._indexed is not None:
             return None
-        return self._reading.size / size
+        return self._size / size
 
     @property
     def masked(self) -> bool:
@@ -123,31 +130,31 @@ class Reader:
 
         Without a mask, all are.
         """
-        if self._tokenized is not None:
-            for tokens in self._tokenized:
-                if tokens:
-                    yield tokens, ()
+        with TemporaryDirectory() as folder, closing(self.shards(Path(folder))) as shards:
+            for shard in shards:
+                yield from shard.documents()
+
+    def shards(self, folder: Path) -> Generator[Shard]:
+        """Yield all documents in order, in files of ``folder`` that the caller removes."""
+        if self._indexed is not None:
+            yield from batches.written(self._indexed, folder)
         else:
             # What is refused in the middle leaves no file open.
-            with closing(self._source), closing(self._encoded()) as encoded:
-                yield from encoded
+            with closing(self._source), closing(self._made(folder)) as made:
+                yield from made
         self._refuse_many_skipped()
 
-    def _encoded(self) -> Generator[tuple[Sequence[int], Sequence[int]]]:
+    def _made(self, folder: Path) -> Generator[Shard]:
         work = batches.Work(
             encoder=self.encoder,
-            prompted=self.layout.prompted,
+            layout=self.layout,
             completions=self.corpus.completions,
+            folder=folder,
         )
-        with closing(batches.tokenized(work, self._documents())) as made:
-            for batch in made:
-                self.remarks += batch.remarks
-                for encoded in batch.encoded:
-                    self._read += 1
-                    if isinstance(encoded, InputError):
-                        self._skip(encoded)
-                    else:
-                        yield encoded
+        with closing(batches.tokenized(work, self._pieces)) as shards:
+            for shard in shards:
+                self._count(shard)
+                yield shard
         if self.masked and self._roles and "assistant" not in self._roles:
             raise InputError(
                 "no message has the role assistant, whose words are trained; the roles are "
@@ -156,22 +163,16 @@ class Reader:
                 hint="give the answers that role; or data.train_on=all trains every token",
             )
 
-    def _documents(self) -> Iterator[batches.Row]:
-        """Yield the document of each row, or why it has none. Blank texts are left out."""
-        for where, row in self._rows:
-            try:
-                document = document_of(row, self.layout, where)
-                if self.masked:
-                    refuse_other_spellings(document, where)
-            except InputError as error:
-                yield where, error
-                continue
-            for message in document.messages or ():
-                self._roles.add(message["role"])
-            if not self.layout.prompted and not document.text.strip():
-                self._read += 1
-                continue
-            yield where, document
+    def _count(self, shard: Shard) -> None:
+        """Count the rows of a shard. Raises the error of its first wrong one if none is skipped."""
+        self._size += shard.size
+        self._roles |= shard.roles
+        self.remarks += shard.remarks
+        before = self._read + shard.blank
+        for number, (documents, error) in enumerate(shard.errors, 1):
+            self._read = before + documents + number
+            self._skip(error)
+        self._read = before + len(shard.lengths) + len(shard.errors)
 
     def _skip(self, error: InputError) -> None:
         """Leave out the row that ``error`` is about. Raises it if the corpus skips none."""
@@ -482,17 +483,19 @@ def write(
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.discard)
+        parts = stack.enter_context(TemporaryDirectory(dir=folder, prefix=f".{name}."))
+        shards = stack.enter_context(closing(reader.shards(Path(parts))))
         began = time.monotonic()
         due = began + _SECONDS
-        for number, (tokens, mask) in enumerate(reader):
-            sink = train
-            if int((number + 1) * held_out) > int(number * held_out):
-                sink = sinks[-1]
-            sink.add(tokens, mask)
+        number = 0
+        for shard in shards:
+            _append(shard, sinks, number, held_out)
+            shard.remove()
+            number += len(shard.lengths)
             now = time.monotonic()
             if now > due:
                 due = now + _SECONDS
-                progress(_so_far(number + 1, reader.share, now - began))
+                progress(_so_far(number, reader.share, now - began))
         if any(sink.empty for sink in sinks):
             lacking = "no text"
             if held_out:
@@ -506,6 +509,24 @@ def write(
                 row = {"where": error.where, "why": error.message}
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             write_file(folder / f"{name}.{SKIPPED}", "".join(lines))
+
+
+def _append(shard: Shard, sinks: Sequence[_Sink], first: int, held_out: float) -> None:
+    """Append the documents of a shard, the first of which has the number ``first``."""
+
+    def is_held_out(document: tuple[int, int]) -> bool:
+        number, _ = document
+        return int((number + 1) * held_out) > int(number * held_out)
+
+    with shard.tokens.open("rb") as tokens, shard.mask.open("rb") as mask:
+        if not held_out:
+            sinks[0].take(tokens, mask, shard.lengths)
+            return
+        for chosen, run in groupby(enumerate(shard.lengths, first), is_held_out):
+            sink = sinks[0]
+            if chosen:
+                sink = sinks[-1]
+            sink.take(tokens, mask, [length for _, length in run])
 
 
 def _so_far(documents: int, share: float | None, seconds: float) -> str:
@@ -546,11 +567,10 @@ def mix(
         for place in order:
             piece = pieces[all_owners[place]]
             document = piece.document(int(all_numbers[place]))
-            tokens = array("I", piece.tokens[document].tobytes())
-            mask = b"\1" * len(tokens)
+            mask = b"\1" * (document.stop - document.start)
             if piece.mask is not None:
                 mask = piece.mask[document].tobytes()
-            sink.add(tokens, mask)
+            sink.add(piece.tokens[document].tobytes(), mask)
         sink.keep(masked=masked)
     finally:
         sink.discard()
@@ -594,11 +614,20 @@ class _Sink:
     def empty(self) -> bool:
         return not self._total
 
-    def add(self, tokens: Sequence[int], mask: Sequence[int]) -> None:
-        self._tokens_file.write(array("I", tokens).tobytes())
-        self._mask_file.write(bytes(mask))
-        self._total += len(tokens)
+    def add(self, tokens: bytes, mask: bytes) -> None:
+        """Append a document."""
+        self._tokens_file.write(tokens)
+        self._mask_file.write(mask)
+        self._total += len(tokens) // array("I").itemsize
         self._ends.append(self._total)
+
+    def take(self, tokens: IO[bytes], mask: IO[bytes], lengths: Sequence[int]) -> None:
+        """Append the next documents in two files; there may be no mask."""
+        count = sum(lengths)
+        _copy(tokens, self._tokens_file, array("I").itemsize * count)
+        _copy(mask, self._mask_file, count)
+        self._ends.extend(islice(accumulate(lengths, initial=self._total), 1, None))
+        self._total += count
 
     def keep(self, *, masked: bool) -> None:
         """Give the files their final names, once they are on the disk."""
@@ -617,3 +646,9 @@ class _Sink:
         self._mask_file.close()
         self._tokens.unlink(missing_ok=True)
         self._mask.unlink(missing_ok=True)
+
+
+def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
+    while size and (block := source.read(min(size, _COPY))):
+        target.write(block)
+        size -= len(block)

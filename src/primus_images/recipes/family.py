@@ -227,7 +227,7 @@ def renamed(model: Any, backend: str) -> Mapping[str, str]:
 def usual_names(known: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config`` with sizes under their usual names, where it has them under another one.
 
-    Of sizes that differ between layers, it is the largest.
+    Of sizes that differ between layers, it is the largest. A list of kinds of layers counts them.
     """
     usual = dict(config)
     for name, others in known.aliases.items():
@@ -235,8 +235,9 @@ def usual_names(known: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         if not found:
             continue
         value = found[0]
-        if isinstance(value, list) and value and all(isinstance(size, int) for size in value):
-            value = max(value)
+        if isinstance(value, list) and value:
+            sizes = [size for size in value if isinstance(size, int)]
+            value = max(sizes, default=len(value))
         usual[name] = value
     width = usual.get("hidden_size")
     if known.aliases and usual.get("intermediate_size") is None and isinstance(width, int):

@@ -180,12 +180,7 @@ def check_foreign(case: str, where: Path) -> None:
     torch.testing.assert_close(models.WholeLogits(model, 64)(tokens, tokens), loss, rtol=0, atol=0)
     export.write(models.WholeLogits(model, 64), where / "whole", state, None)
     torch.testing.assert_close(theirs(where / "whole")(tokens).logits, logits, rtol=0, atol=0)
-    targets = (
-        ["q_proj", "v_proj"] if case == "falcon_h1" else []
-    )  # PEFT refuses some layers of Mamba
-    lora = models.WholeLogits(
-        models.adapted(model, backend.LoraConfig(rank=4, targets=targets)), 64
-    )
+    lora = models.WholeLogits(models.adapted(model, backend.LoraConfig(rank=4)), 64)
     weights.materialize(lora, torch.device("cpu"))
     initial.init(lora, 1, given.files_of(folder, lora.causal, FOREIGN))
     added = {name: p for name, p in lora.model.named_parameters() if p.requires_grad}

@@ -73,6 +73,15 @@ def test_a_size_of_each_layer_counts_as_the_largest(tmp_path: Path) -> None:
     assert model_of(folder, "other")["model.ffn_size"].value == 128
 
 
+def test_a_list_of_kinds_of_layers_counts_them(tmp_path: Path) -> None:
+    kinds = ["mamba", "attention", "mlp"]
+    folder, _ = weights(
+        tmp_path, QWEN, model_type="new", num_hidden_layers="gone", layers_block_type=kinds
+    )
+    write_tensor(folder / "model.safetensors")
+    assert model_of(folder, "other")["model.layers"].value == 3
+
+
 def test_sizes_are_those_of_the_file_with_their_place(tmp_path: Path) -> None:
     folder, _ = weights(tmp_path, QWEN, num_hidden_layers=3)
     setting = model_of(folder, "qwen3")["model.layers"]

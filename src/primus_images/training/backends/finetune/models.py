@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from primus_images.training.backends.finetune.backend import LoraConfig
 
 
+# Their kernels read a layer's weight and leave out its adapter, so that PEFT refuses it.
+_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
+
 def config_of(model: Architecture, attention: str) -> Any:
     """Return transformers' configuration of ``model``."""
     from transformers import AutoConfig
@@ -145,12 +149,20 @@ def _linear_layers(model: Any) -> list[str]:
         if module is head:
             continue
         if type(module) in (nn.Linear, Conv1D):
-            plain.add(name.rpartition(".")[2])
+            plain.add(_last_name(name))
         elif isinstance(module, nn.Linear):
-            derived.add(name.rpartition(".")[2])
+            derived.add(_last_name(name))
+    if model.config.model_type in _MAMBAS:
+        plain -= {"out_proj"}
     # Some routers are derived from linear layers, and return more than a product. In Falcon, all
     # linear layers are derived ones.
     return sorted(plain or derived)
+
+
+def _last_name(name: str) -> str:
+    """Return the last part of a name, which is no number: layers have these, too."""
+    found = re.search(r"[^.]*?(\.\d+)*$", name)
+    return found[0] if found else name
 
 
 class FineTuned(LanguageModel):

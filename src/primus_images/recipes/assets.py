@@ -65,12 +65,18 @@ def _template_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the model's vocabulary, if it is smaller than the tokenizer's."""
+    """Yield the model's vocabulary, if it is smaller than the tokenizer's.
+
+    Beside weights, tokens that were added to it may be more, such as Gemma 3's for images: what a
+    corpus has of them is refused when it is tokenized.
+    """
     tokenizer = recipe.asset("tokenizer")
     rows = recipe.architecture.vocab_size
     if tokenizer is None or rows < 1:
         return
     tokens = vocabulary(tokenizer)
+    if recipe.weights:
+        tokens = vocabulary(tokenizer, added=False)
     if tokens > rows:
         why = f"{rows} is less than the {tokens} tokens of {tokenizer}"
         remedy = f"model.vocab_size={tokens} or more"
@@ -83,10 +89,11 @@ def vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "model.vocab_size", why, remedy
 
 
-def vocabulary(folder: Path) -> int:
+def vocabulary(folder: Path, *, added: bool = True) -> int:
     """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; 0 without the file.
 
-    Raises InputError if the file is not that of a tokenizer.
+    Without ``added``, tokens that were added to its model do not count. Raises InputError if the
+    file is not that of a tokenizer.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -100,7 +107,8 @@ def vocabulary(folder: Path) -> int:
             ids = [len(words) - 1]
         else:
             ids = list(words.values())
-        ids += [token["id"] for token in content.get("added_tokens") or ()]
+        if added:
+            ids += [token["id"] for token in content.get("added_tokens") or ()]
         return int(max(ids, default=-1)) + 1
     except _DAMAGES as error:
         reason = f"{type(error).__name__}: {error}"[:178]

@@ -180,6 +180,12 @@ def test_a_vocabulary_is_as_large_as_its_largest_id(
     assert vocabulary(tmp_path) == size
 
 
+def test_a_vocabulary_may_be_counted_without_added_tokens(tmp_path: Path) -> None:
+    content = {"model": {"vocab": {"a": 3}}, "added_tokens": [{"id": 4}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert vocabulary(tmp_path, added=False) == 4
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"vocab": {"a": "x"}}}'])
 def test_what_is_no_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)

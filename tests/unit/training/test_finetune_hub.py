@@ -219,3 +219,15 @@ def test_tokens_beyond_the_weights_need_larger_weights(tmp_path: Path) -> None:
         resolve("llama3.1-8b", [f"weights={folder}"], Choices(gpu="mi300x", backend="finetune"))
     assert "model.resize_token_embeddings(1024)" in (refused.value.hint or "")
     assert "model.vocab_size" not in (refused.value.hint or "")
+
+
+def test_added_tokens_beyond_the_weights_are_refused_where_a_corpus_has_them(
+    tmp_path: Path,
+) -> None:
+    """Gemma 3 1B has one for images, and no row for it."""
+    tokenizer = {"model": {"vocab": {"a": 99}}, "added_tokens": [{"id": 100}]}
+    folder = written(tmp_path / "w", {**LLAMA31, "vocab_size": 100})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = [f"weights={folder}", f"assets.tokenizer={folder}"]
+    recipe = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune"))
+    assert recipe.architecture.vocab_size == 100

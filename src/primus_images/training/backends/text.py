@@ -248,11 +248,17 @@ def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, source: str
     vocabulary = recipe.architecture.vocab_size
     largest = max(int(block.tokens.max(initial=0)) for block in written.blocks())
     if largest >= vocabulary:
+        hint = "name the tokenizer of the model"
+        if recipe.weights:
+            hint += (
+                "; or for new tokens, resize the weights in transformers by "
+                f"model.resize_token_embeddings({largest + 1}), and save them"
+            )
         raise InputError(
             f"the tokenizer produces token {largest}, but the model's vocabulary has "
             f"{vocabulary} tokens",
             where=source,
-            hint="name the tokenizer of the model",
+            hint=hint,
         )
     length = recipe.seq_len
     packing = recipe.find(f"{recipe.backend}.packing", False)

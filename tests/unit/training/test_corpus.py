@@ -16,7 +16,7 @@ from primus_images.errors import InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.training.backends.protocol import backend_of
-from primus_images.training.text.corpus import Corpus, files_of, parts_of, pieces
+from primus_images.training.text.corpus import Corpus, files_of, labels_of, parts_of, pieces
 from primus_images.training.text.document import (
     Document,
     document_of,
@@ -333,3 +333,14 @@ def test_a_damaged_file_is_refused_with_what_mends_it(
     with pytest.raises(InputError) as refused:
         texts(tmp_path / name)
     assert hint in (refused.value.hint or "")
+
+
+def test_corpora_of_one_name_have_labels_of_their_own() -> None:
+    names = ("a/chats.jsonl", "b/chats.txt", "hf:owner/my data", "c/chats", "/")
+    assert labels_of([(Corpus(name=name), 1.0) for name in names]) == [
+        "chats",
+        "chats-2",
+        "my_data",
+        "chats-3",
+        "corpus",
+    ]

@@ -361,3 +361,43 @@ def test_every_check_has_a_row_in_the_documentation() -> None:
     listed |= {"reference", *(f"reference {part}" for part in parts)}
     missing = named - listed
     assert missing == set(), "add rows to the tables in docs/validation.md"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "passed", "reason"),
+    [
+        (0, "", True, "all ranks ended with 0"),
+        (0, "noise", True, "all ranks ended with 0"),
+        (1, "", False, "the job ended with exit code 1"),
+        (-9, "", False, "killed by signal 9"),
+        (1, "out of memory", False, "out of memory"),
+        (-6, "a rank hung", False, "a rank hung"),
+    ],
+)
+def test_the_exit_code_tells_its_cause(code: int, cause: str, passed: bool, reason: str) -> None:
+    verdict = checks.exit_code(code, cause)
+    assert (verdict.passed, verdict.reason) == (passed, reason)
+    assert (verdict.measured, verdict.limit) == (str(code), "0")
+
+
+@pytest.mark.parametrize(
+    ("measured", "passed"), [(900.0, True), (899.9, False), (2000.0, True), (None, False)]
+)
+def test_throughput_is_that_of_the_reference_within_its_tolerance(
+    measured: float | None, passed: bool
+) -> None:
+    verdict = checks.throughput(measured, 1000, 0.1)
+    assert (verdict.passed, verdict.limit) == (passed, "≥ 900")
+    if measured is None:
+        assert verdict.reason == "no step was measured"
+    else:
+        assert f"{measured / 1000:.2f} × the reference of 1,000 tokens/s/GPU" in verdict.reason
+    assert "of 4.51 images/s/GPU" in checks.throughput(4.5, 4.51, 0.1, "images").reason
+
+
+def test_a_check_that_passed_is_not_skipped() -> None:
+    failed = checks.exit_code(1)
+    skipped = checks.skipped(failed, "it did not start")
+    assert (skipped.skipped, skipped.passed, skipped.measured) == (True, False, "")
+    assert skipped.reason == "skipped: it did not start"
+    assert checks.skipped(checks.exit_code(0), "why") == checks.exit_code(0)

@@ -78,6 +78,15 @@ def mark_of(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
+def plain(path: Path) -> Path:
+    """Return an absolute path without ``..``, unless a link makes this another place."""
+    absolute = path.absolute()
+    shorter = Path(os.path.normpath(absolute))
+    if os.path.realpath(shorter) == os.path.realpath(absolute):
+        return shorter
+    return absolute
+
+
 def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
     """Yield all files below ``folder``, also those in linked folders.
 

@@ -33,6 +33,16 @@ def test_a_file_replaces_no_pipe_and_no_device_and_an_error_names_the_path(tmp_p
     assert caught.value.filename == str(tmp_path)
 
 
+def test_a_plain_path_is_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    monkeypatch.chdir(tmp_path / "a")
+    assert files.plain(Path("../a/new")) == tmp_path / "a/new"
+    # "a", and not the folder of the link
+    assert files.plain(tmp_path / "link/../c") == tmp_path / "link/../c"
+    assert files.plain(tmp_path / "link") == tmp_path / "link"
+
+
 def test_the_umask_decides_who_may_read_it(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

@@ -51,7 +51,10 @@ def _asset_faults(recipe: Recipe, key: str) -> Iterator[Fault]:
         return
     else:
         kind = "a file or a folder"
-    yield key, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
+    remedy = f"name {kind}, hf:OWNER/NAME or mock"
+    if "*" in name:
+        remedy = "name the folder: all of its files are read"
+    yield key, f"{asset} is not {kind}", remedy
 
 
 def _template_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from primus_images.errors import InputError
-from primus_images.files import below
+from primus_images.files import below, plain
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.contents import content_of
 from primus_images.recipes.digest import digest_of_recipe
@@ -98,7 +98,7 @@ class Recipe:
         name = self.get(key, str)
         if name == MOCK or name.startswith("hf:"):
             return None
-        here = Path.cwd() / name
+        here = plain(Path(name))
         there = beside(self.path, name)
         if key in _CORPORA:
             here = named(here)

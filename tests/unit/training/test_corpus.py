@@ -180,6 +180,7 @@ def test_the_files_of_a_split(
         (["train.jsonl"], {"split": "test"}, "has no split test, only train"),
         (["a.jsonl", "b.txt"], {}, "files of one form in the folder, found .jsonl, .txt"),
         ([], {}, "found no files"),
+        (["1.md", "2.md"], {}, "only files beside a corpus: 1.md, 2.md"),
     ],
 )
 def test_a_folder_without_one_split_is_refused(
@@ -190,6 +191,24 @@ def test_a_folder_without_one_split_is_refused(
     with pytest.raises(InputError) as caught:
         files_of(Corpus(name=str(tmp_path), **choice))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "leads"),
+    [
+        ("book.md", b"It was a dark night.\n", True),
+        ("book", b"It was a dark night.\n", True),
+        ("book.jsonl", b"It was a dark night.\n", False),
+        ("book.data", b'{"text": "a"}\noops\n', False),
+    ],
+)
+def test_plain_text_under_another_name_leads_to_its_name(
+    name: str, content: bytes, leads: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match="expected one JSON object per line") as caught:
+        texts(tmp_path / name)
+    assert ("from a file named book.txt" in str(caught.value.hint)) == leads
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,13 @@ def test_a_long_run_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     made = Texts(*([number] for number in range(6)))
     tokens.write(made, tmp_path, progress=lines.append)  # type: ignore[arg-type]
     assert lines == [
-        "2 documents are tokenized, 25% of the corpus; about 2 min to go",
-        "4 documents are tokenized, 25% of the corpus; about 4 min to go",
-        "6 documents are tokenized, 25% of the corpus; about 6 min to go",
+        "2 documents tokenized, 25% of the corpus; about 2 min to go",
+        "4 documents tokenized, 25% of the corpus; about 4 min to go",
+        "6 documents tokenized, 25% of the corpus; about 6 min to go",
     ]
     made.share = None  # type: ignore[assignment]
     tokens.write(made, tmp_path, progress=lines.append)  # type: ignore[arg-type]
-    assert lines[3] == "2 documents are tokenized"
+    assert lines[3] == "2 documents tokenized"
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
@@ -164,9 +164,29 @@ def test_figures_are_those_of_what_is_trained_after_the_cut(tmp_path: Path) -> N
 
 
 def texts_of(file: Path, skip: float, monkeypatch: pytest.MonkeyPatch) -> tokens.Reader:
-    tokenizer = SimpleNamespace(texts=lambda texts: [[len(text)] for text in texts], remarks={})
+    tokenizer = SimpleNamespace(
+        texts=lambda texts: [[len(text)] for text in texts], remarks={}, begin=None, end=None
+    )
     monkeypatch.setattr(tokens, "Encoder", lambda *_: tokenizer)
     return tokens.Reader(Corpus(name=str(file), skip=skip))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "divided"),
+    [
+        ("a.txt", "one\n\ntwo\n", True),
+        ("a.txt", "one\ntwo\n", False),
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n', False),
+    ],
+)
+def test_a_line_says_that_blank_lines_divide_text(
+    name: str, text: str, divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text(text)
+    made = texts_of(tmp_path / name, 0.0, monkeypatch)
+    figures = dict.fromkeys(("tokens", "longest", "longer", "begin", "end", "left_out"), 0)
+    figures["documents"] = len(list(made))
+    assert ("blank lines divide 1 file; JSON keeps them" in made.sentence(figures, 8)) == divided
 
 
 def is_open(file: Path) -> bool:

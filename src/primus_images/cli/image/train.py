@@ -15,6 +15,7 @@ from primus_images.cli.image.recipes import short_origin
 from primus_images.cli.image.request import PresetOptions, Request
 from primus_images.cli.verb import answer, note, parser_of_shared
 from primus_images.errors import HostError, InputError, PrimusError
+from primus_images.files import plain
 from primus_images.gpus.detect import detect
 from primus_images.recipes.architecture import size
 from primus_images.recipes.choose import CPU
@@ -145,7 +146,7 @@ def _job(request: Request, options: RunOptions, memory: float | None) -> Job:
     job = Job(
         name=output.name,
         recipe=recipe,
-        output=output.absolute(),
+        output=plain(output),
         resume_from=checkpoint,
         judged=options.judge,
         compiled=compiled,
@@ -432,7 +433,7 @@ def newest_checkpoint(path: Path) -> Path:
             f"there is no checkpoint folder {path}",
             hint="name a folder …/checkpoint/step-N, or the folder of a run",
         )
-    checkpoint = path.absolute()
+    checkpoint = plain(path)
     if not (checkpoint / ".metadata").is_file():
         saved = [
             step for step in steps(checkpoint / "checkpoint") if (step / ".metadata").is_file()

@@ -15,6 +15,7 @@ from primus_images.recipes import mixture
 from primus_images.recipes.recipe import Recipe
 from primus_images.recipes.setting import share_of
 from primus_images.recipes.weights import HUB, downloaded
+from primus_images.terminal import some
 from primus_images.training.text.pieces import Piece, Unreadable, pieces_of_file, pieces_of_rows
 from primus_images.training.text.rows import (
     TABLE,
@@ -169,6 +170,9 @@ def files_of(corpus: Corpus) -> Files:
     split = _chosen_split(corpus, root, splits)
     files = splits.get(split, [])
     forms = {form_of(file) for file in files}
+    if inside and not forms:
+        names = some([str(file.relative_to(root)) for file in inside], 3)
+        raise unreadable(f"the folder has only files beside a corpus: {names}", str(root))
     if len(forms) != 1:
         kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
         raise unreadable(f"expected files of one form in the folder, found {kinds}", str(root))

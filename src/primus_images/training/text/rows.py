@@ -151,6 +151,8 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
             token = repr(rest)
         where = f"{file}:{line + error.lineno - 1}:{error.colno}"
         remedy = ""
+        if line == 1 and error.pos <= 1 and form_of(file) != ".jsonl":
+            remedy = f"plain text is read from a file named {file.stem}.txt; {TABLE['readable']}"
         if "\r" in text[: error.pos].rstrip("\n"):
             remedy = "the ends of lines are CR: write LF, as by tr '\\r' '\\n'"
         raise unreadable(f"expected {expected}, found {token}", where, remedy) from None

@@ -29,6 +29,7 @@ from primus_images.training.text.corpus import Corpus, Files
 from primus_images.training.text.document import Layout, layout_of
 from primus_images.training.text.encoder import Encoder
 from primus_images.training.text.pieces import Piece, Rest
+from primus_images.training.text.rows import form_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,6 +217,9 @@ class Reader:
             parts.append(f"{counted(len(self.skipped), 'row')} left out that cannot be read")
         for remark, documents in self.remarks.items():
             parts.append(f"{remark} in {counted(documents, self._kind)}")
+        texts = [file for file in self.files.paths if form_of(file) == ".txt"]
+        if texts and len(texts) < figures["documents"]:
+            parts.append(f"blank lines divide {counted(len(texts), 'file')}; JSON keeps them")
         if self.files.split:
             parts.append(f"split {self.files.split}")
         if self.layout.unused:
@@ -531,7 +535,7 @@ def _append(shard: Shard, sinks: Sequence[_Sink], first: int, held_out: float) -
 
 def _so_far(documents: int, share: float | None, seconds: float) -> str:
     """Return a line about a corpus of which ``share`` is read; None: how much is unknown."""
-    line = f"{documents:,} documents are tokenized"
+    line = f"{counted(documents, 'document')} tokenized"
     if share:
         minutes = math.ceil(seconds * (1 / share - 1) / 60)
         line += f", {share:.0%} of the corpus; about {minutes:,} min to go"

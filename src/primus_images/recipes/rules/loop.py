@@ -79,10 +79,13 @@ def fused_loss(model: Architecture, tokens: float) -> float:
     return min(tokens, FACTORS["fused_chunk"]) * model.vocab_size * BFLOAT16
 
 
-def layer_elements(model: Architecture, *, eight: bool, routed: bool = True) -> float:
+def layer_elements(
+    model: Architecture, *, eight: bool, routed: bool = True, inputs: bool = True
+) -> float:
     """Return the elements per token that a compiled layer keeps.
 
-    ``eight``: products are in FP8. ``routed``: experts keep theirs.
+    ``eight``: products are in FP8. ``routed``: experts keep theirs. ``inputs``: results of norms
+    and activation functions are kept, which products read.
     """
     width = model.hidden_size
     mla = model.mla
@@ -97,7 +100,9 @@ def layer_elements(model: Architecture, *, eight: bool, routed: bool = True) -> 
     if model.activation == "gelu_tanh":
         # The compiler keeps tanh, which it does not compute again.
         inners = 4
-    return 0.987 * (3 * width + attention + inners * inner)
+    if inputs:
+        return 0.987 * (3 * width + attention + inners * inner)
+    return 0.987 * (width + attention + (inners - 1) * inner)
 
 
 def ffn_width(model: Architecture, *, routed: bool = True) -> float:
@@ -323,8 +328,11 @@ def _layer(recipe: Recipe) -> float:
     # Adapters need the inputs of layers in the computing precision.
     eight = recipe.precision == "fp8" and not adapted
     frozen_experts = model.moe.experts > 0 and adapted
-    elements = layer_elements(model, eight=eight, routed=not frozen_experts)
-    if not recipe.find(f"{recipe.backend}.training.compile", False):
+    compiled = recipe.find(f"{recipe.backend}.training.compile", False)
+    # Fine-tuning computes norms and activation functions again, if the compiler does it.
+    inputs = not (compiled and recipe.backend == "finetune")
+    elements = layer_elements(model, eight=eight, routed=not frozen_experts, inputs=inputs)
+    if not compiled:
         elements *= FACTORS["eager"]
     if frozen_experts:
         # A gradient passes their activation and the weighting of their outputs, which no adapter

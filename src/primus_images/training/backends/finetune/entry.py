@@ -23,6 +23,8 @@ def main(job: RankJob, device: torch.device) -> None:
     model = _model(job, config, source)
     converted = source is not None and given.are_converted(source, model.causal, job.model)
     layers = models.layers_of(model.causal, has_formula=job.model.has_formula)
+    if job.training.compile:
+        process.keep_fewer_activations()
     shard(model, layers, job, device, wide=_is_wide)
     _init(model, job, source, converted=converted)
     _cast_frozen_weights(model, job)

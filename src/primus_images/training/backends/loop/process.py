@@ -90,3 +90,14 @@ def keep_graphs() -> None:
         f"torch.nn.attention.{name}": state for name in ("_backend_from_string", "_sdpa_kernel")
     }
     config.unsafe_marked_cacheable_functions = config.unsafe_marked_cacheable_functions | choosing
+
+
+def keep_fewer_activations() -> None:
+    """Let torch.compile compute norms and activation functions again in the backward pass.
+
+    A product reads their results there, so PyTorch keeps them by default: about a third of what a
+    layer of a language model keeps.
+    """
+    from torch._functorch import config
+
+    config.ban_recompute_materialized_backward = False

@@ -246,7 +246,7 @@ def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
             "mode": mode,
             "variant": variant,
             "runs": len(rows),
-            "tokens_per_second": median(row["tokens_per_second"] for row in rows),
+            "tokens_per_second": round(median(row["tokens_per_second"] for row in rows)),
             "memory_gib": median(row["memory_gib"] for row in rows),
             "first_step_seconds": median(row["first_step_seconds"] for row in rows),
         }

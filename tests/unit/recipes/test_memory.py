@@ -1,14 +1,16 @@
 """Predicted memory: against what was measured on GPUs, and in its parts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from docs.site.published import outcomes
 
 from primus_images.cli.main import main
 from primus_images.recipes.resolve import changed, resolve
-from primus_images.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus_images.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, loop, predict
 from primus_images.recipes.setting import Choices
 from primus_images.turbo.optimizations import chosen, optimizations
 
@@ -55,11 +57,19 @@ def error(row):
         if not any(w.startswith(key) for w in row["words"])
     ]
     recipe = resolve(row["recipe"], [*words, *map(today, row["words"])], choices)
-    if row["backend"] == "finetune" and "turbo=auto" in row["words"]:
+    # Rows of later runs of fine-tuning have a date.
+    former = row["backend"] == "finetune" and "date" not in row
+    if former and "turbo=auto" in row["words"]:
         # Before fine-tuning computed the loss in chunks by default.
         names = [name for name in chosen(recipe) if name != "linear-cross-entropy"]
         recipe = changed(recipe, [f"turbo={','.join(names) or 'off'}"])
-    return abs(predict(recipe).peak / GIB / row["measured_gib"] - 1), recipe.knows.memory_error
+    kept = nullcontext()
+    if former:
+        # Before compiled layers computed norms again.
+        kept = mock.patch.object(loop, "_keeps_inputs", return_value=True)
+    with kept:
+        predicted = predict(recipe).peak
+    return abs(predicted / GIB / row["measured_gib"] - 1), recipe.knows.memory_error
 
 
 def test_predictions_are_within_5_percent_of_nine_in_ten_runs_and_all_in_the_stated_band():

@@ -328,11 +328,9 @@ def _layer(recipe: Recipe) -> float:
     # Adapters need the inputs of layers in the computing precision.
     eight = recipe.precision == "fp8" and not adapted
     frozen_experts = model.moe.experts > 0 and adapted
-    compiled = recipe.find(f"{recipe.backend}.training.compile", False)
-    # Fine-tuning computes norms and activation functions again, if the compiler does it.
-    inputs = not (compiled and recipe.backend == "finetune")
-    elements = layer_elements(model, eight=eight, routed=not frozen_experts, inputs=inputs)
-    if not compiled:
+    routed = not frozen_experts
+    elements = layer_elements(model, eight=eight, routed=routed, inputs=_keeps_inputs(recipe))
+    if not recipe.find(f"{recipe.backend}.training.compile", False):
         elements *= FACTORS["eager"]
     if frozen_experts:
         # A gradient passes their activation and the weighting of their outputs, which no adapter
@@ -343,6 +341,11 @@ def _layer(recipe: Recipe) -> float:
         # Only transformers' eager attention computes them, which keeps its scores.
         elements += FACTORS["scores"] * model.heads * recipe.seq_len
     return elements
+
+
+def _keeps_inputs(recipe: Recipe) -> bool:
+    # Compiled layers of fine-tuning compute norms and activation functions again.
+    return recipe.backend != "finetune" or not recipe.find("finetune.training.compile", False)
 
 
 def _copies_in_eight(recipe: Recipe) -> float:

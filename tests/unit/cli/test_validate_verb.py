@@ -1,10 +1,15 @@
 """`primus validate`: what it trains, and what it shows."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from primus_images.cli.host import validate as of_validate
 from primus_images.cli.host.validate import cells_to_train as _cells
+from primus_images.cli.main import main
 from primus_images.errors import InputError
 from primus_images.plan.project import Project
 from primus_images.plan.resolve import resolve as pinned
@@ -75,3 +80,56 @@ def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
     assert {
         level for _, level in _cells(pinned(project, "cpu"), "cpu", recipe=None, level="full")
     } == {"full"}
+
+
+def test_a_dry_run_counts_the_jobs_of_each_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["validate", "cpu", "--recipe", "llama3-proxy", "--suite", "quick", "--dry-run"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["recipe", "suite", "jobs"]
+    assert lines[1].split()[-2:] == ["quick", "1"]
+    assert lines[-1] == "1 job in v26.11-cpu"
+    assert main([*words, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["suite"] == "quick"
+    assert row["jobs"][0].startswith("primus train ")
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_validation_passes_if_all_cells_do(
+    passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    given: list[Any] = []
+    stats = SimpleNamespace(save=lambda: None)
+    image = SimpleNamespace(image=SimpleNamespace(plan="plan"))
+    record = SimpleNamespace(passed=passed, as_json=lambda: {"passed": passed})
+
+    def validate(plan: Any, workspace: Any, cells: Any, options: Any) -> list[Any]:
+        given.append((plan, len(cells), options))
+        return [SimpleNamespace(record=record, folder=Path("folder"))]
+
+    monkeypatch.setattr(of_validate, "build", lambda *_: [image])
+    monkeypatch.setattr(of_validate, "plan_images", lambda *_: [stats])
+    monkeypatch.setattr(of_validate, "validate_cells", validate)
+    monkeypatch.setattr(of_validate, "outcome_text", lambda *_: "a verdict")
+    words = ["validate", "cpu", "--recipe", "llama3-proxy"]
+    assert main(words) == int(not passed)
+    assert capsys.readouterr().out == "a verdict\n"
+    plan, cells, options = given[0]
+    assert (plan, cells, options.output) == ("plan", 1, ROOT / "out/validation")
+    assert (options.again, options.recording, options.quiet) == (False, False, False)
+    assert main([*words, "--json", "--again", "--output", "/tmp/x"]) == int(not passed)
+    assert json.loads(capsys.readouterr().out) == {"passed": passed}
+    assert (given[1][2].again, given[1][2].quiet) == (True, True)
+    assert given[1][2].output == Path("/tmp/x")
+    assert main([*words, "--json", "--suite", "quick"]) == int(not passed)
+    assert json.loads(capsys.readouterr().out) == [{"passed": passed}]
+
+
+def test_golden_curves_are_of_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "cpu", "--record-golden"]) == 2
+    assert "add --suite quick" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`primus diff`, `import-exp` and `sbom`: what is printed of the same facts, and for whom."""
+"""`primus diff`, `sbom` and `import-exp`: what is printed, as text and as a document."""
 
 import json
 from pathlib import Path
@@ -27,24 +27,16 @@ def test_a_difference_is_a_page_notes_or_a_document(
     assert main(["diff", "v26.7", "v0.0"]) == 2
 
 
-def test_two_states_of_an_image_differ_by_their_files(
+def test_two_images_of_the_store_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = make_project(tmp_path / "project")
     monkeypatch.chdir(kit.root)
-    digests = []
-    for text in ("one", "two"):
-        kit.write("parts/alpha/blob", text)
-        digests.append(kit.build("demo", "other").digest)
+    kit.build("demo", "other")
     assert main(["diff", "v26.11-demo", "v26.11-other"]) == 0
     assert "v26.11-demo" in capsys.readouterr().out.splitlines()[0]
-    for words, part in (
-        ([], "alpha"),
-        (["--json"], '"spdxVersion"'),
-        (["--cyclonedx"], "bomFormat"),
-    ):
-        assert main(["sbom", "demo", *words]) == 0
-        assert part in capsys.readouterr().out
+    assert main(["sbom", "demo"]) == 2
+    assert "demo has no lock, so its contents are unknown" in capsys.readouterr().err
 
 
 def test_an_experiment_becomes_a_file_or_a_document(
@@ -60,7 +52,7 @@ def test_an_experiment_becomes_a_file_or_a_document(
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     assert capsys.readouterr().out == ""
     assert Path("mine.yaml").read_text() == said.out
-    assert yaml.safe_load(said.out)["uses"] == ["llama3.1-8b.yaml"]
+    assert yaml.safe_load(said.out)["uses"][-1] == "llama3.1-8b.yaml"
     assert main(["import-exp", "exp.yaml", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["recipe"], document["backend"]) == ("llama3.1-8b", "megatron")

@@ -97,6 +97,7 @@ def test_steps_are_in_the_metrics_before_the_run_ends(
     with pytest.raises(KeyboardInterrupt):
         start.start(job, follow, patience=1)
     assert (before, written()) == ([1, 2], [1, 2, 3])
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"signal": "SIGINT"}
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(

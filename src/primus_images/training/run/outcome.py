@@ -20,6 +20,8 @@ from primus_images.training.run.metrics import Summary
 from primus_images.training.run.ranks import expected_facts
 
 RESULT_FILE = "result.json"
+# In place of it: the signal by which somebody ended a run.
+STOPPED = "stopped.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,12 @@ def write_result(result: RunResult, folder: Path) -> None:
     write_file(
         folder / RESULT_FILE, json.dumps(asdict(result), indent=2, ensure_ascii=False) + "\n"
     )
+
+
+def write_stop(name: str, folder: Path) -> None:
+    """Record the signal that ended the run in ``folder``, which has no result."""
+    with suppress(OSError):  # the signal ends the command in any case
+        write_file(folder / STOPPED, json.dumps({"signal": name}) + "\n")
 
 
 def read_result(folder: Path) -> RunResult:

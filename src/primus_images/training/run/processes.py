@@ -91,10 +91,10 @@ def run(
     """Run ``argv``, and write its output to ``log``.
 
     SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise
-    KeyboardInterrupt. If the disk is full, the job ends ``GRACE_SECONDS`` later, and the end of the
-    log is written to reserved space. Raises OSError if that space is not free at the start, or if
-    the log cannot be written at the end. No process of the job outlives this call, even if the
-    launcher was killed.
+    KeyboardInterrupt with the signal's name. If the disk is full, the job ends ``GRACE_SECONDS``
+    later, and the end of the log is written to reserved space. Raises OSError if that space is not
+    free at the start, or if the log cannot be written at the end. No process of the job outlives
+    this call, even if the launcher was killed.
     """
     started = time.monotonic()
     watch = watch or Watch()
@@ -102,7 +102,7 @@ def run(
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     others = _children(os.getpid())
     stop = threading.Event()
-    with _Log(log) as writer, _signals(stop):
+    with _Log(log) as writer, _signals(stop) as caught:
         process = subprocess.Popen(
             list(argv),
             env=dict(environment),
@@ -125,7 +125,7 @@ def run(
         if process.stdout is not None and not reader.is_alive():
             process.stdout.close()
     if stop.is_set():
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(caught[0])
     return Ended(exit_code=code, seconds=time.monotonic() - started, disk_full=writer.full)
 
 
@@ -224,14 +224,20 @@ class _Log:
 
 
 @contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
+def _signals(stop: threading.Event) -> Iterator[list[str]]:
+    caught: list[str] = []
+
+    def end(number: int, _frame: object) -> None:
+        caught.append(signal.Signals(number).name)
+        stop.set()
+
     # One that is ignored, as under nohup, stays ignored.
     numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
-        yield
+        yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

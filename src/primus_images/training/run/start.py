@@ -21,7 +21,7 @@ from primus_images.training.judge import checks
 from primus_images.training.run import failure, hang, metrics, outcome, processes, ranks
 from primus_images.training.run.job import Job
 from primus_images.training.run.logs import METRICS, Clock, read_run
-from primus_images.training.run.outcome import Outcome, RunResult, write_result
+from primus_images.training.run.outcome import Outcome, RunResult, write_result, write_stop
 from primus_images.training.run.processes import Ended
 from primus_images.turbo.optimizations import importable
 from primus_images.turbo.trial import decide
@@ -208,18 +208,22 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     folder = ranks.folder_of_node(job, os.environ)
     follower = _Follower(job, folder, on_line, patience)
     several = job.recipe.get("nodes", int) > 1
-    with contextlib.closing(follower.clock), explained(lambda: ranks.awaited(job, os.environ)):
-        ended = processes.run(
-            argv,
-            log=folder / "log.txt",
-            environment=ranks.environment(job, os.environ),
-            watch=processes.Watch(
-                on_line=follower.line,
-                patience=follower.patience,
-                on_silence=follower.end_ranks,
-                hopeless=lambda: several and failure.known(job.output),
-            ),
-        )
+    try:
+        with contextlib.closing(follower.clock), explained(lambda: ranks.awaited(job, os.environ)):
+            ended = processes.run(
+                argv,
+                log=folder / "log.txt",
+                environment=ranks.environment(job, os.environ),
+                watch=processes.Watch(
+                    on_line=follower.line,
+                    patience=follower.patience,
+                    on_silence=follower.end_ranks,
+                    hopeless=lambda: several and failure.known(job.output),
+                ),
+            )
+    except KeyboardInterrupt as signal:
+        write_stop(str(signal), folder)
+        raise
     follower.add_reasons()
     if follower.ended is not None:
         hung = hang.name_hung(job.output, follower.patience(), follower.ended)

@@ -11,7 +11,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 from docs.site import glossary
-from primus_images.cli.version import CHECKOUT, commit_of, release_of
+from primus_images.cli.version import release_of
+from primus_images.system.host import CHECKOUT, commit_of
 from primus_images.yamlfile import read_values
 
 project = "primus-images"

@@ -1,14 +1,11 @@
 """What ``primus --version`` prints: which code this is, and of which release."""
 
 import re
-import subprocess
 from pathlib import Path
 
 from primus_images import __version__
 from primus_images.files import json_if_readable, text_if_readable
-from primus_images.system.host import IMAGE_FILE
-
-CHECKOUT = Path(__file__).resolve().parents[3]
+from primus_images.system.host import CHECKOUT, IMAGE_FILE, commit_of
 
 
 def version_text(checkout: Path = CHECKOUT, image_file: Path = IMAGE_FILE) -> str:
@@ -38,21 +35,3 @@ def release_of(checkout: Path) -> str:
     if pin is None:
         return ""
     return pin[1]
-
-
-def commit_of(checkout: Path, form: str = "%h") -> str:
-    """Return the commit of a checkout in a ``form`` of git log; empty if it has none.
-
-    Only a folder that is itself a checkout has one, not a folder inside another project.
-    """
-    if not (checkout / ".git").exists():
-        return ""
-    # Another user's checkout is read, too.
-    words = ["git", "-C", str(checkout), "-c", "safe.directory=*", "log", "-1", "--abbrev=12"]
-    try:
-        done = subprocess.run(
-            [*words, f"--format={form}"], capture_output=True, text=True, check=False
-        )
-    except OSError:  # git is not installed
-        return ""
-    return done.stdout.strip()

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ _FINDINGS: Any = read_values(Path(__file__).with_name("findings.yaml")).data
 _LONGEST = 1000
 # The file in which an image describes itself.
 IMAGE_FILE = Path("/etc/primus/image.json")
+CHECKOUT = Path(__file__).resolve().parents[3]
 MOUNTS = Path("/proc/self/mounts")
 # File systems that are deleted with the container: its own writable layer, and memory.
 _OWN = frozenset({"overlay", "tmpfs", "ramfs"})
@@ -176,3 +178,21 @@ def _kind_of_mount(folder: Path) -> str:
 
 def _unescaped(match: re.Match[str]) -> str:
     return chr(int(match[1], 8))
+
+
+def commit_of(checkout: Path, form: str = "%h") -> str:
+    """Return the commit of a checkout in a ``form`` of git log; empty if it has none.
+
+    Only a folder that is itself a checkout has one, not a folder inside another project.
+    """
+    if not (checkout / ".git").exists():
+        return ""
+    # Another user's checkout is read, too.
+    words = ["git", "-C", str(checkout), "-c", "safe.directory=*", "log", "-1", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            [*words, f"--format={form}"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # git is not installed
+        return ""
+    return done.stdout.strip()

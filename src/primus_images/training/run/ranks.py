@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from primus_images.errors import InputError, PrimusError
+from primus_images.files import json_if_readable
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.rules import rules_of
 from primus_images.system import fabric
-from primus_images.system.host import Host
+from primus_images.system.host import CHECKOUT, IMAGE_FILE, Host, commit_of
 from primus_images.training.backends.protocol import backend_of
 from primus_images.training.run import identity
 from primus_images.training.run.job import Job
@@ -53,6 +54,7 @@ def job_file(job: Job) -> str:
     settings = {}
     for key, setting in recipe.settings.items():
         settings[key] = {"value": setting.value, "origin": setting.origin}
+    image = json_if_readable(IMAGE_FILE)
     content = {
         "name": job.name,
         "first_step": job.first_step,
@@ -70,6 +72,8 @@ def job_file(job: Job) -> str:
             "sha256": recipe.digest,
             "overrides": [*recipe.choices.words(), *recipe.overrides],
         },
+        "image": {key: image[key] for key in ("release", "target", "channel") if key in image},
+        "commit": commit_of(CHECKOUT),
         "identity": identity.of(recipe),
         "backend": recipe.backend,
         "mode": recipe.mode,

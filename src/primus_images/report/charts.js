@@ -7,7 +7,17 @@
   const state = { axis: "step", smoothing: 0, log: false, range: null, hidden: new Set() };
   const charts = (window.primusCharts = []);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const written = figures.map((figure) => JSON.parse(figure.querySelector("script").textContent));
+  const runs = JSON.parse(document.getElementById("steps")?.textContent || "{}");
+  // A chart has values only. The places of its lines' points are those of their runs.
+  const written = figures.map((figure) => {
+    const made = JSON.parse(figure.querySelector("script").textContent);
+    for (const line of made.lines) {
+      const run = runs[line.label];
+      const at = line.at || run.step.map((_, place) => place);
+      line.points = at.map((place, index) => [run.step[place], line.values[index], run.tokens[place], run.seconds[place]]);
+    }
+    return made;
+  });
   // What a chart is drawn by → its name, and its value in a point: step, value, tokens, seconds.
   const AXES = {
     step: { label: "step", of: (point) => point[0] },
@@ -73,6 +83,30 @@
         if (value === null && !state.hidden.has(line.label) && at >= bbox.left && at <= bbox.left + bbox.width)
           ctx.fillText("✕", at, bbox.top + bbox.height - 4 * devicePixelRatio);
       });
+    ctx.restore();
+  }
+
+  // A dashed line after each step from which a run was resumed.
+  function resumes(chart, lines) {
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.lineWidth = devicePixelRatio;
+    ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+    for (const line of lines.filter((line) => !state.hidden.has(line.label))) {
+      const run = runs[line.label];
+      for (const step of run.resumed) {
+        const place = run.step.indexOf(step);
+        const value = AXES[state.axis].of([step, null, run.tokens[place] ?? null, run.seconds[place] ?? null]);
+        if (place < 0 || value === null) continue;
+        const at = chart.valToPos(value, STEPS, true);
+        if (at < bbox.left || at > bbox.left + bbox.width) continue;
+        ctx.strokeStyle = css(`--s${line.colour}`);
+        ctx.beginPath();
+        ctx.moveTo(at, bbox.top);
+        ctx.lineTo(at, bbox.top + bbox.height);
+        ctx.stroke();
+      }
+    }
     ctx.restore();
   }
 
@@ -152,7 +186,7 @@
           state.hidden[change.show ? "delete" : "add"](name);
           draw();
         }],
-        draw: [(chart) => crosses(chart, one.lines)],
+        draw: [(chart) => crosses(chart, one.lines), (chart) => resumes(chart, one.lines)],
       },
     };
   }

@@ -7,6 +7,7 @@ adds smoothing, a log axis, touch, and marks for missing values.
 import itertools
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from primus_images.report.sheets import COLUMNS
 from primus_images.terminal import counted
 from primus_images.training.judge.record import Record
 from primus_images.training.run.logs import BY_CORPUS
+from primus_images.training.run.metrics import perplexity
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
@@ -63,6 +65,8 @@ def comparison(runs: Sequence[Run]) -> str:
         figures=figures(runs),
         unit="/".join(dict.fromkeys(run.unit for run in runs)),
         series={run.label: run.series for run in runs},
+        resumed={run.label: run.resumed_after for run in runs},
+        configuration=configuration(runs),
         cells=cells,
     )
 
@@ -123,9 +127,21 @@ def _facts(run: Run) -> dict[str, str]:
         "seen": seen,
         "checkpoint": run.checkpoint,
         "resumed_from": run.resumed_from,
+        "joined": _joined(run),
+        "image": " ".join(run.image.values()),
+        "commit": run.commit,
         "versions": ", ".join(versions),
     }
     return {name: value or _NONE for name, value in facts.items()}
+
+
+def _joined(run: Run) -> str:
+    """Return which steps of a run are those of the runs that it goes on from."""
+    if not run.resumed_after:
+        return ""
+    first, last = run.series[0]["step"] or 0, run.series[-1]["step"] or 0
+    places = ", ".join(map(str, run.resumed_after))
+    return f"steps {first:.0f} to {last:.0f}, resumed after {places}"
 
 
 def _best_step(run: Run) -> str:
@@ -159,52 +175,90 @@ def chart(
     y_title: str,
     series: Mapping[str, Sequence[Mapping[str, Any]]] | None,
     key: str,
+    *,
+    sparse: bool = False,
 ) -> str:
     """Return the HTML element of a chart of ``key``, or a sentence if there is no data.
 
-    It is drawn by step, tokens or time, as the reader chooses.
-
-    If ``series`` is None, there is no chart.
+    It is drawn by step, tokens or time, as the reader chooses; all charts of a page share these,
+    which :func:`axes` writes. If ``series`` is None, there is no chart.
 
     ``series`` is name of a line → its steps. A value that is None or not finite is missing: the
-    chart has a gap there, and a cross on its axis. Later lines are drawn above earlier ones, and
-    thinner, so that equal lines do not hide each other.
+    chart has a gap there, and a cross on its axis. With ``sparse``, not every step has a value, as
+    of an evaluation; there is no chart if none has one. Later lines are drawn above earlier ones,
+    and thinner, so that equal lines do not hide each other.
     """
     if series is None:
         return ""
     lines: list[dict[str, Any]] = []
     empty = True
     for number, (label, steps) in enumerate(series.items()):
-        points = []
-        for step in steps:
-            value = _finite(step[key])
-            empty = empty and value is None
-            tokens = _finite(step.get("tokens"))
-            seconds = _finite(step.get("seconds"))
-            points.append((step["step"], value, tokens, seconds))
+        values = [_digits(step.get(key)) for step in steps]
         width = min(1 + len(series) - number, _WIDEST)
-        lines.append({"label": label, "colour": number, "width": width, "points": points})
+        line: dict[str, Any] = {"label": label, "colour": number, "width": width, "values": values}
+        if sparse:
+            at = [place for place, step in enumerate(steps) if step.get(key) is not None]
+            line |= {"at": at, "values": [values[place] for place in at]}
+        empty = empty and all(value is None for value in values)
+        lines.append(line)
+    if sparse and empty:
+        return ""
     text = ""
     if not empty:
-        data = {"title": title, "y": y_title, "lines": lines}
-        # Escaped, because "</script>" in a label would end the element.
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+        text = _embedded({"title": title, "y": y_title, "lines": lines})
     return rendered("chart.html", title=title, y_title=y_title, data=text)
 
 
-def logged(
-    series: Mapping[str, Sequence[Mapping[str, Any]]], key: str
-) -> dict[str, list[Mapping[str, Any]]] | None:
-    """Return the steps of each run that have ``key``; None if no run has any.
+def axes(
+    series: Mapping[str, Sequence[Mapping[str, Any]]] | None,
+    resumed: Mapping[str, Sequence[int]] | None = None,
+) -> str:
+    """Return what all charts are drawn by, as JSON: the steps, tokens and seconds of each line.
 
-    An evaluation, for example, is not after every step. A run keeps its place, and so its colour.
+    ``resumed`` is line → the steps after which its run was resumed.
     """
-    logs = {}
-    for label, steps in series.items():
-        logs[label] = [step for step in steps if step.get(key) is not None]
-    if any(logs.values()):
-        return logs
-    return None
+    lines = {}
+    for label, steps in (series or {}).items():
+        lines[label] = {
+            "step": [step["step"] for step in steps],
+            "tokens": [_digits(step.get("tokens"), 16) for step in steps],
+            "seconds": [_digits(step.get("seconds")) for step in steps],
+            "resumed": list((resumed or {}).get(label, ())),
+        }
+    return _embedded(lines)
+
+
+def _embedded(data: Any) -> str:
+    """Return JSON for an element of the page: escaped, as "</script>" in a label would end it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _digits(value: float | None, digits: int = 7) -> float | None:
+    """Return a value with as many digits as a chart shows; None if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    if short.is_integer():
+        return int(short)
+    return short
+
+
+def curves_of(
+    series: Mapping[str, Sequence[Mapping[str, Any]]] | None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the steps of each line with what follows from them: perplexity, MFU in percent."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for label, steps in (series or {}).items():
+        lines[label] = []
+        for step in steps:
+            more: dict[str, Any] = {}
+            if step.get("eval_loss") is not None:
+                more["eval_perplexity"] = perplexity(step["eval_loss"])
+            if step.get("mfu_non_causal") is not None:
+                more["mfu"] = 100 * step["mfu_non_causal"]
+            lines[label].append({**step, **more})
+    return lines
 
 
 def _by_corpus(series: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> list[Any]:
@@ -218,15 +272,22 @@ def _by_corpus(series: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> list
     charts = []
     for key in keys:
         title = f"Evaluation on {key.removeprefix(BY_CORPUS)}"
-        drawn = chart(title, "loss of its held-out text", logged(series or {}, key), key)
-        charts.append(Markup(drawn))
+        charts.append(Markup(chart(title, "loss of its held-out text", series, key, sparse=True)))
     return charts
 
 
-def _finite(value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return value
+def configuration(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return the settings that differ between runs, and those that all have: name, then values."""
+    names = dict.fromkeys(itertools.chain.from_iterable(run.settings for run in runs))
+    differing: list[tuple[str, ...]] = []
+    common: list[tuple[str, ...]] = []
+    for name in names:
+        values = [run.settings.get(name, _NONE) for run in runs]
+        if len(set(values)) > 1:
+            differing.append((name, *values))
+        else:
+            common.append((name, values[0]))
+    return differing, common
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -245,13 +306,24 @@ def _templates() -> Any:
     def asset(name: str) -> Any:
         return Markup((folder / name).read_text(encoding="utf-8"))
 
-    def drawn(*arguments: Any) -> Any:
-        return Markup(chart(*arguments))
+    def drawn(*arguments: Any, sparse: bool = False) -> Any:
+        return Markup(chart(*arguments, sparse=sparse))
+
+    def shared(*arguments: Any) -> Any:
+        return Markup(axes(*arguments))
 
     templates = Environment(loader=FileSystemLoader(folder), autoescape=True)
     templates.globals |= {"asset": asset, "chart": drawn, "by_job": _by_job, "shown": shlex.join}
-    templates.globals |= {"logged": logged, "by_corpus": _by_corpus}
+    templates.globals |= {"axes": shared, "by_corpus": _by_corpus, "curves_of": curves_of}
+    templates.globals |= {"soft": _soft}
     return templates
+
+
+def _soft(text: str) -> Any:
+    """Return a text with names of settings and paths, which may be broken between their words."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=[a-z])([._/=])(?=[a-z]{3})", r"\1<wbr>", str(escape(text))))
 
 
 def _by_job(verdicts: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:

@@ -11,11 +11,12 @@ from primus_images.errors import InputError
 from primus_images.files import read_bytes
 from primus_images.recipes.schema import backends
 from primus_images.schema import build, build_typed, parse_json, read_json
+from primus_images.training.judge import checks
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import Record
 from primus_images.training.run import job as jobs
 from primus_images.training.run.metrics import Summary, of_rows
-from primus_images.training.run.outcome import RESULT_FILE, RunResult
+from primus_images.training.run.outcome import RESULT_FILE, STOPPED, RunResult
 from primus_images.training.text import tokens
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
@@ -32,8 +33,10 @@ class Run:
 
     ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty
     on a CPU. ``documents`` and ``tokens`` are those of the text that it trains on, ``checkpoint``
-    its newest one, and ``resumed_from`` that of the run before it. Figures that an older version
-    did not write are missing.
+    its newest one, and ``resumed_from`` that of the run before it. The steps of that run, if it is
+    there, are the first ones of ``series``; ``resumed_after`` are the last ones of such runs.
+    ``stopped`` says how a run without a result ended. ``settings`` are all that the run resolved.
+    Figures that an older version did not write are missing.
     """
 
     label: str
@@ -61,6 +64,10 @@ class Run:
     checkpoint: str = ""
     resumed_from: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    resumed_after: tuple[int, ...] = ()
+    stopped: str = ""
 
     def __post_init__(self) -> None:
         steps = [step["step"] or 0 for step in self.series]
@@ -154,7 +161,11 @@ def _job(folder: Path) -> dict[str, Any]:
     else:
         warmup = job["settings"]["validation.warmup_steps"]["value"]
         outcome = _unfinished(folder, steps, warmup)
+    earlier, places = _history(folder)
+    _later(steps, earlier)
     settings = {key: entry["value"] for key, entry in job["settings"].items()}
+    if job.get("evaluation"):  # a tenth of the steps if it was not set
+        settings.setdefault("eval.every", job["evaluation"]["every"])
     return {
         "label": str(_readable(folder.resolve().name)),
         "recipe": recipe["name"],
@@ -162,10 +173,61 @@ def _job(folder: Path) -> dict[str, Any]:
         "ranks": job["world_size"],
         "global_batch": job.get("global_batch", 0),
         "resumed_from": "/".join(Path(job.get("resume_from") or "").parts[-_SHOWN_PARTS:]),
+        "image": _texts(job.get("image", {})),
+        "commit": job.get("commit", ""),
+        "resumed_after": places,
         **_written(folder),
         **outcome,
-        **_common(job, settings, facts, steps),
+        **_common(job, settings, facts, [*earlier, *steps]),
     }
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as texts: those of text as they are, others as JSON."""
+    texts = {}
+    for key, value in values.items():
+        texts[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return texts
+
+
+def _history(folder: Path, known: Sequence[Path] = ()) -> tuple[list[Any], list[int]]:
+    """Return the steps of the runs that the one in ``folder`` goes on from, and where each ended.
+
+    There are none if they are not there, or cannot be read.
+    """
+    job = _json(folder / "job.json").data
+    checkpoint = Path(job.get("resume_from") or "")
+    number = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if not number:
+        return [], []
+    former = checkpoint.parents[1]
+    if not (former / "job.json").is_file():  # both were moved, as from a container
+        former = folder.resolve().parent / former.name
+    known = [*known, folder.resolve()]
+    if former.resolve() in known:
+        return [], []
+    try:
+        steps, places = _history(former, known)
+        ended = (former / RESULT_FILE).is_file()
+        own = _steps(former / "metrics.jsonl", whole=ended)
+        _later(own, steps)
+        last = int(number[1])
+        steps = [step for step in [*steps, *own] if step["step"] <= last]
+    except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError):
+        return [], []
+    if not steps:
+        return [], []
+    return steps, [*places, last]
+
+
+def _later(steps: Sequence[Any], earlier: Sequence[Any]) -> None:
+    """Let the seconds of ``steps`` go on from those of ``earlier`` ones."""
+    passed = 0.0
+    if earlier:
+        passed = earlier[-1].get("seconds") or 0.0
+    for step in steps:
+        if step.get("seconds") is not None:
+            step["seconds"] += passed
 
 
 def _written(folder: Path) -> dict[str, Any]:
@@ -203,7 +265,14 @@ def _outcome(folder: Path) -> dict[str, Any]:
 
 
 def _unfinished(folder: Path, steps: Sequence[Any], warmup: int) -> dict[str, Any]:
-    verdict = Verdict("exit code", False, "the run has not ended, or was interrupted")
+    after = "before its first step"
+    if steps:
+        after = f"after step {steps[-1]['step']}"
+    name = _json(folder / STOPPED).data["signal"] if (folder / STOPPED).is_file() else ""
+    stopped = f"logged no more {after}: it is still running, or was killed"
+    if name:
+        stopped = f"was stopped by {name} {after}"
+    verdict = checks.skipped(Verdict("exit code", False, ""), f"the run {stopped}")
     start = folder / "job.json"
     last = start
     if steps:
@@ -214,6 +283,7 @@ def _unfinished(folder: Path, steps: Sequence[Any], warmup: int) -> dict[str, An
         "verdicts": [asdict(verdict)],
         "summary": asdict(of_rows(steps, warmup)),
         "seconds": max(0.0, seconds),
+        "stopped": stopped,
     }
 
 
@@ -249,6 +319,8 @@ def _common(
 ) -> dict[str, Any]:
     backend = backends()[what["backend"]]
     missing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+    if facts.get("gpu"):
+        steps = [{**step, "tflops": step.get("tflops_non_causal")} for step in steps]
     return {
         **{key: what[key] for key in ("backend", "mode", "precision")},
         "nodes": settings["nodes"],
@@ -258,6 +330,7 @@ def _common(
         "product": facts.get("gpu", ""),
         "parameters": facts.get("parameters", 0),
         "versions": facts.get("versions", {}),
+        "settings": _texts(settings),
         "series": [{**missing, **step, "step": step["step"]} for step in steps],
     }
 

@@ -11,9 +11,11 @@ import pytest
 import yaml
 
 from browser import CHROMIUM, Browser
-from primus_images.report.html import chart, page as page_of
+from primus_images.report.html import axes, chart, comparison, curves_of, page as page_of
+from primus_images.report.run import read
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import RecordedJob
+from proof_kit import finished_run
 from records import record
 
 ROOT = Path(__file__).parents[3]
@@ -35,8 +37,36 @@ def test_missing_values_are_null_and_no_label_ends_the_script() -> None:
     assert "<b>" not in html
     (line,) = data_of(html)["lines"]  # type: ignore[misc]
     assert line["label"] == "</script><b>"
-    values = [point[:2] for point in line["points"]]
-    assert values == [[1, 1.0], [2, None], [3, None], [4, 2.0]]
+    assert line["values"] == [1.0, None, None, 2.0]
+
+
+def test_all_charts_share_what_they_are_drawn_by() -> None:
+    series = {"a</script>": [{"step": 1, "loss": 1 / 3, "tokens": 512, "seconds": 0.123456789}]}
+    shared = axes(series, {"a</script>": [1]})
+    assert "</script>" not in shared
+    of_line = {"step": [1], "tokens": [512], "seconds": [0.1234568], "resumed": [1]}
+    assert json.loads(shared) == {"a</script>": of_line}
+    (line,) = data_of(chart("Loss", "y", series, "loss"))["lines"]  # type: ignore[misc]
+    assert line["values"] == [0.3333333]
+    assert not {"tokens", "seconds", "points"} & line.keys()
+
+
+def test_a_sparse_chart_has_the_places_of_its_values() -> None:
+    run = [{"step": 1}, {"step": 2, "eval_loss": 2.0}, {"step": 3, "eval_loss": None}]
+    series = {"a": run, "b": run[:1]}
+    first, second = data_of(chart("", "", series, "eval_loss", sparse=True))["lines"]  # type: ignore[misc]
+    assert (first["at"], first["values"]) == ([1], [2.0])
+    assert (second["at"], second["values"], second["colour"]) == ([], [], 1)
+    assert chart("", "", {"b": run[:1]}, "eval_loss", sparse=True) == ""
+
+
+def test_perplexity_and_mfu_are_drawn() -> None:
+    (step,) = curves_of({"a": [{"step": 1, "eval_loss": 2.0, "mfu_non_causal": 0.25}]})["a"]
+    assert (step["eval_perplexity"], step["mfu"]) == (math.exp(2.0), 25.0)
+    assert curves_of({"a": [{"step": 1, "mfu_non_causal": None}]})["a"][0].keys() == {
+        "step",
+        "mfu_non_causal",
+    }
 
 
 def test_a_chart_without_any_value_is_a_sentence() -> None:
@@ -53,6 +83,45 @@ def test_vendored_files_are_those_of_the_pinned_package() -> None:
     for name, sha256 in yaml.safe_load((folder / "vendored.yaml").read_text())["files"].items():
         content = (folder / Path(name).name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == sha256, f"{name}: update vendored.yaml, too"
+
+
+# The words of tables that lie on several lines, though they are short.
+BROKEN = """[...document.querySelectorAll("table.runs :is(td, th)")].flatMap((cell) => {
+  const found = [];
+  const walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode())
+    for (const word of walk.currentNode.textContent.matchAll(/[A-Za-z]{2,14}/g)) {
+      const range = document.createRange();
+      range.setStart(walk.currentNode, word.index);
+      range.setEnd(walk.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) found.push(word[0]);
+    }
+  return found;
+})"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_word_of_three_runs_is_broken_and_a_resume_is_drawn(width: int, tmp_path: Path) -> None:
+    folders = [finished_run(tmp_path / name) for name in ("first", "second", "third")]
+    job = json.loads((folders[1] / "job.json").read_text())
+    job["resume_from"] = f"{folders[0]}/checkpoint/step-7"
+    (folders[1] / "job.json").write_text(json.dumps(job))
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folders[1] / "metrics.jsonl").write_text("".join(lines[7:]))
+    page = tmp_path / "report.html"
+    page.write_text(comparison([read(folder) for folder in folders]), encoding="utf-8")
+    with Browser(page, tmp_path / "profile", width=width, phone=width < 1000) as browser:
+        browser.open(page)
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.js(BROKEN) == []
+        assert browser.js("primusCharts.length") == 6
+        drawn = "CanvasRenderingContext2D.prototype.setLineDash = (d) => { window.dashes = d; }"
+        browser.js(f"{drawn}; primusCharts[0].redraw()")
+        assert browser.js("(window.dashes || []).length") == 2
+        assert browser.js("document.getElementById('steps').textContent.includes('[7]')")
+        faults = [e for e in browser.events if e["method"] == "Runtime.exceptionThrown"]
+        assert not faults
 
 
 @pytest.fixture(scope="module")

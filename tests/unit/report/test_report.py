@@ -25,7 +25,7 @@ from primus_images.report.run import NoResult, read
 from primus_images.training.judge import suite
 from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run.job import Job
-from primus_images.training.run.outcome import Outcome, RunResult
+from primus_images.training.run.outcome import Outcome, RunResult, write_stop
 from proof_kit import FACTS, H200, finished_run, series_of, verdicts
 
 # As madengine writes it.
@@ -200,7 +200,7 @@ class Page(HTMLParser):
             f"{tag} {key}" for key, _ in attrs if key in ("src", "href") or key.startswith("on")
         ]
         self.outside += [tag] if tag in ("link", "iframe", "img") else []
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -223,10 +223,12 @@ def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_p
     assert [chart["title"] for chart in charts] == [
         "Loss",
         "Throughput",
+        "MFU",
+        "TFLOP/s",
         "Memory",
         "Gradient norm",
     ]
-    assert [[line["colour"] for line in chart["lines"]] for chart in charts] == [[0, 1, 2]] * 4
+    assert [[line["colour"] for line in chart["lines"]] for chart in charts] == [[0, 1, 2]] * 6
     assert "+10.0 %" in page.words
     assert "46.8 % / 52.7 % of 989 TFLOP/s BF16" in page.words
     assert "finite: loss <b>is</b> NaN at step 3" in page.words
@@ -359,7 +361,7 @@ def test_of_several_runs_those_without_a_step_are_left_out(
     said = capsys.readouterr()
     assert "✓ good" in said.out
     assert f"left out: {failed}: the run logged no step" in said.err
-    assert "✗ running" in said.out
+    assert "– running" in said.out
     assert (read(running).summary.steps, read(running).summary.last_loss) == (15, 5.0)
     assert main([*words[:2], *words[-2:]]) == 2, "nothing is left"
 
@@ -554,13 +556,95 @@ def test_a_run_whose_first_line_is_not_whole_has_no_step(make: Make) -> None:
         read(folder)
 
 
-def test_only_evaluated_steps_are_drawn_and_each_run_keeps_its_colour() -> None:
-    steps = [{"step": number, "eval_loss": 5.0 - number, "lr": None} for number in (1, 2, 3)]
-    steps[1]["eval_loss"] = None
-    series = {"without": [{"step": 1, "eval_loss": None}], "with": steps}
-    assert html.logged(series, "lr") is None
-    drawn = html.chart("Evaluation", "loss", html.logged(series, "eval_loss"), "eval_loss")
-    data = json.loads(drawn.partition('json">')[2].partition("</script>")[0])
-    lines = [(line["label"], line["colour"], line["points"]) for line in data["lines"]]
-    assert lines == [("without", 0, []), ("with", 1, [[1, 4.0, None, None], [3, 2.0, None, None]])]
-    assert html.chart("Learning rate", "", html.logged(series, "lr"), "lr") == ""
+def resumed(first: Path, folder: Path, step: int, steps: range) -> None:
+    """Let ``folder`` be a run of ``steps`` that was resumed from a checkpoint of ``first``."""
+    job = json.loads((folder / "job.json").read_text())
+    job["resume_from"] = str(first / f"checkpoint/step-{step}")
+    (folder / "job.json").write_text(json.dumps(job))
+    lines = [{"step": number, "loss": 1.0, "seconds": number - steps.start + 1} for number in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_resumed_run_has_one_history(make: Make, tmp_path: Path) -> None:
+    first, second, third = make("first"), make("second"), make("third")
+    resumed(Path("/none"), first, 0, range(1, 8))
+    resumed(first, second, 5, range(6, 10))
+    # Both were moved: the path of the checkpoint is no more.
+    resumed(Path("/gone/second"), third, 8, range(9, 12))
+    assert read(first).resumed_after == ()
+    run = read(third)
+    assert [step["step"] for step in run.series] == list(range(1, 12))
+    assert [step["seconds"] for step in run.series] == list(range(1, 12))
+    assert run.resumed_after == (5, 8)
+    assert ("Curves", "steps 1 to 11, resumed after 5, 8") in html.figures([run])
+    page = html.comparison([run])
+    assert json.loads(page.partition('id="steps">')[2].partition("<")[0])["third"]["resumed"] == [
+        5,
+        8,
+    ]
+    shutil.rmtree(first)
+    alone = read(second)
+    assert [step["step"] for step in alone.series] == list(range(6, 10))
+    assert alone.resumed_after == ()
+
+
+@pytest.mark.parametrize("damage", ["[1]\n", '{"step": 1, "lo', '{"loss": 1}\n'])
+def test_a_damaged_former_run_leaves_the_resumed_one_alone(damage: str, make: Make) -> None:
+    first, second = make("first"), make("second")
+    resumed(first, second, 5, range(6, 10))
+    (first / "metrics.jsonl").write_text(damage)
+    assert [step["step"] for step in read(second).series] == list(range(6, 10))
+
+
+def test_a_run_that_resumes_from_itself_is_read(make: Make) -> None:
+    folder = make("first")
+    resumed(folder, folder, 5, range(1, 8))
+    assert len(read(folder).series) == 7
+
+
+@pytest.mark.parametrize(
+    ("signal", "said"),
+    [
+        ("SIGTERM", "was stopped by SIGTERM after step 15"),
+        ("", "logged no more after step 15: it is still running, or was killed"),
+    ],
+)
+def test_a_run_that_was_stopped_did_not_fail(
+    signal: str, said: str, make: Make, tmp_path: Path
+) -> None:
+    folder = make("run")
+    (folder / "result.json").unlink()
+    if signal:
+        write_stop(signal, folder)
+    run = read(folder)
+    assert run.stopped == said
+    assert not run.passed
+    assert all(verdict.skipped for verdict in run.verdicts)
+    words = Page(html.comparison([run])).words
+    assert f" {said}." in words
+    assert "✗" not in words
+
+
+def test_settings_that_differ_are_first(make: Make) -> None:
+    runs = [read(make("one")), read(make("two"))]
+    length = "torchtitan.training.seq_len"
+    settings = {**runs[1].settings, length: "43", "more_of_it": "1"}
+    runs[1] = replace(runs[1], settings=settings)
+    differing, common = html.configuration(runs)
+    assert differing == [(length, "8192", "43"), ("more_of_it", "—", "1")]
+    names = [name for name, _ in common]
+    assert "torchtitan.training.steps" in names
+    assert len(names) > 20
+    page = html.comparison(runs)
+    assert "more_<wbr>of_it" not in page, "too short a word is not broken"
+    assert "primus train llama3.1-8b --backend=torchtitan" in page
+    assert page.index("more_of_it") < page.index("torchtitan.<wbr>training.<wbr>steps")
+
+
+def test_a_run_names_its_image_and_commit(make: Make) -> None:
+    folder = make("run")
+    job = json.loads((folder / "job.json").read_text())
+    job |= {"image": {"release": "v26.11", "target": "h200"}, "commit": "0123456789ab"}
+    (folder / "job.json").write_text(json.dumps(job))
+    figures = dict(html.figures([read(folder)]))
+    assert (figures["Image"], figures["Commit"]) == ("v26.11 h200", "0123456789ab")

@@ -74,6 +74,8 @@ def _document(run: Run) -> dict[str, object]:
 def _verdict(run: Run) -> Styled:
     if run.passed:
         return Styled(f"✓ {run.label}", "green")
+    if run.stopped:
+        return Styled(f"– {run.label}", "yellow")
     return Styled(f"✗ {run.label}", "red")
 
 

@@ -1,6 +1,7 @@
 """`primus prove`: its plan, and the folder that it reads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,24 @@ def test_what_cannot_be_proven_is_refused(
 ) -> None:
     assert main(["prove", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "shown"), [(1.5, "cell: 1.5 GiB, 2 predicted"), (None, "cell: – GiB, 2 predicted")]
+)
+def test_figures_of_a_record_are_printed(
+    memory: float | None,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    summary = {"tokens_per_second": 12345.0, "tflops_non_causal": 4.0, "memory_gib": memory}
+    text = json.dumps({"summary": summary})
+    step = replace(step_of("cell", f"print({text!r})"), expected={"predicted_gib": 2.0})
+    record = written(tmp_path, [step], monkeypatch)
+    capsys.readouterr()
+    assert main(["prove", "--read", str(record)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "cell: 1.234e+04 tokens/s per GPU" in lines
+    assert shown in lines

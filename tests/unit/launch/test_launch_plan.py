@@ -82,3 +82,6 @@ def test_the_document_has_the_figures_of_the_lines() -> None:
     assert (document["mesh"], document["checkpoint_interval"]) == (made.mesh, 10)
     tokens = document["global_batch"] * made.recipe.seq_len
     assert (document["steps"], document["tokens_per_step"]) == (20, tokens)
+    assert document["checkpoint_minutes"] == 0
+    by_time = plan("checkpoint=30m").document()
+    assert (by_time["checkpoint_interval"], by_time["checkpoint_minutes"]) == (0, 30)

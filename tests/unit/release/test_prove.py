@@ -422,9 +422,6 @@ def test_what_is_no_number_in_a_file_that_was_sent_is_refused(value: Any) -> Non
     assert [read._number(number) for number in (None, 1, 0.5)] == [None, 1, 0.5]
 
 
-ROOT = Path(__file__).parents[3]
-
-
 @pytest.mark.parametrize(
     ("count", "sentence"), [(8, "8 × NVIDIA H200"), (1, "1 of 8 × NVIDIA H200")]
 )

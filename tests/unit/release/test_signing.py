@@ -100,8 +100,11 @@ def test_a_signature_of_another_is_rejected_and_an_unreadable_key_judges_none(
     monkeypatch.setenv("COSIGN_SAYS", "odd words")
     assert trust.rejects(b"{}", "kind").endswith("(cosign: code 1)")
     monkeypatch.setenv("COSIGN_SAYS", "Error: loading verifier from key opts: none")
-    with pytest.raises(HostError, match="cosign cannot verify signatures: loading verifier"):
+    with pytest.raises(
+        HostError, match="cosign cannot verify signatures: loading verifier"
+    ) as none:
         trust.rejects(b"{}", "kind")
+    assert ("cosign.pub" in str(none.value.hint)) == bool(trust.key)
 
 
 def test_without_cosign_nothing_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Tuning GEMMs with PyTorch's TunableOp, whose results a stand-in writes here."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primus_images.cli.image import train
-from primus_images.errors import CheckFailed, InputError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.tuning import gemm
@@ -160,3 +161,20 @@ def test_a_run_reads_the_gemms_of_its_settings(
     assert "PYTORCH_TUNABLEOP_VERBOSE" not in os.environ
     for name in ("ENABLED", "TUNING", "FILENAME"):
         monkeypatch.delenv(f"PYTORCH_TUNABLEOP_{name}")
+
+
+def test_a_key_is_of_the_pytorch_and_the_gpu_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x", backend="fsdp"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    found = gemm.key_here(recipe)
+    assert (found.pytorch, found.arch) == ("2.11.0", "gfx942")
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with pytest.raises(HostError, match="PyTorch is not installed here"):
+        gemm.key_here(recipe)
+    with pytest.raises(InputError, match="tunes GEMMs of GPUs only"):
+        gemm.key_here(resolve("llama3.1-8b", (), Choices(gpu="cpu", proxy=True)))

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from primus_images.cli.verb import VERBS
+from primus_images.errors import InputError
 from primus_images.recipes.load import folder
+from primus_images.training.backends.finetune.talk import Talk
 
 MODELS = "/models/"
 TEMPLATE = (
@@ -66,5 +68,20 @@ with TemporaryDirectory() as name:
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in before.items()}
     assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
     assert any((after[n] != before[n]).any() for n in after), "nothing was trained"
+    talk = Talk(here / "runs/chats/weights")
+    hello = [{"role": "user", "content": "Do you ship abroad?"}]
+    talk._model.config.max_position_embeddings = 40
+    talk.reply(hello, 100, print)  # up to the last position
+    for turns, template, words in (
+        (hello * 10, talk._tokenizer.chat_template, "the model takes 40, with its answer"),
+        (hello, "{{ raise_exception('no system') }}", "refuses the chat: no system"),
+    ):
+        talk._tokenizer.chat_template = template
+        try:
+            talk.reply(turns, 100, print)
+        except InputError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
     summary = json.loads((here / "runs/chats/result.json").read_text())["summary"]
     assert summary["eval_loss"] and summary["last_loss"] < summary["first_loss"], summary

@@ -1,6 +1,7 @@
 """Hugging Face's models, from a recipe's sizes or a config.json, and the loss that trains them."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,7 @@ def adapted(model: Any, lora: "LoraConfig") -> Any:
         raise SystemExit(
             f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {names}"
         )
+    _refuse_shared(model, list(lora.targets) or names)
     settings = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -137,6 +139,21 @@ def adapted(model: Any, lora: "LoraConfig") -> Any:
             return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise SystemExit(f"lora.targets: {error}; there are {names}") from error
+
+
+def _refuse_shared(model: Any, targets: Sequence[str]) -> None:
+    """Raise SystemExit if layers that get adapters have a weight in common."""
+    ends = tuple(f".{target}.weight" for target in targets)
+    seen: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.endswith(ends):
+            continue
+        if parameter in seen:
+            raise SystemExit(
+                f"lora.targets: layers share {name}, and each would have its own adapter of it; "
+                "--mode full trains it, or lora.targets names other layers"
+            )
+        seen.add(parameter)
 
 
 def _linear_layers(model: Any) -> list[str]:

@@ -19,7 +19,7 @@ from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
 from primus_images.errors import HostError, InputError
-from primus_images.sandbox.container import Command, Devices, Mount, RootFs, listed
+from primus_images.sandbox.container import Command, Devices, Mount, RootFs, devices_named
 from primus_images.sandbox.engine import Engine
 from primus_images.sandbox.engines import choose
 from project_kit import until
@@ -220,7 +220,7 @@ def node() -> Iterator[Path]:
 
 def test_a_device_node_for_a_user_of_its_group(engine, tiny, tmp_path, node):
     script = f"echo x > {node} && stat -c '%t %T' {node}; ls /dev | grep -c primus-test"
-    devices = listed([str(node)])
+    devices = devices_named([str(node)])
     assert sh(engine, tiny, script, tmp_path, devices=devices, user="worker")[:2] == (0, "1 3\n1\n")
     assert sh(engine, tiny, f"test -e {node}", tmp_path)[0] == 1
 
@@ -236,7 +236,7 @@ def test_a_device_of_a_cdi_specification(engine, tiny, tmp_path, node):
         json.dumps({"cdiVersion": "0.5.0", "kind": "primus.test/gpu", "devices": [device]})
     )
     try:
-        devices = listed(["primus.test/gpu=0"])
+        devices = devices_named(["primus.test/gpu=0"])
         if engine.name == "docker" and not CURRENT:
             with pytest.raises(HostError, match="docker cannot run"):
                 sh(engine, tiny, "true", tmp_path, devices=devices)

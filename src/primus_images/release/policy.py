@@ -38,6 +38,11 @@ class Policy:
     osv: str | None = None
     accepted: str | None = None
 
+    @property
+    def about_packages(self) -> bool:
+        """Whether a rule needs the bill of materials."""
+        return bool(self.refused_licences or self.osv) or self.unknown_licences is not None
+
 
 def of_project(root: Path, path: Path | None) -> Policy:
     """Return the policy in ``path``, or without one, that of the project."""
@@ -294,8 +299,7 @@ def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
     reasons = []
     today = date.today()
     bills = list(_contents(documents, SPDX))
-    about_packages = policy.refused_licences or policy.osv or policy.unknown_licences is not None
-    if about_packages and not bills:
+    if policy.about_packages and not bills:
         reasons.append("it has no bill of materials, so licences and vulnerabilities are unknown")
     for bill in bills:
         for package in bill["packages"]:

@@ -305,6 +305,7 @@ def _read_layers(
             try:
                 stated = _stated_by(_layer_ref(image.config, number, layer), path)
             except HostError as error:
+                # Without a config, which is a fault of its own, the expected hash is unknown.
                 if image.config:
                     reason = error.message.partition(": ")[2].partition(" (/")[0]
                     result.faults.append(f"layer {name}: {reason}")

@@ -255,24 +255,28 @@ def _texts(osv: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _fixed_in(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:
-    """Return the version that mends it, "" if none is known, None if ``version`` is unaffected."""
+    """Return the version that mends it, "" if none is known, None if ``version`` is unaffected.
+
+    OSV lists affected versions, or states ranges of them, or both.
+    """
     order: Callable[[str], Any] = NativeVersion
     if ecosystem == "PyPI":
         order = Version
         version = version.partition("+")[0]  # a local build has the faults of its version
     listed = affected.get("versions") or ()
-    inside = version in listed
+    is_affected = version in listed
     fixes: list[str] = []
     try:
         for affected_range in affected.get("ranges") or ():
             if affected_range["type"] == "ECOSYSTEM":
-                affects, later = _in_range(affected_range["events"], version, order)
-                inside = inside or affects
+                inside, later = _in_range(affected_range["events"], version, order)
+                is_affected = is_affected or inside
                 fixes += later
     except ValueError:
-        # What cannot be compared is affected, unless all versions that are, are listed.
-        return "" if inside or not listed else None
-    if inside:
+        # A version that cannot be compared with a range counts as affected. If the entry also has a
+        # list, which names every affected version, the list decides.
+        return "" if is_affected or not listed else None
+    if is_affected:
         return min(fixes, key=order, default="")
     return None
 

@@ -226,7 +226,7 @@ def _count(number: str) -> int | None:
     return int(number)
 
 
-def listed(items: Iterable[str]) -> Devices:
+def devices_named(items: Iterable[str]) -> Devices:
     """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as
     /dev/dri.
 

@@ -169,11 +169,12 @@ def shared_memory(host: Host) -> Iterator[Finding]:
     """Check that /dev/shm is large enough for the ranks."""
     path = host.root / "dev/shm"
     ranks = max(1, len(host.gpus.names))
-    # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
+    # What NCCL's ring buffers need, if there are several ranks.
     least = _GIB // 32
-    good = least
     if ranks > 1:
         least = ranks * _GIB // 8
+    # On a GPU, data loaders need room, too.
+    good = least
     if host.gpus.names:
         good = 8 * _GIB
     if not path.is_dir():

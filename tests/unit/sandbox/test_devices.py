@@ -150,7 +150,7 @@ def test_nvidia_needs_a_specification(tmp_path):
 
 def test_listed_devices():
     items = ["/dev/null", "/dev/zero", "/dev/null", "amd.com/gpu=0"]
-    assert devices.listed(items).names == ("/dev/null", "/dev/zero", "amd.com/gpu=0")
+    assert devices.devices_named(items).names == ("/dev/null", "/dev/zero", "amd.com/gpu=0")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a device needs root")
@@ -166,4 +166,4 @@ def test_the_groups_that_may_open_a_device(tmp_path):
 )
 def test_what_is_no_device(item):
     with pytest.raises(InputError, match="neither a path below /dev nor a CDI device"):
-        devices.listed([item])
+        devices.devices_named([item])

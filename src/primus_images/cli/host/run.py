@@ -17,7 +17,7 @@ from primus_images.engine.workshop import root_of_image
 from primus_images.errors import InputError
 from primus_images.oci.store import digest_of
 from primus_images.progress import choose_progress
-from primus_images.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
+from primus_images.sandbox.container import GIB, Command, Mount, RootFs, devices_named, gpus
 from primus_images.sandbox.docker import load_image
 from primus_images.sandbox.engines import choose
 from primus_images.terminal import say
@@ -81,7 +81,7 @@ def run(options: RunOptions) -> int:
         argv=tuple(options.command),
         env=environment,
         mounts=tuple(_mount(item) for item in options.volume),
-        devices=gpus(options.gpus) + listed(options.device),
+        devices=gpus(options.gpus) + devices_named(options.device),
         memory_bytes=_bytes("--memory", options.memory),
         network=options.network == "host",
         user=options.user,

@@ -121,9 +121,9 @@ def _copy(source: Path, pattern: str, folder: Path) -> None:
 
 
 def _add_older_names(file: Path) -> None:
-    """Add rotary settings under older names, unless transformers would read them as other ones.
+    """Add rotary settings under older names, unless transformers would then read other settings.
 
-    It does so with models whose kinds of layers rotate in different ways.
+    Of models whose kinds of layers rotate in different ways, it would.
     """
     from transformers import AutoConfig
 

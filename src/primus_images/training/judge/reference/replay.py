@@ -344,7 +344,7 @@ class _Replay:
         if noisy:
             row["noise"] = self._noise(step, before, exact)
             if not self._exact and self._is_doubtful(row):
-                self._look_closer(row, before, weights, exact)
+                self._widen_noise(row, before, weights, exact)
         return _Step(row=row, gradients=gradients, narrow=narrow, sent=model.sent)
 
     def _row_of_update(self, step: int, taken: Mapping[str, Any], exact: _Pass) -> Row:
@@ -362,11 +362,11 @@ class _Replay:
             "rounded": update.least_rounded(self._settings, gradients, norm),
         }
 
-    def _look_closer(self, row: Row, before: Tensors, weights: Tensors, exact: _Pass) -> None:
-        """Widen the noise of a step.
+    def _widen_noise(self, row: Row, before: Tensors, weights: Tensors, exact: _Pass) -> None:
+        """Replace the noise of a step by that of several roundings, where theirs is larger.
 
         A few tokens may determine the error of a tensor or of the loss, and one rounding may spare
-        them by chance.
+        them by chance. Each of ``grids`` rounds numbers in another place.
         """
         noise = row["noise"]
         step = row["step"]

@@ -15,6 +15,7 @@ from primus_images.gpus.detect import kfd_gpus, properties
 from primus_images.system import fabric
 from primus_images.system.drivers import amdgpu_drivers, drivers
 from primus_images.system.host import IMAGE_FILE, Finding, Host, Level, finding
+from primus_images.terminal import counted
 from primus_images.yamlfile import read_values
 
 _GIB = 2**30
@@ -90,7 +91,7 @@ def rights(host: Host) -> Iterator[Finding]:
             yield finding("render_devices", there=len(cards), gpus=gpus, option=option)
     closed = [path for path in needed if not os.access(path, os.R_OK | os.W_OK)]
     if not closed:
-        yield finding("opened", count=len(needed))
+        yield finding("opened", devices=counted(len(needed), "device"))
         return
     path = closed[0]
     shown = host.shown(path)
@@ -188,7 +189,13 @@ def shared_memory(host: Host) -> Iterator[Finding]:
         name = "full_shm"
     elif total < good:
         name = "modest_shm"
-    yield finding(name, total=total / _GIB, free=free / _GIB, ranks=ranks, least=least / _GIB)
+    yield finding(
+        name,
+        total=total / _GIB,
+        free=free / _GIB,
+        least=least / _GIB,
+        ranks=counted(ranks, "rank"),
+    )
 
 
 def disk(host: Host) -> Iterator[Finding]:

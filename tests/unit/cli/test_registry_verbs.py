@@ -151,7 +151,7 @@ def test_requests_of_a_folder_are_signed_attached_and_tagged(
     assert "--key or --keyless is missing: who signs?" in capsys.readouterr().err
     assert main(["sign", str(tmp_path / "to-sign"), "--key", "cosign.key"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{NAME}:{TAG}: 1 statements signed", f"{NAME}@{DIGEST}"]
+    assert lines == [f"{NAME}:{TAG}: 1 statement signed", f"{NAME}@{DIGEST}"]
     assert registry.tags[TAG] == DIGEST
     assert main(["sign", str(tmp_path / "to-sign"), "--keyless", "--json"]) == 0
     row = {"ref": f"{NAME}:{TAG}", "digest": DIGEST, "signed": 1}

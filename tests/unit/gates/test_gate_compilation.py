@@ -21,7 +21,7 @@ def test_what_is_compiled_is_noted(compiler: str) -> None:
     image = [package("triton"), package("numpy"), *debs(compiler, "libpython3.12-dev")]
     report = compiled(image, python="3.12.3")
     assert report.passed
-    assert report.summary == "1 package of the image compile at the first step"
+    assert report.summary == "compiled at the first step: kernels of 1 package"
     (finding,) = report.findings
     assert finding.severity == "note"
     assert finding.message == "triton 3.6.0 compiles kernels, and a C file for each"

@@ -94,7 +94,7 @@ def test_requirements_are_those_of_the_images_python() -> None:
     debs = [package("python3-pyyaml", "6.0.2+dfsg-1"), package("new", "1")]
     report = requirements.judge(image(layers, debs=debs))
     assert messages(report) == ["venv foo 1 requires new, which the image lacks"]
-    assert report.summary == "2 requirements of 1 packages"
+    assert report.summary == "2 requirements of 1 package"
     other = requirements.judge(image(layers, debs=debs, base=None))
     assert messages(other) == ["venv foo 1 requires tomli, which the image lacks"]
 

@@ -9,6 +9,7 @@ from primus_images.errors import InputError
 from primus_images.release.publish import finish
 from primus_images.release.registry import Repository
 from primus_images.release.statement import Signer, Trust, check_key, requests, require_unedited
+from primus_images.terminal import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def sign(options: SignOptions) -> int:
         require_unedited(there, request)
         number = finish(there, request, signer)
         done.append({"ref": request.ref, "digest": digest, "signed": number})
-        lines += [f"{request.ref}: {number} statements signed", f"{name}@{digest}"]
+        lines += [f"{request.ref}: {counted(number, 'statement')} signed", f"{name}@{digest}"]
     return answer(options, {"signed": done}, lines)
 
 

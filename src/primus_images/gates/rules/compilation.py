@@ -57,5 +57,5 @@ def compiled(stated: Sequence[tuple[str, Stated]], *, python: str) -> GateReport
                 severity = "error"
                 sentence += f"; it needs {' or '.join(choices)}, which the image lacks"
         findings.append(Finding(severity, sentence, layer, package.path))
-    summary = f"{counted(len(findings), 'package')} of the image compile at the first step"
+    summary = f"compiled at the first step: kernels of {counted(len(findings), 'package')}"
     return GateReport(summary=summary, findings=findings)

@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus_images.gates.contents import PATTERNS, Stated
 from primus_images.gates.examined import Examined, Finding, GateReport
+from primus_images.terminal import counted
 from primus_images.versions.lock import normalised, upstream
 
 
@@ -61,7 +62,7 @@ def unmet(
                 continue
             need = f"{wheel.name} {wheel.version} requires {name}{requirement.specifier}"
             findings.append(Finding("error", f"{need}, {lack}", layer, wheel.path))
-    summary = f"{count} requirements of {len(wheels)} packages"
+    summary = f"{counted(count, 'requirement')} of {counted(len(wheels), 'package')}"
     return GateReport(summary=summary, findings=findings)
 
 

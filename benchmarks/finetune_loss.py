@@ -4,7 +4,8 @@
 
 The loop is PyTorch and transformers alone: no compiler, no fused kernel, a mask of all pairs of
 tokens. It takes the samples and the learning rate of each step from the run. Weights and chats are
-those of benchmarks.finetune.
+those of benchmarks.finetune. With `--control`, a second loop computes in BF16 from the weights in
+float32: what it differs by is due to BF16, not to `primus finetune`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.finetune import SIZES, make_chats, make_model
 from benchmarks.gpu import host
-from primus_images.training.backends.loop.config import LoopConfig, RankJob, read_job
+from primus_images.training.backends.loop.config import RankJob, read_job
 from primus_images.training.backends.loop.data import text
 
 # The steps whose mean loss is compared.
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=2, help="packed sequences a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a packed sequence")
+    parser.add_argument("--control", action="store_true", help="run the loop in BF16, too")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/primus-finetune"))
     options = parser.parse_args()
     weights = options.folder / (options.model + (f"-{options.layers}" if options.layers else ""))
@@ -58,7 +60,7 @@ def main() -> None:
     make_model(weights, options.model, options.layers)
     make_chats(chats, options.chats)
     run = finetuned(options, weights, chats)
-    reference = float32_losses(run, weights)
+    reference = plain_losses(run, weights, torch.float32)
     differences = [abs(loss / exact - 1) for loss, exact in zip(run.losses, reference, strict=True)]
     last = fmean(run.losses[-LAST:]) / fmean(reference[-LAST:]) - 1
     document = {
@@ -72,6 +74,12 @@ def main() -> None:
         "losses": [round(loss, 5) for loss in run.losses],
         "float32_losses": [round(loss, 5) for loss in reference],
     }
+    if options.control:
+        losses = plain_losses(run, weights, torch.bfloat16)
+        document["bf16_losses"] = [round(loss, 5) for loss in losses]
+        document["difference_of_control"] = round(
+            fmean(losses[-LAST:]) / fmean(reference[-LAST:]) - 1, 6
+        )
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"the last {LAST} steps: {last:+.3%}; the worst step: {max(differences):.3%}")
 
@@ -96,14 +104,18 @@ def finetuned(options: argparse.Namespace, weights: Path, chats: Path) -> Run:
     )
 
 
-def float32_losses(run: Run, weights: Path) -> list[float]:
-    """Return the loss of each step of the plain loop."""
+def plain_losses(run: Run, weights: Path, dtype: torch.dtype) -> list[float]:
+    """Return the loss of each step of the plain loop, which computes in ``dtype``.
+
+    The weights that are updated are in float32.
+    """
     config = run.job.training
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).to(device).train()
+    trained = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype).to(device).train()
     data = text(run.job, packing=True)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained.parameters(),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
@@ -113,27 +125,37 @@ def float32_losses(run: Run, weights: Path) -> list[float]:
     for step, rate in enumerate(run.rates):
         batch = data.batch(step * config.global_batch_size, config.global_batch_size)
         tensors = {name: tensor.to(device) for name, tensor in batch.items()}
+        copy_weights(trained, model)
+        losses.append(backward(model, tensors))
+        for parameter, copied in zip(trained.parameters(), model.parameters(), strict=True):
+            assert copied.grad is not None
+            parameter.grad = copied.grad.float()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), config.max_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        losses.append(trained_step(model, optimizer, tensors, config))
+        optimizer.step()
     return losses
 
 
-def trained_step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], config: LoopConfig
-) -> float:
-    """Train on a batch. Returns its mean loss."""
+@torch.no_grad()
+def copy_weights(trained: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Copy the weights to ``model``, whose gradients are dropped."""
+    for parameter, copied in zip(trained.parameters(), model.parameters(), strict=True):
+        copied.copy_(parameter)
+        copied.grad = None
+
+
+def backward(model: Any, batch: dict[str, Tensor]) -> float:
+    """Compute the gradients of a batch. Returns its mean loss."""
     logits = model(
         input_ids=batch["input_ids"],
         position_ids=batch["positions"],
         attention_mask=same_document(batch["positions"]),
         use_cache=False,
     ).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    labels = batch["labels"].flatten()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
     return float(loss.detach())
 
 

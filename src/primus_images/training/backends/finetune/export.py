@@ -5,8 +5,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -131,12 +131,16 @@ def _add_older_names(file: Path) -> None:
     older = _older_names(config.get("rope_parameters") or {})
     if not older:
         return
-    wanted = AutoConfig.from_pretrained(file).rope_parameters
-    write_file(file, json.dumps(config | older, indent=2) + "\n")
-    with suppress(KeyError, ValueError):
-        if AutoConfig.from_pretrained(file).rope_parameters == wanted:
+    named = json.dumps(config | older, indent=2) + "\n"
+    with TemporaryDirectory() as folder:
+        trial = Path(folder) / file.name
+        trial.write_text(named, encoding="utf-8")
+        try:
+            read = AutoConfig.from_pretrained(trial).rope_parameters
+        except (KeyError, ValueError):
             return
-    write_file(file, json.dumps(config, indent=2) + "\n")
+    if read == AutoConfig.from_pretrained(file).rope_parameters:
+        write_file(file, named)
 
 
 def _older_names(rope: Mapping[str, Any]) -> dict[str, Any]:

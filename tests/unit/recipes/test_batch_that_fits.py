@@ -53,7 +53,7 @@ def test_gathered_weights_are_kept_where_they_fit() -> None:
 
 
 def test_fine_tuning_recomputes_only_what_does_not_fit_otherwise() -> None:
-    for ranks, values in ((2, ("none", 3)), (1, ("full", 1))):
+    for ranks, values in ((2, ("none", 4)), (1, ("full", 1))):
         recipe = resolve(
             "qwen3-8b", [f"ranks={ranks}"], Choices(gpu="h200", backend="finetune", mode="full")
         )
@@ -66,4 +66,4 @@ def test_of_several_lists_the_first_combination_that_fits_is_taken() -> None:
         choices = Choices(gpu="h200", backend="finetune", mode="full")
         recipe = resolve("llama3.1-8b", ["ranks=4"], choices, place=Place(memory=gib * 2**30))
         chosen.append((recipe.settings["finetune.training.recompute"].value, recipe.local_batch))
-    assert chosen == [("none", 4), ("none", 2), ("none", 1), ("full", 4), ("full", 1)]
+    assert chosen == [("none", 4), ("none", 3), ("none", 2), ("full", 4), ("full", 1)]

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus_images.recipes.load import folder as recipes
-from primus_images.training.backends.finetune import entry, given, initial
+from primus_images.training.backends.finetune import conversion, entry, initial
 from primus_images.training.backends.finetune.backend import FinetuneConfig
 from primus_images.training.backends.loop import weights
 from primus_images.training.backends.loop.config import read_job
@@ -161,7 +161,7 @@ def trained_logits(output: Path, source: Path, tokens: torch.Tensor) -> torch.Te
     model = entry._model(job, job.section(FinetuneConfig), source)
     weights.materialize(model, torch.device("cpu"))
     model.causal.tie_weights()
-    files = given.files_of(source, model.causal, job.model)
+    files = conversion.files_of(source, model.causal, job.model)
     initial.init(model, job.training.seed, files, 1.0 - job.model.norm_offset)
     checkpoint = output / f"checkpoint/step-{exported_step(output)}"
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -32,7 +32,7 @@ from primus_images.recipes.family import OTHER
 from primus_images.recipes.resolve import resolve
 from primus_images.recipes.setting import Choices
 from primus_images.recipes.weights import config_of, fitting_families, nearest_recipe
-from primus_images.training.backends.finetune import backend, export, given, initial, models
+from primus_images.training.backends.finetune import backend, conversion, export, initial, models
 from primus_images.training.backends.loop import weights
 
 TABLE: dict[str, Any] = yaml.safe_load(
@@ -89,7 +89,7 @@ def ours(folder: Path) -> Any:
     causal = models.causal_model(recipe.architecture, "sdpa", folder)
     weights.materialize(causal, torch.device("cpu"))
     causal.tie_weights()
-    files = given.files_of(folder, causal, recipe.architecture)
+    files = conversion.files_of(folder, causal, recipe.architecture)
     initial.init(models.FineTuned(causal, 64), 1, files)
     layers = models.layers_of(causal, has_formula=recipe.architecture.has_formula)
     assert len(layers) == recipe.architecture.layers, "it is not sharded by layers"
@@ -182,7 +182,7 @@ def check_foreign(case: str, where: Path) -> None:
     torch.testing.assert_close(theirs(where / "whole")(tokens).logits, logits, rtol=0, atol=0)
     lora = models.WholeLogits(models.adapted(model, backend.LoraConfig(rank=4)), 64)
     weights.materialize(lora, torch.device("cpu"))
-    initial.init(lora, 1, given.files_of(folder, lora.causal, FOREIGN))
+    initial.init(lora, 1, conversion.files_of(folder, lora.causal, FOREIGN))
     added = {name: p for name, p in lora.model.named_parameters() if p.requires_grad}
     for name, parameter in added.items():
         torch.nn.init.normal_(parameter.data, 0, 0.1 if ".lora_B." in name else 1.0)

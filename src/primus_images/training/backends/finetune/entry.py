@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from primus_images.training.backends.finetune import export, given, initial, models
+from primus_images.training.backends.finetune import conversion, export, initial, models
 from primus_images.training.backends.finetune.backend import FinetuneConfig, source_of
 from primus_images.training.backends.loop import checkpoint, data, process, train, weights
 from primus_images.training.backends.loop.config import RankJob
@@ -21,7 +21,7 @@ def main(job: RankJob, device: torch.device) -> None:
     config = job.section(FinetuneConfig)
     source = source_of(config.weights, offline=True)
     model = _model(job, config, source)
-    converted = source is not None and given.are_converted(source, model.causal, job.model)
+    converted = source is not None and conversion.are_converted(source, model.causal, job.model)
     layers = models.layers_of(model.causal, has_formula=job.model.has_formula)
     if job.training.compile:
         process.keep_fewer_activations()
@@ -51,7 +51,7 @@ def _init(model: models.FineTuned, job: RankJob, source: Path | None, *, convert
     # Each rank loads the whole model, so the ranks of a node do it one after another.
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         if turn == int(os.environ.get("LOCAL_RANK", "0")):
-            initial.init(model, job.training.seed, given.Loaded(source), norm)
+            initial.init(model, job.training.seed, conversion.Loaded(source), norm)
         dist.barrier()
 
 

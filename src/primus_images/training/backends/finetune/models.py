@@ -178,8 +178,8 @@ def _linear_layers(model: Any) -> list[str]:
 
 def _last_name(name: str) -> str:
     """Return the last part of a name, which is no number: layers have these, too."""
-    found = re.search(r"[^.]*?(\.\d+)*$", name)
-    return found[0] if found else name
+    match = re.search(r"[^.]*?(\.\d+)*$", name)
+    return match[0] if match else name
 
 
 class FineTuned(LanguageModel):

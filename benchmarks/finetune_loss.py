@@ -137,12 +137,12 @@ def plain_losses(run: Run, weights: Path, dtype: torch.dtype) -> list[float]:
     return losses
 
 
-@torch.no_grad()
 def copy_weights(trained: torch.nn.Module, model: torch.nn.Module) -> None:
     """Copy the weights to ``model``, whose gradients are dropped."""
-    for parameter, copied in zip(trained.parameters(), model.parameters(), strict=True):
-        copied.copy_(parameter)
-        copied.grad = None
+    with torch.no_grad():
+        for parameter, copied in zip(trained.parameters(), model.parameters(), strict=True):
+            copied.copy_(parameter)
+            copied.grad = None
 
 
 def backward(model: Any, batch: dict[str, Tensor]) -> float:

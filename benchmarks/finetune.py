@@ -132,16 +132,22 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/primus-finetune"))
     parser.add_argument("--trl", metavar="VARIANT", help="run TRL in this process, for the above")
     options = parser.parse_args()
-    name = options.model + (f"-{options.layers}" if options.layers else "")
-    weights = options.folder / name
-    chats = options.folder / f"chats-{options.chats}.jsonl"
+    weights, chats = inputs_of(options)
     if options.trl:
         run_trl(options, weights, chats)
         return 0
-    make_model(weights, options.model, options.layers)
-    make_chats(chats, options.chats)
     compare(options, weights, chats)
     return 0
+
+
+def inputs_of(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the folder of weights and the file of chats, which are made once."""
+    name = options.model + (f"-{options.layers}" if options.layers else "")
+    weights = options.folder / name
+    chats = options.folder / f"chats-{options.chats}.jsonl"
+    make_model(weights, options.model, options.layers)
+    make_chats(chats, options.chats)
+    return weights, chats
 
 
 def make_chats(file: Path, count: int) -> None:

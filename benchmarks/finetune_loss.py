@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.finetune import SIZES, make_chats, make_model
+from benchmarks.finetune import SIZES, inputs_of
 from benchmarks.gpu import host
 from primus_images.training.backends.loop.config import RankJob, read_job
 from primus_images.training.backends.loop.data import text
@@ -55,10 +55,7 @@ def main() -> None:
     parser.add_argument("--control", action="store_true", help="run the loop in BF16, too")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/primus-finetune"))
     options = parser.parse_args()
-    weights = options.folder / (options.model + (f"-{options.layers}" if options.layers else ""))
-    chats = options.folder / f"chats-{options.chats}.jsonl"
-    make_model(weights, options.model, options.layers)
-    make_chats(chats, options.chats)
+    weights, chats = inputs_of(options)
     run = finetuned(options, weights, chats)
     reference = plain_losses(run, weights, torch.float32)
     differences = [abs(loss / exact - 1) for loss, exact in zip(run.losses, reference, strict=True)]

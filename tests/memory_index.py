@@ -14,6 +14,13 @@ from primus_images.release import bump
 from primus_images.versions import relock
 from primus_images.versions.lock import BaseRequest, LockedFile, Request
 
+# The wheels of the pins in fixtures/versions/followed.yaml.
+FOLLOWED = """
+    frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1
+    jit==3.0 jit==3.1 jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0
+    kernels==5.0 kernels==6.0<frame>=1.1
+"""
+
 
 class MemoryIndex:
     """Wheels as ``name==version``, or ``name==version<requirement`` for one that needs another.

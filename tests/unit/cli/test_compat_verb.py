@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import experiment_kit
 from primus_images.cli.main import main
 from primus_images.compat.commands import requested
 from primus_images.errors import PrimusError
@@ -166,13 +167,7 @@ MEGATRON = text_of("experiments/megatron.yaml")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("EXP", "NNODES", "BACKEND", "PRIMUS_TEAM", "PRIMUS_USER"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("PRIMUS_ROOT", "PRIMUS_ALLOW_UNMAPPED"):
-        # A command sets them for its own process.
-        monkeypatch.setenv(name, "")
-    return tmp_path
+    return experiment_kit.enter(tmp_path, monkeypatch)
 
 
 def test_run_pretrain_takes_a_file_of_the_users_own_and_options_over_it(

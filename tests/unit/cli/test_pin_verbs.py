@@ -9,24 +9,19 @@ from typing import Any
 import pytest
 
 from gits import git
-from memory_index import MemoryIndex, connect
+from memory_index import FOLLOWED, MemoryIndex, connect
 from primus_images.cli.main import main
 from project_kit import Kit
 from tables import text_of
 
 LOCK = "images/locks/pypi/demo.json"
 PLAIN = "images/locks/pypi/plain.json"
-WHEELS = """
-    tool==1.0<helper==1.0 tool==1.1<helper==1.0 helper==1.0 helper==2.0
-    frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1
-    jit==3.0 jit==3.1 jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0
-    kernels==5.0 kernels==6.0<frame>=1.1
-"""
+WHEELS = "tool==1.0<helper==1.0 tool==1.1<helper==1.0 helper==1.0 helper==2.0"
 
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> MemoryIndex:
-    return connect(monkeypatch, MemoryIndex(WHEELS))
+    return connect(monkeypatch, MemoryIndex(WHEELS + FOLLOWED))
 
 
 @pytest.fixture

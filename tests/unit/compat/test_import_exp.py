@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import experiment_kit
 from primus_images.cli.main import main
 from primus_images.compat.commands import documented
 from primus_images.errors import InputError
@@ -19,13 +20,7 @@ TITAN = text_of("experiments/torchtitan.yaml")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("EXP", "NNODES", "BACKEND", "PRIMUS_TEAM", "PRIMUS_USER"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("PRIMUS_ROOT", "PRIMUS_ALLOW_UNMAPPED"):
-        # A command sets them for its own process.
-        monkeypatch.setenv(name, "")
-    return tmp_path
+    return experiment_kit.enter(tmp_path, monkeypatch)
 
 
 def imported(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from memory_index import MemoryIndex, connect
+from memory_index import FOLLOWED, MemoryIndex, connect
 from primus_images.cli.host.common import warn_of_state
 from primus_images.cli.host.outdated import _amds_newest
 from primus_images.cli.main import main
@@ -144,16 +144,9 @@ def test_the_tools_of_builds_move_with_their_rocm() -> None:
     assert "- {inside: rocm-sdk-libraries, version: 10.9.9, channel: amd}" in lines
 
 
-WHEELS = """
-    frame==1.0+cpu frame==1.1+cpu frame==1.2+cpu frame==1.0<jit==3.0 frame==1.1<jit==3.1
-    jit==3.0 jit==3.1 jit==3.2 jit==3.3+cu130 trainer==1.0 trainer==2.0
-    kernels==5.0 kernels==6.0<frame>=1.1
-"""
-
-
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> MemoryIndex:
-    return connect(monkeypatch, MemoryIndex(WHEELS))
+    return connect(monkeypatch, MemoryIndex(FOLLOWED))
 
 
 @pytest.fixture

@@ -98,4 +98,4 @@ for recompute in ("none", "full"):
 assert kept_shapes() == [(8, 16), (8, 16), (8, 64), (8, 64)]
 process.keep_fewer_activations()
 assert kept_shapes() == [(8, 16), (8, 64)]
-gloo.leave()  # this ends the process
+gloo.leave()

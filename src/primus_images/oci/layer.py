@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, cast
 
 import zstandard
 
-from primus_images.errors import CheckFailed, HostError, InputError, PrimusError
+from primus_images.errors import CheckFailed, HostError, InputError
 from primus_images.files import open_regular, reason_of
 from primus_images.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus_images.oci.tar import Entry, Kind, Member, chunks_of, in_order, write_tar
@@ -238,8 +238,8 @@ def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
 def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
     """Yield every member of the layer, in its order, in bounded memory.
 
-    Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does
-    not match its digest.
+    Raises HostError if the blob cannot be read, and DamagedLayer if it is not a tar file or, after
+    its end was read, does not match its digest.
     """
     with _reader(layer, blob) as reader:
         try:
@@ -262,13 +262,24 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
 def unpacked(layer: LayerRef, blob: Path) -> Iterator[bytes]:
     """Yield the bytes of the layer's tar.
 
-    Raises HostError if the blob cannot be read or, after its end was read, does not match its
-    digest.
+    Raises HostError if the blob cannot be read, and DamagedLayer if it does not match its digest
+    after its end was read.
     """
     with _reader(layer, blob) as reader:
         while data := reader.read(_CHUNK):
             yield data
         reader.finish()
+
+
+class DamagedLayer(HostError):
+    """The file of a layer does not hold the layer. ``reason`` says what is wrong with it."""
+
+    def __init__(self, digest: str, reason: str, path: Path) -> None:
+        super().__init__(
+            f"blob {digest} is damaged: {reason} ({path})",
+            hint="delete that file and build the image again; nothing of it was kept",
+        )
+        self.reason = reason
 
 
 @contextlib.contextmanager
@@ -309,11 +320,8 @@ class _BlobReader:
                 f"its content hashes to {diff_id}, the config says {self._layer.diff_id}"
             )
 
-    def damaged(self, reason: str) -> PrimusError:
-        return HostError(
-            f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
-            hint="delete that file and build the image again; nothing of it was kept",
-        )
+    def damaged(self, reason: str) -> "DamagedLayer":
+        return DamagedLayer(self._layer.digest, reason, self._path)
 
 
 def require_sane(unpacked: int, packed: int) -> None:

@@ -18,11 +18,11 @@ from urllib.parse import unquote
 
 from packageurl import PackageURL
 
-from primus_images.errors import CheckFailed, HostError, PrimusError
+from primus_images.errors import CheckFailed, PrimusError
 from primus_images.gates.contents import Stated, stated_in, states_versions
 from primus_images.gates.rules.versions import versions_inside
 from primus_images.gpus.detect import detect
-from primus_images.oci.layer import walk
+from primus_images.oci.layer import DamagedLayer, walk
 from primus_images.oci.store import canonical_json, digest_of
 from primus_images.recipes.choose import CPU
 from primus_images.recipes.digest import misstated
@@ -304,11 +304,10 @@ def _read_layers(
             say(f"layer {name}: {layer['size'] / 1e6:.1f} MB")
             try:
                 stated = _stated_by(_layer_ref(image.config, number, layer), path)
-            except HostError as error:
+            except DamagedLayer as error:
                 # Without a config, which is a fault of its own, the expected hash is unknown.
                 if image.config:
-                    reason = error.message.partition(": ")[2].partition(" (/")[0]
-                    result.faults.append(f"layer {name}: {reason}")
+                    result.faults.append(f"layer {name}: {error.reason}")
                 continue
             # The packages of a registry's image are locked as layers, not individually.
             image.stated[name] = [i for i in stated if kind != "image" or i.kind != "deb"]

@@ -82,7 +82,7 @@ def allocated(recipe: Recipe, stage: int) -> dict[str, int]:
     from primus_images.training.backends.megatron.render import TABLES
     from primus_images.training.backends.megatron.session import optimizer_settings
 
-    cpu.apply_without_te()
+    cpu.patch_without_te()
     job = _job(recipe)
     world = recipe.world_size
     torch.distributed.init_process_group(

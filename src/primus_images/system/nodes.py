@@ -117,7 +117,7 @@ def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] 
         return states
 
 
-def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[[], bool]) -> int:
+def _run(folder: Path, ranks: int, fp8: str, burn_in: float, should_end: Callable[[], bool]) -> int:
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks)]
     command += ["-m", "primus_images.system.measure", str(folder), fp8, str(burn_in)]
@@ -126,7 +126,7 @@ def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[
     # torchrun starts the ranks without its own options.
     environment["PYTHONSAFEPATH"] = "1"
     log = folder / "log.txt"
-    watch = processes.Watch(hopeless=hopeless)
+    watch = processes.Watch(should_end=should_end)
     # It also ends the ranks, which torchrun starts in sessions of their own.
     ended = processes.run(command, log=log, environment=environment, watch=watch)
     return ended.exit_code
@@ -167,7 +167,7 @@ class _Progress:
         """Read the states of all ranks."""
         self.states = _states(self._folder, self._ranks)
 
-    def hopeless(self) -> bool:
+    def should_end(self) -> bool:
         """Report progress. Returns whether no state has changed for too long."""
         now = time.monotonic()
         before = self.states
@@ -212,7 +212,7 @@ def burn_in(
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
         progress = _Progress(folder, count, seconds, say, patience)
-        code = _run(folder, count, _fp8(host), seconds, progress.hopeless)
+        code = _run(folder, count, _fp8(host), seconds, progress.should_end)
         progress.read()
         failure = ""
         if code or not all(progress.states):

@@ -438,7 +438,7 @@ class Search:
             command,
             log=output.with_suffix(".log"),
             environment=os.environ,
-            watch=processes.Watch(on_line=lines.append, hopeless=lambda: time.monotonic() > end),
+            watch=processes.Watch(on_line=lines.append, should_end=lambda: time.monotonic() > end),
         )
         series = read_run(output)
         rates = [step.tokens_per_second for step in series.steps[self._effort.warmup :]]

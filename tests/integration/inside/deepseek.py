@@ -100,7 +100,7 @@ def gap_of(sizes: Architecture) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-cpu.apply()
+cpu.patch_torch()
 os.environ |= {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -110,7 +110,7 @@ os.environ |= {
 store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-cpu.apply_after_import()
+cpu.patch_megatron()
 for sizes in (V2, V3):
     torch.manual_seed(0)
     # Unscaled rotary positions make it 5e-2.

@@ -123,7 +123,7 @@ def main() -> None:
     )
     if options.patches:
         # torchtitan chooses its device when it is imported.
-        cpu.apply()
+        cpu.patch_torch()
         for module in {fault.module for fault in SILENT.values()}:
             importlib.import_module(module)
         for name in SILENT:

@@ -216,13 +216,13 @@ def check_layout(case: str, where: Path) -> None:
 
 
 def join() -> None:
-    on_cpu.apply()
-    cpu.apply()
+    on_cpu.patch_torch()
+    cpu.patch_torch()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    cpu.apply_after_import()
+    cpu.patch_megatron()
 
 
 if __name__ == "__main__":

@@ -277,17 +277,17 @@ def test_loading_pytorch_may_take_longer_than_a_part(
     monkeypatch.setattr(nodes.time, "monotonic", lambda: now)
     said: list[str] = []
     progress = nodes._Progress(tmp_path, 1, 60.0, said.append, patience=10)
-    assert not progress.hopeless()
+    assert not progress.should_end()
     now = 29.0
-    assert not progress.hopeless()
+    assert not progress.should_end()
     now = 31.0
-    assert progress.hopeless()
+    assert progress.should_end()
     (tmp_path / "rank-0.json").write_text('{"round": 1, "wrong": []}')
-    assert not progress.hopeless()
+    assert not progress.should_end()
     now = 40.0
-    assert not progress.hopeless()
+    assert not progress.should_end()
     now = 42.0
-    assert progress.hopeless()
+    assert progress.should_end()
     assert said == [
         "burn-in: 0 of 60 s, round 1, no wrong result",
         "burn-in: 11 of 60 s, round 1, no wrong result",

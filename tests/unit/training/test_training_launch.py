@@ -279,7 +279,7 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(
         [sys.executable, "-c", "import time; time.sleep(60)"],
         log=tmp_path / "log.txt",
         environment=os.environ,
-        watch=Watch(hopeless=lambda: time.monotonic() - started > 1),
+        watch=Watch(should_end=lambda: time.monotonic() - started > 1),
     )
     assert ended.exit_code == -signal.SIGTERM
     assert 2 < time.monotonic() - started < 20

@@ -37,14 +37,14 @@ class Watch:
 
     ``on_line`` gets each line of its output. After ``patience()`` seconds without one (0: never),
     ``on_silence`` is called once with the launcher's process id, and must end the ranks. The
-    launcher is ended ``GRACE_SECONDS`` later, and as long after ``hopeless`` becomes true, as when
-    another node has failed.
+    launcher is ended ``GRACE_SECONDS`` later, and as long after ``should_end`` becomes true, for
+    example because another node has failed.
     """
 
     on_line: Callable[[str], object] = lambda _line: None
     patience: Callable[[], float] = lambda: 0.0
     on_silence: Callable[[int], object] = lambda _launcher: None
-    hopeless: Callable[[], bool] = lambda: False
+    should_end: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def _wait(
             continue
         silent = 0 < watch.patience() < time.monotonic() - reader.last_line
         # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
-        if silent or reader.log.full or watch.hopeless():
+        if silent or reader.log.full or watch.should_end():
             deadline = time.monotonic() + GRACE_SECONDS
         if silent:
             watch.on_silence(process.pid)

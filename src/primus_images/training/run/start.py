@@ -218,7 +218,7 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
                     on_line=follower.line,
                     patience=follower.patience,
                     on_silence=follower.end_ranks,
-                    hopeless=lambda: several and failure.known(job.output),
+                    should_end=lambda: several and failure.known(job.output),
                 ),
             )
     except KeyboardInterrupt as signal:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from primus_images.patch import replace
 
 
-def apply() -> None:
+def patch_torch() -> None:
     """Replace the GPU that Megatron names everywhere with the CPU, on this thread."""
     # Megatron uses Transformer Engine's optimizer and norms if it is installed, and they need a
     # GPU.
@@ -61,7 +61,7 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
         return result
 
 
-def apply_after_import() -> None:
+def patch_megatron() -> None:
     """Apply the patches to Megatron's own names."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
@@ -89,7 +89,7 @@ def apply_after_import() -> None:
     replace(token_dispatcher, "maybe_move_tensor_to_cpu", as_numbers, takes=takes)
 
 
-def apply_without_te() -> None:
+def patch_without_te() -> None:
     """Patch the two modules that assume Transformer Engine. Each patch states what fails."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils

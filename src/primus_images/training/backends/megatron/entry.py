@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     if not torch.cuda.is_available():
         from primus_images.training.backends.megatron import cpu
 
-        cpu.apply()
+        cpu.patch_torch()
     from primus_images.training.backends.loop import data, process, train
 
     def run(job: RankJob, device: torch.device) -> None:

@@ -176,7 +176,7 @@ def build(job: RankJob, *, on_cpu: bool) -> list[Any]:
     one.
     """
     if find_spec("transformer_engine") is None:
-        cpu.apply_without_te()
+        cpu.patch_without_te()
     transformer = transformer_config(job, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     choices = job.section(MegatronConfig)

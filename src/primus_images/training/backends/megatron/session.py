@@ -247,7 +247,7 @@ def _start(job: RankJob, *, on_cpu: bool) -> None:
     }
     parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
     if on_cpu:
-        cpu.apply_after_import()
+        cpu.patch_megatron()
     else:
         model_parallel_cuda_manual_seed(job.training.seed)
     if job.training.deterministic:

@@ -22,7 +22,7 @@ from primus_images.training.backends.loop.process import use_cpu
 from primus_images.training.backends.loop.weights import fill
 
 
-def apply() -> None:
+def patch_torch() -> None:
     """Make the CPU torchtitan's device in this process."""
     use_cpu()
     # torchtitan takes torch's accelerator, or else cuda, which a CPU build cannot set.

@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     gloo.choose_store(folder)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        cpu.apply()
+        cpu.patch_torch()
     if job["config"].get("compile.enable"):
         keep_graphs()
     if job["turbo"]:

@@ -171,6 +171,65 @@ def test_every_verb_has_help_with_an_example(name: str, capsys: pytest.CaptureFi
     assert name == "run" or "--json" in out
 
 
+def test_help_wraps_paragraphs_and_keeps_lists(
+    verb: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = """A command can be run
+on one machine, or in a well-known cluster.
+
+- one, by hand, which is what most users want
+- two, see https://example.org/a-name-that-is-long
+  indented lines begin where they did, too
+
+The end."""
+    monkeypatch.setitem(VERBS, "fake", VERBS["fake"]._replace(more=more))
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = parser_of("fake").format_help()
+    description = shown.partition("Do nothing.\n\n")[2].partition("\n\noptions")[0]
+    assert description.splitlines() == [
+        "A command can be run on one machine,",
+        "or in a well-known cluster.",
+        "",
+        "- one, by hand, which is what most",
+        "  users want",
+        "- two, see",
+        "  https://example.org/a-name-that-is-long",
+        "  indented lines begin where they did,",
+        "  too",
+        "",
+        "The end.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("example", "lines"),
+    [
+        (
+            "primus fake one --format two-words --json",
+            ["example: primus fake one \\", "    --format two-words --json"],
+        ),
+        (
+            "primus fake https://example.org/long-long-long-name -- echo",
+            [
+                "example: primus fake \\",
+                "    https://example.org/long-long-long-name \\",
+                "    -- echo",
+            ],
+        ),
+        (
+            "primus fake 'one two three four five six'",
+            ["example: primus fake 'one two three four five six'"],
+        ),
+    ],
+)
+def test_an_example_that_is_too_long_goes_on_after_a_backslash(
+    example: str, lines: list[str], verb: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VERBS, "fake", VERBS["fake"]._replace(example=example))
+    monkeypatch.setenv("COLUMNS", "40")
+    assert parser_of("fake").format_help().splitlines()[-len(lines) :] == lines
+
+
 def completions(line: str, folder: Path) -> list[str]:
     """What a shell would offer for the line, through argcomplete's own protocol."""
     answer = folder / "answer"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ def test_no_value_of_a_variable_is_an_argument():
     )
     assert options == ["--env=HF_TOKEN", "--env=PATH=/bin", "--env=A"]
     assert values == {"HF_TOKEN": "secret", "A": "1\n2"}
+
+
+def test_a_terminal_is_named_to_a_command_that_has_one(monkeypatch):
+    monkeypatch.setenv("TERM", "screen")
+    assert engine.variable_options(Command(), False)[0] == []
+    assert engine.variable_options(Command(), True)[0] == ["--env=TERM=screen"]
+    own = Command(env={"TERM": "dumb"})
+    assert engine.variable_options(own, True)[0] == ["--env=TERM=dumb"]
+    monkeypatch.delenv("TERM")
+    assert engine.variable_options(Command(), True)[0] == ["--env=TERM=xterm"]
 
 
 def test_clients_do_not_get_our_environment(monkeypatch):
@@ -246,6 +257,9 @@ def test_options_of_a_container(tmp_path):
     named = (Mount(source=Path("/a:b,c"), target="/in", read_only=False),)
     options = engine.general_options(Command(mounts=named, hostname="h"), False)
     assert '--mount=type=bind,"source=/a:b,c",target=/in' in options
+    named = (replace(named[0], read_only=True),)
+    options = engine.general_options(Command(mounts=named, hostname="h"), False)
+    assert '--mount=type=bind,"source=/a:b,c",target=/in,readonly' in options
     alone = engine.general_options(Command(network=True, hostname="h"), False)
     assert "--network=host" in alone
     assert not any(word.startswith(("--hostname", "--tty", "--user")) for word in alone)
@@ -319,6 +333,117 @@ def test_an_engine_that_gets_too_little_memory_says_so(tmp_path):
 def test_the_reason_of_a_refusal_is_asked_without_a_registry(tmp_path):
     script = "[ $1 = run ] && exit 125; echo Error: $1 $2 >&2; exit 1"
     assert refusal(script, tmp_path) == "shell cannot run v1.2_cpu: create --pull=never"
+
+
+def test_a_container_that_was_made_is_started_again_for_its_reason(tmp_path):
+    made = "[ $1 = container ] && echo 0 0001-01-01T00:00:00Z && exit"
+    script = f"[ $1 = run ] && exit 126; {made}; echo Error: $1 is refused >&2; exit 1"
+    assert refusal(script, tmp_path) == "shell cannot run v1.2_cpu: start is refused"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("", "it gives no reason"),
+        ("a warning\nError response from daemon: no room\nsee --help", "no room"),
+        ("a warning\nError: no room", "no room"),
+        ("first\nlast", "last"),
+    ],
+)
+def test_the_reason_of_a_client_is_its_error_or_its_last_line(said, reason):
+    assert engine.error_of(subprocess.CompletedProcess([], 1, "", said)) == reason
+
+
+def test_a_user_that_the_image_does_not_have_is_the_users_mistake(tmp_path):
+    script = "[ $1 = run ] && exit 126; echo Error: unable to find user me >&2; exit 1"
+    root = root_with(tmp_path, Cmd=["true"])
+    with Path(os.devnull).open("rb") as nothing:
+        with pytest.raises(InputError, match="the image has no user 'me'"):
+            Shell(script).run(root, Command(user="me"), stdin=nothing, stdout=nothing)
+        # An image that names a user of its own lacks it; nobody asked for one.
+        with pytest.raises(HostError, match="unable to find user me"):
+            Shell(script).run(root, Command(), stdin=nothing, stdout=nothing)
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("v1.2_cpu", "v1-2-cpu"), ("_", "primus"), ("a" * 80, "a" * 63)],
+)
+def test_a_container_is_called_as_its_image(name, host, tmp_path):
+    root = replace(root_with(tmp_path, Cmd=["true"]), name=name)
+    output = tmp_path / "output"
+    with Path(os.devnull).open("rb") as nothing, output.open("wb") as stream:
+        Shell('echo "$@"').run(root, Command(), stdin=nothing, stdout=stream)
+    assert f"--hostname={host} " in output.read_text()
+
+
+def test_what_was_written_before_a_command_comes_before_its_output(tmp_path):
+    root = root_with(tmp_path, Cmd=["true"])
+    output = tmp_path / "output"
+    with Path(os.devnull).open("rb") as nothing, output.open("w") as stream:
+        stream.write("before\n")
+        script = "echo out; echo error >&2"
+        Shell(script).run(root, Command(), stdin=nothing, stdout=stream, stderr=stream)
+    assert output.read_text() == "before\nout\nerror\n"
+
+
+def test_a_message_about_a_killed_command_is_among_its_errors(tmp_path, capfd):
+    root = root_with(tmp_path, Cmd=["true"])
+    errors = tmp_path / "errors"
+    for limit in (5 << 20, None):
+        with Path(os.devnull).open("rb") as nothing, errors.open("w") as stream:
+            command = Command(memory_bytes=limit)
+            Shell("exit 137").run(root, command, stdin=nothing, stdout=nothing, stderr=stream)
+        assert bool(errors.read_text()) is (limit is not None)
+    assert capfd.readouterr().err == ""
+
+
+# A container that runs a while after its client started, and says what it gets.
+SIGNALLED = """
+trap 'echo window >> {folder}/said' WINCH
+case $1 in
+run)
+    echo $$ > {folder}/client
+    while [ ! -e {folder}/ended ]; do sleep 0.02; done
+    exit 5
+    ;;
+kill)
+    [ -e {folder}/runs ] || {{ echo > {folder}/early; exit 1; }}
+    echo "$3" >> {folder}/said
+    echo > {folder}/ended
+    ;;
+esac
+"""
+RUN = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_engines import Shell, root_with
+from primus_images.sandbox.container import Command
+
+with open("/dev/null", "rb") as nothing:
+    root = root_with(Path({folder!r}), Cmd=["true"])
+    sys.exit(Shell({script!r}).run(root, Command(), stdin=nothing, stdout=nothing))
+"""
+
+
+def test_signals_reach_a_container_as_soon_as_it_runs(tmp_path: Path) -> None:
+    script = SIGNALLED.format(folder=tmp_path)
+    text = RUN.format(here=str(Path(__file__).parent), folder=str(tmp_path), script=script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", text], env=environment)
+    said = tmp_path / "said"
+    try:
+        assert until((tmp_path / "client").exists, 20)
+        process.send_signal(signal.SIGWINCH)
+        assert until(said.exists, 20)
+        process.send_signal(signal.SIGTERM)
+        assert until((tmp_path / "early").exists, 20)
+        (tmp_path / "runs").touch()
+        assert process.wait(20) == 5
+    finally:
+        process.kill()
+    assert said.read_text().split() == ["window", "--signal=15"]
 
 
 @pytest.mark.parametrize(

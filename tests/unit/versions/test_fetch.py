@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 
 from primus_images.errors import HostError, InputError
-from primus_images.progress import Progress
+from primus_images.progress import Progress, choose_progress
 from primus_images.versions import fetch as module
 from primus_images.versions.fetch import fetch
 from primus_images.versions.filecache import FileCache
@@ -276,6 +277,51 @@ def test_a_server_that_drips_is_left(
     sources.replies[offer().url] = [lambda size: (0, [b"0", b"1"])]
     caught = refused(cache, locked())
     assert caught.message == "https://first/torch.whl is too slow: 1 of 10 bytes are here"
+
+
+class Amounts(Progress):
+    """Adds what a task reports."""
+
+    total = 0
+
+    def advance(self, key: str, amount: int) -> None:
+        self.total += amount
+
+
+def test_what_was_fetched_is_told_with_its_amount_and_rate(
+    sources: Sources,
+    cache: FileCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = b"0123456789" * 300_000
+    seconds = [100.0]
+
+    def reply(size: int) -> tuple[int, list[bytes]]:
+        seconds[0] += 2
+        return 0, [data]
+
+    sources.offered["torch", "first"] = [offer()]
+    sources.replies[offer().url] = [reply]
+    clock = SimpleNamespace(monotonic=lambda: seconds[0])
+    monkeypatch.setattr(module, "time", clock)
+    with choose_progress() as progress:
+        fetch({locked(data=data): request_of()}, cache, progress=progress)
+    assert capsys.readouterr().err == "✓ fetch  1 file, 3.0 MB, 1.5 MB/s\n"
+
+
+def test_the_amount_of_progress_is_the_size_of_the_files(
+    sources: Sources, cache: FileCache
+) -> None:
+    names = {name: name.encode() * 1000 for name in ("one", "two")}
+    for name, data in names.items():
+        url = f"https://first/{name}"
+        sources.offered[name, "first"] = [Offer(file=f"{name}.whl", url=url)]
+        sources.replies[url] = [whole(data)]
+    files = [locked(name=name, data=data) for name, data in names.items()]
+    progress = Amounts()
+    fetch(dict.fromkeys(files, request_of()), cache, progress=progress)
+    assert progress.total == 6000
 
 
 COMMIT = Commit(url="https://example.org/a.git", commit="c" * 40, version="1")

@@ -6,7 +6,7 @@ import pytest
 
 from primus_images.cli.host.lock import Change, compare
 from primus_images.errors import InputError
-from primus_images.progress import Progress
+from primus_images.progress import Progress, choose_progress
 from primus_images.versions import relock, wheels
 from primus_images.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
 
@@ -217,6 +217,45 @@ def test_an_extra_that_needs_another_version_than_the_base_has_is_refused(
     wanted = Request(target="cpu", channel="pypi", python="3.11", bases=bases)
     with pytest.raises(InputError, match="b rdma needs bash 10, and base b has 9"):
         relock.resolve(wanted, None, {}, Progress())
+
+
+def test_packages_of_a_base_over_an_image_are_resolved_with_what_the_image_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def image(name: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
+        return (_file("layer", image, base=name),), "Package: libc6\n"
+
+    def debs(name: str, base: BaseRequest, status: str) -> tuple[LockedFile, ...]:
+        return (_file("deb", "tool", version=status.strip() or "none", base=name),)
+
+    monkeypatch.setattr(relock, "resolve_image", image)
+    monkeypatch.setattr(relock, "resolve_debs", debs)
+    suite = BaseRequest(suite="bookworm", python="3.11.2", packages=())
+    bases = {
+        "image": suite._replace(image="vendor"),
+        "more": suite._replace(image="vendor", packages=("tool",)),
+        "suite": suite,
+    }
+    wanted = Request(target="cpu", channel="pypi", python="3.11", bases=bases)
+    files = relock.resolve(wanted, None, {}, Progress()).files
+    assert {(file.base, file.name, file.version) for file in files} == {
+        ("image", "vendor", "1"),
+        ("more", "vendor", "1"),
+        ("more", "tool", "Package: libc6"),
+        ("suite", "tool", "none"),
+    }
+
+
+def test_each_part_is_told_with_its_number_of_files(
+    calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with choose_progress() as progress:
+        relock.resolve(_with_build(_request(), "torch"), None, {}, progress)
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "✓ resolve packages of b  1 package",
+        "✓ resolve wheels  2 wheels",
+        "✓ resolve wheels of x build  2 wheels",
+    ]
 
 
 def test_targets_that_are_locked_together_resolve_a_base_once(calls: list[Any]) -> None:

@@ -52,7 +52,7 @@ def _saving_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _tokenizer_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield text of the user's that the built-in tokenizer, of a small model, would cut."""
-    if recipe.get("proxy", bool) or recipe.architecture.of_images:
+    if recipe.get("proxy", bool):
         return
     tokenizer = recipe.asset("tokenizer")
     corpus = recipe.asset("corpus")

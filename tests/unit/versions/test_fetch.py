@@ -49,6 +49,7 @@ class Sources:
         self.offered: dict[tuple[str, str], list[Offer] | HostError] = {}
         self.replies: dict[str, list[Any]] = {}
         self.asked: list[tuple[str, int]] = []
+        self.waits: list[float] = []
 
     def offers(self, name: str, place: str) -> list[Offer]:
         found = self.offered.get((name, place), [])
@@ -71,7 +72,7 @@ class Sources:
 def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
     found = Sources()
     monkeypatch.setattr(Indexes, "of_host", lambda own: found)
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(module.time, "sleep", found.waits.append)
     return found
 
 
@@ -210,6 +211,31 @@ def test_a_download_goes_on_where_it_ended(sources: Sources, cache: FileCache) -
     act(cache, locked())
     assert [size for _, size in sources.asked] == [0, 4, 8]
     assert cache.path(sha_of(DATA)).read_bytes() == DATA
+    assert sources.waits == [0.4, 0.4], "a server that makes progress is not waited for longer"
+
+
+def test_a_connection_that_ends_after_the_last_byte_is_a_whole_file(
+    sources: Sources, cache: FileCache
+) -> None:
+    def blocks() -> Iterator[bytes]:
+        yield DATA
+        raise requests.ConnectionError("cut")
+
+    sources.offered["torch", "first"] = [offer()]
+    sources.replies[offer().url] = [lambda size: (size, blocks())]
+    act(cache, locked())
+    assert [size for _, size in sources.asked] == [0]
+
+
+def test_a_server_that_has_no_more_bytes_has_sent_a_whole_file(
+    sources: Sources, cache: FileCache
+) -> None:
+    with cache.part(sha_of(DATA)) as part:
+        assert part
+        part.write(DATA)
+    sources.offered["torch", "first"] = [offer()]
+    sources.replies[offer().url] = [answered(416)]
+    assert "and the lock says 11 of the same sha256" in refused(cache, locked(size=11)).message
 
 
 def test_what_was_here_before_is_read_anew_if_it_is_of_another_file(
@@ -266,6 +292,7 @@ def test_a_server_that_fails_is_asked_four_times_unless_it_answers(
     caught = refused(cache, locked())
     assert caught.message == f"https://first/torch.whl cannot be fetched: {said}"
     assert (caught.hint, len(sources.asked)) == (hint, tries)
+    assert sources.waits == [0.4, 0.8, 1.6][: tries - 1]
 
 
 def test_a_server_that_drips_is_left(

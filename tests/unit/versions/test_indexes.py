@@ -1,16 +1,19 @@
 """pip's configuration as uv's settings, and uv's failures as sentences."""
 
 import contextlib
+import hashlib
 import http.server
 import io
 import threading
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 from hypothesis import given, strategies as st
 
+from loopback import serve
 from primus_images.errors import HostError, InputError
 from primus_images.versions.indexes import Indexes, Offer, _files, offers_in, parse_config
 from primus_images.versions.lock import BaseRequest, Request
@@ -190,6 +193,53 @@ def test_an_odd_page_is_a_sentence_that_names_the_index(page: bytes) -> None:
         ):
             Indexes(urls=(place,)).offers("numpy", place)
         server.shutdown()
+
+
+WHEEL = b"bytes of a wheel"
+SHA256 = hashlib.sha256(WHEEL).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("stated", "methods"),
+    [
+        ({"size": 5, "sha256": "a" * 64}, []),
+        ({"sha256": "a" * 64}, ["HEAD"]),
+        ({"size": 5}, ["GET"]),
+        ({}, ["GET"]),
+    ],
+    ids=["both", "sha256", "size", "nothing"],
+)
+def test_a_file_is_read_only_if_its_index_does_not_state_its_hash(
+    tmp_path: Path, stated: dict[str, Any], methods: list[str]
+) -> None:
+    (tmp_path / "a.whl").write_bytes(WHEEL)
+    with serve(tmp_path) as server:
+        offer = Offer(file="a.whl", url=f"{server.url}/a.whl", **stated)
+        file = Indexes(urls=()).locked("wheel", "a", "1", offer)
+        assert [method for method, _, _ in server.log] == methods
+    whole = {"size": len(WHEEL), "sha256": SHA256}
+    read = "GET" in methods
+    assert file.sha256 == (SHA256 if read else stated["sha256"])
+    assert file.size == (whole if methods else stated)["size"]
+
+
+def test_a_file_whose_length_no_answer_states_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.whl").write_bytes(WHEEL)
+    with serve(tmp_path) as server:
+        server.faults.no_length.add("/a.whl")
+        offer = Offer(file="a.whl", url=f"{server.url}/a.whl", sha256="a" * 64)
+        file = Indexes(urls=()).locked("wheel", "a", "1", offer)
+    assert (file.size, file.sha256) == (len(WHEEL), SHA256)
+
+
+def test_a_listed_file_that_is_not_there_is_named_with_its_package(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        offer = Offer(file="a.whl", url=f"{server.url}/a.whl")
+        with pytest.raises(HostError) as caught:
+            Indexes(urls=()).locked("wheel", "a", "1", offer)
+        start = f"the index lists a 1, but the file at {server.url}/a.whl is not there: HTTP"
+    assert caught.value.message.startswith(start)
+    assert caught.value.about == "a"
 
 
 def _request(suite: str = "bookworm", **more: object) -> Request:

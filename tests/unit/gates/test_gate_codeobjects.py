@@ -335,6 +335,22 @@ def test_kernel_files_of_others_are_counted_per_layer() -> None:
     assert pruned("gfx942", files[:1]).findings == []
 
 
+@pytest.mark.parametrize(
+    ("path", "code", "idle"),
+    [
+        ("lib/gfx942/kernel.co", GFX942, False),
+        ("lib/kernel.co", GFX950, True),
+        ("lib/gfx950/kernel.co", GFX942, True),
+        ("lib/gfx942/kernel.co", GFX950, False),
+    ],
+)
+def test_a_kernel_file_is_for_the_gpu_of_its_path_or_else_of_its_code(
+    path: str, code: int, idle: bool
+) -> None:
+    findings = pruned("gfx942", [need(path, code_object(code))]).findings
+    assert [finding.path for finding in findings] == [path] * idle
+
+
 def test_a_library_with_others_code_is_named() -> None:
     mixed = need(
         "lib/librccl.so.1", elf({".hip_fatbin": bundle(["gfx90a", "gfx942", "gfx942:xnack+"])})

@@ -68,6 +68,15 @@ def test_several_files_of_one_owner_are_one_finding() -> None:
     assert "(and 2 more beside it)" in finding.message
 
 
+def test_a_finding_has_the_size_of_its_file() -> None:
+    library = Library(f"{SITE}/dsl/cu12/liba.so", machine=62, size=999)
+    beside = Library(f"{SITE}/dsl/cu13/liba.so", machine=62, size=1)
+    runtime = Library(CUDA13[0], "libcudart.so.13", machine=62, size=1)
+    facts = LayerFacts(libraries=[library, beside, runtime])
+    (finding,) = judge(image_with({"one": facts})).findings
+    assert finding.message.endswith("; 999 B unpacked")
+
+
 @pytest.mark.parametrize("largest", ["a", "b", "c"])
 def test_a_finding_names_the_largest_file_and_the_size_of_all(largest: str) -> None:
     files = [(f"{SITE}/dsl/cu13/lib{name}.so", elf()) for name in "abc"]

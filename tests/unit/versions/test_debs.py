@@ -181,6 +181,107 @@ def test_another_python_in_the_suite_is_named() -> None:
         check_python("bookworm", base, {"python3.12-minimal": "3.12.1-1"})
 
 
+@pytest.fixture
+def archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, Sequence[str]]]:
+    """An archive whose apt-get update works; the list has the folder and words of each call."""
+    calls: list[tuple[Path, Sequence[str]]] = []
+
+    def run(apt: debs.Apt, tool: str, *words: str) -> subprocess.CompletedProcess[str]:
+        calls.append((apt.folder, (tool, *words)))
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    keyring = tmp_path / "own.gpg"
+    keyring.touch()
+    monkeypatch.setenv(
+        "PRIMUS_DEBIAN_MIRROR", "http://me:SECRET@a.example/debian http://b.example/d"
+    )
+    monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", str(keyring))
+    monkeypatch.setattr(debs.Apt, "run", run)
+    monkeypatch.setattr(debs.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(debs, "_host_stanzas", list)
+    return calls
+
+
+def test_an_archive_is_a_folder_with_suites_preferences_and_installed_packages(
+    archive: list[tuple[Path, Sequence[str]]], tmp_path: Path
+) -> None:
+    with debs.open_archive(("bookworm", "trixie"), "Package: gcc", "Package: bash") as apt:
+        sources = parse_sources((apt.folder / "sources/debian.sources").read_text(), True)
+        assert [(row["Suites"], row["URIs"]) for row in sources] == [
+            ("bookworm", "http://me:SECRET@a.example/debian"),
+            ("bookworm", "http://b.example/d"),
+            ("trixie", "http://me:SECRET@a.example/debian"),
+            ("trixie", "http://b.example/d"),
+        ]
+        assert {row["Signed-By"] for row in sources} == {str(tmp_path / "own.gpg")}
+        assert (apt.folder / "preferences/suites").read_text() == "Package: gcc"
+        assert (apt.folder / "state/status").read_text() == "Package: bash"
+        assert f'Dir::State "{apt.folder}/state"' in (apt.folder / "apt.conf").read_text()
+        assert (apt.folder / "state/lists/partial").is_dir()
+        assert (apt.folder / "cache/archives/partial").is_dir()
+        assert apt.mirrors == ("http://a.example/debian", "http://b.example/d")
+    ((folder, words),) = archive
+    assert (folder, words[0], words[-1]) == (apt.folder, "apt-get", "update")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("log", "mirror", "reason"),
+    [
+        (
+            "W: Failed to fetch http://b.example/d/dists/x  Connection refused\n"
+            "E: Failed to fetch http://b.example/d/dists/x  Connection refused\n",
+            "http://b.example/d",
+            "Connection refused",
+        ),
+        ("E: Some index files failed", "http://a.example/debian", "Some index files failed"),
+        ("W: old", "http://a.example/debian", "no reason given"),
+    ],
+)
+def test_the_mirror_that_does_not_answer_is_named(
+    archive: list[tuple[Path, Sequence[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    log: str,
+    mirror: str,
+    reason: str,
+) -> None:
+    def run(*words: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, 100, "", log)
+
+    monkeypatch.setattr(debs.Apt, "run", run)
+    with pytest.raises(HostError) as caught, debs.open_archive(("bookworm",)):
+        pass
+    said = f"the Debian archive at {mirror} does not answer: {reason}"
+    assert caught.value.message == said
+
+
+def test_a_keyring_that_is_not_there_is_installed_only_if_it_is_the_makers(
+    archive: list[tuple[Path, Sequence[str]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed: list[str] = []
+    monkeypatch.setattr(debs, "install", installed.extend)
+    monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", str(tmp_path / "none.gpg"))
+    with (
+        pytest.raises(HostError, match=r"no keyring .*none\.gpg"),
+        debs.open_archive(("bookworm",)),
+    ):
+        pass
+    assert (installed, archive) == ([], [])
+    monkeypatch.delenv("PRIMUS_DEBIAN_KEYRING")
+    monkeypatch.setattr(debs, "_KEYRING", f"{tmp_path}/{{}}-archive-keyring.gpg")
+    with debs.open_archive(("bookworm",)):
+        assert installed == ["debian-archive-keyring"]
+
+
+def test_a_host_without_apt_is_told_what_has_it(
+    archive: list[tuple[Path, Sequence[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debs.shutil, "which", lambda _name: None)
+    with pytest.raises(HostError, match="apt-get is missing"), debs.open_archive(("bookworm",)):
+        pass
+    assert archive == []
+
+
 SHA = "a" * 64
 MIRRORS = ("https://a.example/debian", "https://b.example/debian")
 

@@ -1,11 +1,13 @@
 """`primus prove`: its plan, and the folder that it reads."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from primus_images.cli.host import prove as module
 from primus_images.cli.main import main
 from prove_kit import step_of, written
 from stand_in_machine import make_machine
@@ -75,3 +77,69 @@ def test_figures_of_a_record_are_printed(
     lines = capsys.readouterr().out.splitlines()
     assert "cell: 1.234e+04 tokens/s per GPU" in lines
     assert shown in lines
+
+
+# Signs a statement by copying it.
+COSIGN = """#!/bin/sh
+[ "$1" = attest-blob ] || exit 0
+while [ $# -gt 0 ]; do
+    case $1 in
+    --statement) statement=$2 ;;
+    --bundle) bundle=$2 ;;
+    esac
+    shift
+done
+cp "$statement" "$bundle"
+"""
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_proof_is_signed_by_the_key_that_is_named(
+    signed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_machine(tmp_path / "machine")
+    (tmp_path / "cosign").write_text(COSIGN)
+    (tmp_path / "cosign").chmod(0o755)
+    (tmp_path / "my.key").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    steps = [step_of("good", ""), step_of("bad", "raise SystemExit(1)")]
+    monkeypatch.setattr(module, "steps_of", lambda _: steps)
+    words = ["--here", "--root", str(tmp_path / "machine"), "--output", str(tmp_path / "out")]
+    if signed:
+        words += ["--key", str(tmp_path / "my.key")]
+    assert main(["prove", "mi300x", *words]) == 1
+    record = tmp_path / "out/record"
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "1 of 2 steps passed",
+        f"→ {record / 'index.html'}",
+        f"send the folder {record}",
+    ]
+    assert "[2/2] step bad" in said.err
+    statements = list(record.glob("*.sigstore.json"))
+    assert len(statements) == signed
+    for statement in statements:
+        states = json.loads(statement.read_text())["predicate"]["states"]
+        assert states == {"good": "passed", "bad": "failed"}
+
+
+def test_a_plan_says_what_is_left_out_for_lack_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_machine(tmp_path)
+    steps = [step_of("first", "", minutes=2), step_of("second", "", minutes=20)]
+    monkeypatch.setattr(module, "steps_of", lambda _: steps)
+    command = ["prove", "mi300x", "--here", "--dry-run", "--root", str(tmp_path), "--minutes", "10"]
+    assert main(command) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        ["2", "step", "first"],
+        ["20", "step", "second", "only", "if", "time", "is", "left"],
+        ["1", "of", "2", "steps", "in", "about", "2", "min"],
+    ]
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["planned"] for row in document] == [True, False]

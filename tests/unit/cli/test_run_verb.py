@@ -53,6 +53,24 @@ def test_a_command_is_run_as_it_is_told(
     assert (command.user, command.network, command.entrypoint) == ("1:2", True, False)
 
 
+def test_a_withdrawn_release_is_run_with_a_warning(
+    commands: list[Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = Path("versions.yaml")
+    versions.write_text(
+        versions.read_text().replace(
+            "created: 2026-11-20", "created: 2026-11-20\nsupported_until: 2999-01-01"
+        )
+    )
+    assert main(["run", "demo"]) == 7
+    # How long it is supported is no warning.
+    assert capsys.readouterr().err == ""
+    row = "v26.11-demo: {reason: wrong, date: '2026-11-29'}\n"
+    Path("withdrawn.yaml").write_text(row)
+    assert main(["run", "demo"]) == 7
+    assert capsys.readouterr().err == "! v26.11-demo was withdrawn on 2026-11-29: wrong\n"
+
+
 def test_a_command_has_no_limit_and_8_gib_to_share_unless_it_is_told(
     commands: list[Command],
 ) -> None:

@@ -370,6 +370,21 @@ def test_variables_of_another_torchrun_are_not_passed_on(
     assert "primus: not passed to the ranks: TORCHELASTIC_RUN_ID (of another torchrun)" in said
 
 
+def test_results_that_would_go_with_the_container_are_warned_of(
+    ended: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def warning(folder: Path) -> str:
+        return f"{folder} goes with the container" if folder.name == "out" else ""
+
+    monkeypatch.setattr(module, "lost_warning", warning)
+    assert train("steps=2") == 0
+    assert f"primus: {Path('out').absolute()} goes with the container\n" in capsys.readouterr().err
+    assert train("steps=2", "--output", "elsewhere") == 0
+    assert "primus: \n" not in capsys.readouterr().err
+
+
 def test_checkpoints_after_minutes_are_announced_with_their_space(
     ended: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

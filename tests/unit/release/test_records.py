@@ -22,6 +22,7 @@ from primus_images.release.records import (
 )
 from primus_images.training.judge.record import Record, RecordedImage
 from primus_images.versions.lock import LockedFile
+from project_kit import make_project
 from records import jobs, recipe, record
 
 OLD = RecordedImage(ref="v26.11-cpu", content=f"sha256:{'1' * 64}")
@@ -126,6 +127,28 @@ def test_only_what_is_asked_for_goes(tmp_path: Path) -> None:
         json=False,
     )
     assert _validations(Project(tmp_path), options) == {}
+
+
+def test_validations_of_images_that_are_gone_go_when_asked_for(tmp_path: Path) -> None:
+    kit = make_project(tmp_path / "project")
+    kit.build("demo")
+    store = Project(kit.root).workspace.store
+    (entry,) = store.images().values()
+    config = json.loads(store.read(str(entry["digest"])))["config"]["digest"]
+    for name, content in (("here", config), ("gone", f"sha256:{'0' * 64}")):
+        made = whole(image=RecordedImage(content=content))
+        kit.write(f"out/validation/demo/{name}/record.json", json.dumps(made.as_json()))
+
+    def validations(*words: str) -> int:
+        waste = json.loads(kit.primus("clean", "--json", "--dry-run", *words).out)["waste"]
+        return sum(row["number"] for row in waste if row["kind"].startswith("validations"))
+
+    assert validations() == 0
+    assert validations("--validations") == 1
+    # Those of an image that goes, too.
+    assert validations("--validations", "--image", "v26.11-demo") == 2
+    assert kit.primus("clean", "--validations").code == 0
+    assert [path.name for path in (kit.root / "out/validation/demo").iterdir()] == ["here"]
 
 
 def curves(release: str, **versions: str) -> Curves:

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from primus_images.cli.host import run as run_verb
 from primus_images.cli.verb import parser_of
 from primus_images.engine.workshop import log_tail
 from primus_images.errors import HostError, InputError
+from primus_images.progress import Progress
 from primus_images.sandbox import docker, engine, podman
 from primus_images.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus_images.sandbox.docker import Docker
@@ -577,3 +580,181 @@ def test_a_client_that_ends_early_gives_the_reason(
         (tmp_path / "docker").write_text(program.format(end=end))
         with pytest.raises(HostError, match=f"the Docker engine refuses v1.2_cpu: {reason}"):
             docker.load_image(root_with(tmp_path), "a:b")
+
+
+# An engine without containers. It lists an archive that it was sent as the text of `loaded`.
+ENGINE = """#!/bin/sh
+echo "$*" >> {folder}/calls
+case "$1 $2" in
+version*)
+    [ -e {folder}/refused ] && cat {folder}/refused >&2 && exit 1
+    echo 28
+    ;;
+"image inspect") cat {folder}/images/$3 ;;
+load*)
+    cat > {folder}/archive
+    [ -e {folder}/full ] && cat {folder}/full >&2 && exit 1
+    cp {folder}/loaded {folder}/images/a:b
+    ;;
+ps*) cat {folder}/containers ;;
+run*) exit 7 ;;
+esac
+"""
+
+
+@pytest.fixture
+def engine_of_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an engine that Docker's client finds, with what it was asked."""
+    folder = tmp_path / "engine"
+    (folder / "images").mkdir(parents=True)
+    for name in ("calls", "containers"):
+        (folder / name).touch()
+    (folder / "docker").write_text(ENGINE.format(folder=folder))
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def list_image(folder: Path, name: str, **fields: object) -> None:
+    (folder / name).write_text(json.dumps([fields]))
+
+
+class Amounts(Progress):
+    """Notes the amount of a task, and adds what it reports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: int | None = None
+        self.done = 0
+
+    def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
+        self.total = total
+
+    def advance(self, key: str, amount: int) -> None:
+        self.done += amount
+
+
+def test_an_image_is_sent_as_docker_saves_one(engine_of_docker: Path, tmp_path: Path) -> None:
+    root = root_with(tmp_path, Cmd=["c"])
+    list_image(engine_of_docker, "loaded", Id=f"sha256:{root.id}")
+    progress = Amounts()
+    identity, sent = docker.load_image(root, "a:b", progress)
+    assert identity == f"sha256:{root.id}"
+    archive = engine_of_docker / "archive"
+    assert sent > 0
+    assert archive.stat().st_size >= sent
+    with tarfile.open(archive) as image:
+        files = {name: image.extractfile(name).read() for name in image.getnames()}  # type: ignore[union-attr]
+    assert files == {
+        f"{root.id}.json": root.config_bytes,
+        "manifest.json": json.dumps(
+            [{"Config": f"{root.id}.json", "RepoTags": ["a:b"], "Layers": ["bb/layer.tar"]}]
+        ).encode(),
+        "bb/layer.tar": b"tar",
+    }
+    assert (progress.total, progress.done) == (3, 3)
+
+
+def test_nothing_is_sent_if_the_engine_has_the_image(
+    engine_of_docker: Path, tmp_path: Path
+) -> None:
+    root = root_with(tmp_path, Cmd=["c"])
+    list_image(engine_of_docker, f"images/{root.id}", Id=f"sha256:{root.id}")
+    # Another image has the tag.
+    list_image(engine_of_docker, "images/a:b", Id="sha256:other")
+    assert docker.load_image(root, "a:b") == (f"sha256:{root.id}", 0)
+    calls = (engine_of_docker / "calls").read_text().splitlines()
+    assert calls[-1] == f"tag sha256:{root.id} a:b"
+    assert not any(call.startswith("load") for call in calls)
+
+
+def test_an_engine_that_writes_manifests_anew_has_an_image_by_its_contents(
+    engine_of_docker: Path, tmp_path: Path
+) -> None:
+    root = root_with(tmp_path, Cmd=["c"])
+    contents = {"RootFS": {"Layers": ["sha256:bb"]}, "Config": {"Cmd": ["c"]}}
+    list_image(engine_of_docker, "images/a:b", Id="sha256:new", Descriptor={}, **contents)
+    assert docker.load_image(root, "a:b") == ("sha256:new", 0)
+
+
+def test_an_image_that_an_engine_took_and_does_not_list_is_named(
+    engine_of_docker: Path, tmp_path: Path
+) -> None:
+    list_image(engine_of_docker, "loaded", Id="sha256:other")
+    with pytest.raises(HostError) as caught:
+        docker.load_image(root_with(tmp_path), "a:b")
+    assert caught.value.message == (
+        "the Docker engine accepted v1.2_cpu, but does not list it as a:b"
+    )
+
+
+def test_a_blob_that_cannot_be_read_loads_no_image(engine_of_docker: Path, tmp_path: Path) -> None:
+    def damaged(_: object) -> Iterator[bytes]:
+        yield b"tar"
+        raise HostError("a blob is damaged")
+
+    root = replace(root_with(tmp_path), tar=damaged)
+    with pytest.raises(HostError, match="a blob is damaged"):
+        docker.load_image(root, "a:b")
+    assert not list((engine_of_docker / "images").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("write /var/lib: no space left on device", "primus clean, docker system df"),
+        ("bad layer", "None"),
+    ],
+)
+def test_an_engine_without_space_says_how_to_free_some(
+    said: str, hint: str, engine_of_docker: Path, tmp_path: Path
+) -> None:
+    (engine_of_docker / "full").write_text(said)
+    with pytest.raises(HostError, match=f"refuses v1.2_cpu: {said}") as caught:
+        docker.load_image(root_with(tmp_path), "a:b")
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "hint"),
+    [
+        ("", "no reason is given", "systemctl start docker"),
+        ("a\nCannot connect to it\n", "Cannot connect to it", "systemctl start docker"),
+        ("dial: permission denied", "you may not use its socket", "usermod -aG docker USER"),
+    ],
+)
+def test_an_engine_that_refuses_is_named_with_the_remedy(
+    said: str, reason: str, hint: str, engine_of_docker: Path
+) -> None:
+    Docker().require()
+    (engine_of_docker / "refused").write_text(said or "\n")
+    with pytest.raises(HostError) as caught:
+        Docker().require()
+    assert caught.value.message == f"no Docker engine answers: {reason}"
+    assert hint in str(caught.value.hint)
+
+
+def test_a_container_of_docker_is_removed_with_those_of_killed_commands(
+    engine_of_docker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = root_with(tmp_path, Cmd=["c"])
+    list_image(engine_of_docker, f"images/{root.id}", Id=f"sha256:{root.id}")
+    mine = docker._this_command()
+    ended = f"{mine.rpartition('/')[0]}/1"
+    (engine_of_docker / "containers").write_text(f"running {mine}\nlost {ended}\n")
+    with Path(os.devnull).open("rb") as nothing:
+        assert Docker().run(root, Command(), stdin=nothing, stdout=nothing) == 7
+    calls = (engine_of_docker / "calls").read_text().splitlines()
+    (run,) = [call for call in calls if call.startswith("run ")]
+    name = run.partition("--name=")[2].split()[0]
+    assert f"--label=org.primus-images.command={mine}" in run
+    assert "--add-host=v1-2-cpu:127.0.0.1" in run
+    removed = [call for call in calls if call.startswith("rm ")]
+    assert removed == ["rm --force lost", f"rm --force {name}"]
+    said = capsys.readouterr().err
+    assert said == "removed container lost of a command that was killed\n"
+
+
+def test_a_command_with_the_hosts_network_has_its_names() -> None:
+    options = Docker()._own_options(Command(network=True, hostname="h"))
+    assert not any("--add-host" in option for option in options)

@@ -4,6 +4,8 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +106,59 @@ def test_a_layer_that_changed_since_is_unpacked_again(
     old = [path for path in (state.workspace / "layers").iterdir() if path.suffix == ".partial"]
     aside = [path for path in (state.workspace / "layers").iterdir() if "-" in path.name]
     assert len(aside or old) == (0 if change == "gone" else 1)
+
+
+def test_layers_that_another_command_unpacks_meanwhile_are_not_unpacked_again(
+    state: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = module.locked
+
+    def locked_late(workspace: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(module, "locked", lock)
+        unpacked_layers(root_of(A), state)
+        return lock(workspace)
+
+    monkeypatch.setattr(module, "locked", locked_late)
+    unpacked_layers(root_of(A, B), state)
+    said = [line for line in capsys.readouterr().err.splitlines() if "unpacking" in line]
+    assert said == ["unpacking 1 layer (2 MB compressed) of v1-demo, once"] * 2
+
+
+def test_the_largest_layer_is_unpacked_first(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    whole = module._tar
+
+    def tar(argv: Any, state: Any, root: Any, layer: LayerRef, log: Any) -> int:
+        order.append(layer.digest)
+        return whole(argv, state, root, layer, log)
+
+    monkeypatch.setattr(module, "_tar", tar)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 1)
+    root = root_of(A, B)
+    root.layers[1] = replace(root.layers[1], size=3_000_000)
+    unpacked_layers(root, state)
+    assert order == [B, A]
+
+
+def test_a_fault_of_one_layer_stops_the_others(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = []
+    monkeypatch.setattr(module, "stop_all", lambda: stopped.append(True))
+    with pytest.raises(HostError, match="cannot be unpacked"):
+        unpacked_layers(root_of(A, tars={A: b"no tar" * 200}), state)
+    assert stopped == [True]
+
+
+def test_a_layer_that_no_tool_compares_is_unpacked_again(
+    state: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_of(A)
+    unpacked_layers(root, state)
+    forget(state)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_COMPARE", "exit 3")
+        compare(root, state)
+    assert "differs from its blob (tar ended with exit code 3)" in capsys.readouterr().err
+    assert (folder(state, A) / "one").read_text() == "1"
 
 
 def test_a_blob_that_tar_does_not_read_is_a_sentence(state: Any) -> None:

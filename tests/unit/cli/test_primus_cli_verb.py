@@ -35,6 +35,8 @@ def in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
         (("direct", "--", *PRETRAIN, "--train_iters", "7"), "megatron.training.steps=7"),
         (("direct", "--env", "NNODES=2", "--", *PRETRAIN), "--nodes=2"),
         (("direct", "--", *PRETRAIN, "--proxy", "--gpu", "cpu"), "--proxy"),
+        (("direct", "--", *PRETRAIN, "--precision", "fp8"), "--precision=fp8"),
+        (("direct", "--", *PRETRAIN, "--gpu", "mi355x"), "--gpu=mi355x"),
         (("container", "--image", "x", "--volume", "/data", "--", *PRETRAIN), "train llama2-7b"),
         (("slurm", "srun", "-N", "4", "--", *PRETRAIN, "--proxy"), "train llama2-7b"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from primus_images.cli.image.request import Request, fine_tuning
 from primus_images.cli.image.train import checked_recipe
+from primus_images.cli.main import main
 from primus_images.errors import InputError
 from primus_images.gpus.detect import DetectedGpus
 from primus_images.recipes.setting import Choices
@@ -52,6 +53,22 @@ def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
     assert made.words[:3] == ("corpus=mock", f"weights={weights}", f"tokenizer={weights}")
     assert made.words[-1].startswith("local_batch=")
     assert made.resolved().local_batch >= 1
+
+
+def test_a_fine_tuning_names_the_command_that_repeats_it(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(weights)
+    (weights / "my data.jsonl").write_text("{}\n")
+    words = [str(weights), "my data.jsonl", "--gpu", "mi300x", "--mode", "lora", "--dry-run"]
+    main(["finetune", *words])
+    said = capsys.readouterr().err
+    recipe, _, same = said.splitlines()[0].partition("; the same run: ")
+    assert recipe == "primus: the recipe is llama3-8b, mode lora"
+    assert same.startswith("primus train llama3-8b ")
+    assert "'corpus=my data.jsonl'" in same
+    assert f"weights={weights}" in same
+    assert "--mode=lora" in same
 
 
 def test_what_the_user_sets_stays(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primus_images.cli.image import train as module
+from primus_images.cli.image import finetune as of_finetune, train as module
 from primus_images.cli.main import main
 from primus_images.gpus.detect import DetectedGpus
 from primus_images.training.judge.checks import Verdict
@@ -253,6 +253,30 @@ def test_the_newest_complete_checkpoint_of_a_run_is_taken(
     assert capsys.readouterr().err == said
     named = tmp_path / "checkpoint/step-1"
     assert module.newest_checkpoint(named) == named
+
+
+def test_weights_are_exported_to_an_empty_folder_where_pytorch_is(
+    complete: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved(tmp_path / "run", 2)
+    complete.add(2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    run = str(tmp_path / "run")
+    for missing in ("torch", "transformers"):
+        with monkeypatch.context() as patched:
+            patched.setattr(of_finetune, "importable", lambda name: name != missing)  # noqa: B023 - called in this turn
+            assert main(["export", run, str(tmp_path / "empty")]) == 3
+        assert f"{missing} is not installed" in capsys.readouterr().err
+    assert main(["export", run, str(tmp_path / "full")]) == 2
+    assert "full is not empty" in capsys.readouterr().err
+    words = ["--tokenizer", str(tmp_path / "full/file")]
+    assert main(["export", run, str(tmp_path / "empty"), *words]) == 2
+    assert "full/file is not a folder" in capsys.readouterr().err
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -310,6 +310,18 @@ def test_a_workspace_that_somebody_committed_is_refused(kit, name, verb):
     assert "git rm -r --cached .primus" in refused.err
 
 
+def test_a_committed_workspace_is_seen_whatever_repository_git_is_told(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a hook of another repository that runs primus.
+    git(tmp_path, "init", "-q", "other")
+    kit.write(".primus/file", "x")
+    git(kit.root, "init", "-q")
+    git(kit.root, "add", "--force", ".primus/file")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert "this file is committed" in kit.primus("plan", "demo").err
+
+
 def test_on_a_full_disk_records_then_the_largest_blobs_make_room_for_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from loopback import make_certificate
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import digest_of
 from primus_images.release.artifact import EMPTY
+from primus_images.release.certificates import context_for
 from primus_images.release.logins import login_for
 from primus_images.release.registry import Repository
 from primus_images.release.transport import Origin
@@ -362,6 +363,22 @@ def test_the_token_service_is_in_the_domain_of_the_registry(
     service: str, registry: str, allowed: bool
 ) -> None:
     assert Origin.of(service).serves_logins_of(Origin.of(registry)) is allowed
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://me@registry.example", "https://registry.example\\@elsewhere", "https:\\\\registry"],
+)
+def test_an_address_that_two_readers_may_understand_differently_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="a name or a backslash"):
+        Origin.of(address)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_certificates_are_verified_unless_the_user_says_otherwise(verify: bool) -> None:
+    context = context_for("registry.example", verify=verify)
+    assert context.check_hostname is verify
+    assert (context.verify_mode == ssl.CERT_REQUIRED) is verify
 
 
 def test_an_authority_of_ones_own_is_read_where_podman_reads_it(

@@ -241,6 +241,23 @@ def test_what_outlived_a_killed_command_is_removed_by_the_next(
     assert capsys.readouterr().err == ""
 
 
+def test_a_container_that_cannot_be_removed_is_kept_for_the_next_command(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.run("true")
+    (machine.workspace / "containers/first").mkdir()
+    (machine.workspace / "containers/first.lock").touch()
+    capsys.readouterr()
+    with monkeypatch.context() as busy:
+        busy.setattr(podman, "remove_tree", lambda _: None)
+        busy.setattr(podman, "_UNMOUNT", "false")
+        sweep(machine.folder / "cache")
+    assert machine.left() == ["first", "first.lock"]
+    assert capsys.readouterr().err == ""
+    sweep(machine.folder / "cache")
+    assert machine.left() == []
+
+
 def test_a_container_whose_command_runs_is_left_alone(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,8 @@ def test_a_folder_that_others_may_change_is_not_used(run, mode):
     (run / "tmp" / name).chmod(mode)
     runs = state._runs(Path("/workspace"))
     assert runs.parent == run / "tmp" / f"{name}-1"
-    assert runs.stat().st_mode & 0o777 == 0o700
+    for folder in (runs.parent, runs):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_link_or_a_file_of_another_is_not_used(run):
@@ -242,3 +243,9 @@ def test_a_workspace_is_the_same_by_a_link(run):
     (run / "link").symlink_to(run / "project")
     real = state.workspace_of(run / "project/.primus/unpacked")
     assert state.workspace_of(run / "link/.primus/unpacked") == real
+
+
+@pytest.mark.parametrize(("user", "name"), [(0, "root"), (1000, "user-1000")])
+def test_users_of_one_checkout_have_a_workspace_each(run, monkeypatch, user, name):
+    monkeypatch.setattr(state.os, "geteuid", lambda: user)
+    assert state.workspace_of(run) == run / name

@@ -123,6 +123,8 @@ def _other_adapters(folder: Path, job: Job, sizes: Architecture, last: Tensors) 
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["target_modules"] = sorted(settings["target_modules"])
+    # PEFT writes an empty list for a mixture of experts.
+    settings["target_parameters"] = settings.get("target_parameters") or None
     for key, expected in _lora_settings(job, sizes).items():
         value = settings.get(key)
         if key not in _LIMITS["free"] and value != expected:

@@ -1,0 +1,156 @@
+"""Runs of a few steps with the shipped code of the launcher, of a rank and of the reference.
+
+They take place in this process, because starting others would take most of the time.
+"""
+
+import gc
+import importlib
+import io
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo.config
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from primus_images import patch
+from primus_images.training.backends import gloo
+from primus_images.training.backends.torchtitan import render
+from primus_images.training.judge.reference import replay
+from primus_images.training.run import start
+from primus_images.training.run.job import Job
+from primus_images.training.run.outcome import Outcome
+from primus_images.training.run.processes import Ended
+
+_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+_packages = cache(metadata.packages_distributions)
+
+
+def run(job: Job) -> Outcome:
+    """Run ``job`` on one rank, as ``primus train`` does. A judged one is repeated."""
+    with (
+        mock.patch.object(start.processes, "run", _run_here),
+        mock.patch.object(start.subprocess, "run", _judge_here),
+        # Memory is that of this process, which has no ranks as children.
+        mock.patch.object(start.resource, "RUSAGE_CHILDREN", start.resource.RUSAGE_SELF),
+        mock.patch.object(metadata, "packages_distributions", _packages),
+    ):
+        # Ranks collect garbage, of which all that was imported is none.
+        gc.freeze()
+        return start.start(start.prepare(job), lambda _line: None)
+
+
+def _run_here(argv: Sequence[str], *, log: Path, environment: Any, watch: Any) -> Ended:
+    folder = Path(argv[-1])
+    entry = importlib.import_module(argv[-2])
+    backend = argv[-2].split(".")[-2]
+    left: list[None] = []
+    output = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(_state())
+        # A note of the store is read under the number of its launch.
+        variables = {**environment, **_RANK, "PRIMUS_LAUNCH": str(folder)}
+        stack.enter_context(mock.patch.dict(os.environ, variables, clear=True))
+        stack.enter_context(mock.patch.object(gloo, "leave", lambda: left.append(None)))
+        stack.enter_context(redirect_stdout(output))
+        stack.enter_context(redirect_stderr(output))
+        _ENTRIES.get(backend, _own_loop)(folder, entry)
+    assert left, "the process did not end as one on gloo has to"
+    log.write_text(output.getvalue())
+    for line in output.getvalue().splitlines(keepends=True):
+        watch.on_line(line)
+    return Ended(exit_code=0, seconds=1.0)
+
+
+@contextmanager
+def _state() -> Iterator[None]:
+    """Restore what a rank sets in its process."""
+    root = logging.getLogger()
+    handlers = [*root.handlers]
+    level = root.level
+    threads = torch.get_num_threads()
+    modes = torch._C._len_torch_function_stack()
+    engine = sys.modules.get("transformer_engine", _Missing)
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def note(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    try:
+        # Every replacement of a library's function is an attribute that this module sets.
+        with mock.patch.object(patch, "setattr", note, create=True):
+            yield
+    finally:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        while torch._C._len_torch_function_stack() > modes:
+            torch.overrides._pop_mode()
+        if engine is _Missing:
+            sys.modules.pop("transformer_engine", None)
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+        torch.use_deterministic_algorithms(False)
+        _global_optimizer_pre_hooks.clear()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        gc.enable()
+
+
+class _Missing:
+    """No module."""
+
+
+def _torchtitan(folder: Path, entry: Any) -> None:
+    # It chooses its device when it is imported.
+    with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
+        from torchtitan.config import ConfigManager
+        from torchtitan.protocols import train_spec
+
+    train_spec._extra_train_specs.clear()
+    words = [f"--job.config_file={folder / render.FILE}"]
+    # The default is the command line at the time of its import.
+    with mock.patch.object(ConfigManager.parse_args, "__defaults__", (words,)):
+        entry.main(folder)
+
+
+def _megatron(folder: Path, entry: Any) -> None:
+    # The variable that Megatron's patches set is read when PyTorch is imported.
+    with torch._dynamo.config.patch(disable=True):
+        entry.main(str(folder))
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _own_loop(folder: Path, entry: Any) -> None:
+    entry.process.main(str(folder), entry.main)
+
+
+_ENTRIES = {"torchtitan": _torchtitan, "megatron": _megatron}
+
+
+def _judge_here(command: Sequence[str], **_: Any) -> SimpleNamespace:
+    with mock.patch.object(sys, "argv", ["replay", command[-1]]):
+        runpy.run_path(str(replay.__file__), run_name="__main__")
+    return SimpleNamespace(returncode=0)

@@ -7,10 +7,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -21,106 +19,12 @@ for name in ("torchtitan", "megatron", "peft", "diffusers"):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
-import tiny_runs  # noqa: E402
-
-from primus_images.recipes.resolve import resolve  # noqa: E402
-from primus_images.recipes.setting import Choices  # noqa: E402
-from primus_images.training.run.job import Job  # noqa: E402
-from primus_images.training.run.outcome import Outcome  # noqa: E402
+from tiny_runs import RESUMED, RUNS, ended  # noqa: E402
 
 # Of libraries, which pytest would raise.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FIGURES = Path(__file__).with_name("tiny_runs.json")
-SHORT = "ranks=1 steps=3 local_batch=2 global_batch=4"
-TEXT = f"{SHORT} seq_len=32"
-CHATS = f"{SHORT} seq_len=96 assets.corpus=assets/answers.jsonl"
-SMALL = (
-    "model.hidden_size=48 model.heads=4 model.kv_heads=2 model.head_dim=8 model.ffn_size=48 "
-    "model.layers=2"
-)
-EVALUATED = "eval.fraction=0.1 eval.every=2"
-# name → recipe, backend, mode, precision, settings. {NAME} is the folder of that run.
-RUNS = {
-    "fsdp": (
-        "llama3.1-8b fsdp pretrain fp32",
-        f"{TEXT} {SMALL} {EVALUATED} checkpoint=1 saving.keep=2 training.tensorboard=true "
-        "training.profile_step=2 training.lr_schedule=linear training.decay_steps=6 "
-        "training.recompute=full",
-    ),
-    "fsdp-again": (
-        "llama3.1-8b fsdp pretrain fp32",
-        f"{TEXT} {SMALL} {EVALUATED} training.lr_schedule=linear training.decay_steps=6",
-    ),
-    "fsdp-bf16": (
-        "llama3.1-8b fsdp pretrain bf16",
-        f"{TEXT} {SMALL} training.master_dtype=bfloat16 sharding.reduce_dtype=bfloat16 "
-        "training.lr_schedule=cosine",
-    ),
-    "fsdp-fp8": ("qwen2.5-7b fsdp pretrain fp8", TEXT),
-    "finetune-full": (
-        "llama3.1-8b finetune full fp32",
-        f"{CHATS} {SMALL} {EVALUATED} eval.patience=1 finetune.save_weights=true "
-        "finetune.packing=true",
-    ),
-    "finetune-lora": (
-        "llama3.1-8b finetune lora fp32",
-        f"{CHATS} {SMALL} finetune.lora.dropout=0.1 finetune.export=merged "
-        "finetune.weights={finetune-full}/weights",
-    ),
-    "finetune-adapters": (
-        "mixtral-8x7b finetune lora bf16",
-        f"{TEXT} finetune.save_weights=true finetune.lora.rank=4",
-    ),
-    "finetune-gemma3": ("gemma3-4b finetune full fp32", TEXT),
-    "finetune-gpt-oss": ("gpt-oss-20b finetune full fp32", TEXT),
-    "finetune-llama4": ("llama4-scout finetune full fp32", TEXT),
-    "flux": ("flux.1-dev flux pretrain fp32", f"{SHORT} checkpoint=3"),
-    "flux-bf16": ("flux.1-dev flux pretrain bf16", SHORT),
-    "torchtitan": (
-        "llama3.1-8b torchtitan pretrain fp32",
-        f"{TEXT} {EVALUATED} checkpoint=2",
-    ),
-    "torchtitan-moe": ("qwen3-30b-a3b torchtitan pretrain bf16", f"{TEXT} ep=1"),
-    "torchtitan-mla": ("deepseek-16b torchtitan pretrain fp32", f"{TEXT} ep=1"),
-    "torchtitan-fp8": ("llama3.1-8b torchtitan pretrain fp8", TEXT),
-    "megatron": (
-        "llama3.1-8b megatron pretrain bf16",
-        f"{TEXT} {EVALUATED} checkpoint=2",
-    ),
-    "megatron-moe": ("qwen3-30b-a3b megatron pretrain fp32", f"{TEXT} ep=1"),
-    "megatron-mla": ("deepseek-v3-proxy megatron pretrain fp32", f"{TEXT} ep=1 checkpoint=3"),
-}
-RESUMED = {"fsdp-again": "fsdp"}
-ROOT = Path(mkdtemp())
-
-
-@cache
-def ended(name: str) -> Outcome:
-    """Return the outcome of a run, which takes place once."""
-    words, settings = RUNS[name]
-    recipe, backend, mode, precision = words.split()
-    folders = {other: folder(other) for other in RUNS if f"{{{other}}}" in settings}
-    choices = Choices(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=precision)
-    overrides = [word.format(**folders) for word in settings.split()]
-    resume_from = None
-    if name in RESUMED:
-        resume_from = folder(RESUMED[name]) / "checkpoint/step-2"
-    job = Job(
-        name=name,
-        recipe=resolve(recipe, overrides, choices),
-        output=ROOT / name,
-        # The reference does not know the moments of an earlier run.
-        judged=resume_from is None,
-        resume_from=resume_from,
-    )
-    return tiny_runs.run(job)
-
-
-def folder(name: str) -> Path:
-    return ended(name).folder
-
-
 # Of the machine, of its libraries, and of a sum in another order.
 UNSTABLE = {"loaded", "versions", "weights_sha256", "matmul_flops"}
 

@@ -15,7 +15,7 @@ from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.recipe import MOCK
 from primus_images.training.backends.finetune import export as finetune, models
-from primus_images.training.backends.finetune.initial import HEAD
+from primus_images.training.backends.finetune.initial import EMBEDDING, HEAD
 from primus_images.training.judge.reference.models import as_trained
 from primus_images.training.judge.reference.names import BIAS, from_canonical, to_canonical
 from primus_images.training.run import identity
@@ -42,10 +42,11 @@ def write_model(
     whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)
     state = _state(whole.model, model, tensors)
     if dtype:
-        whole.causal.config.dtype = dtype
         for name, tensor in state.items():
             if not name.endswith(BIAS):
                 state[name] = tensor.to(getattr(torch, dtype))
+    # transformers writes the dtype of the empty model to config.json.
+    whole.causal.to(state[EMBEDDING].dtype)
     tokenizer = tokenizer or _tokenizer_of_run(checkpoint)
     finetune.write(whole, folder, state, tokenizer)
     lost_biases = []

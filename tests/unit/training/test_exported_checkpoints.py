@@ -1,0 +1,90 @@
+"""A checkpoint of a run, exported: transformers loads what the run trained."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+for name in ("torchtitan", "megatron", "peft", "diffusers"):
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+from tiny_runs import ended, folder  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from primus_images.errors import InputError  # noqa: E402
+from primus_images.recipes.architecture import architecture  # noqa: E402
+from primus_images.training.backends import export  # noqa: E402
+from primus_images.training.judge.reference.names import to_canonical  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BIASES = (
+    "some tokens go to other experts in transformers: it ranks groups of experts by the best 2 of "
+    "each, Megatron by the best 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "differences"),
+    [("fsdp", []), ("torchtitan", []), ("megatron", []), ("megatron-mla", [BIASES])],
+)
+def test_exported_weights_are_those_of_the_last_step(
+    run: str, differences: list[str], tmp_path: Path
+) -> None:
+    checkpoint = folder(run) / "checkpoint/step-3"
+    assert export.write_model(checkpoint, tmp_path / "hf", None, None) == differences
+    model = architecture(json.loads((folder(run) / "job.json").read_text())["model"])
+    recorded = torch.load(folder(run) / "witness/weights-3.pt", weights_only=True)["weights"]
+    trained = to_canonical(ended(run).job.recipe.backend, model, recorded)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    state = {f"model.{key}": value for key, value in loaded.state_dict().items()}
+    saved = to_canonical("finetune", model, state)
+    assert saved.keys() >= trained.keys()
+    for key, tensor in trained.items():
+        rounded = tensor.to(torch.bfloat16 if run == "megatron" else torch.float32)
+        assert torch.equal(saved[key], rounded.float()), key
+    assert (tmp_path / "hf/tokenizer.json").is_file()
+
+
+def test_dtype_and_tokenizer_are_those_that_are_named(tmp_path: Path) -> None:
+    checkpoint = folder("fsdp") / "checkpoint/step-3"
+    other = tmp_path / "tokenizer"
+    shutil.copytree(ended("fsdp").job.recipe.asset("tokenizer"), other)
+    (other / "tokenizer_config.json").write_text('{"eos_token": "<|other|>"}')
+    export.write_model(checkpoint, tmp_path / "hf", "bfloat16", other)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
+    assert "<|other|>" in (tmp_path / "hf/tokenizer_config.json").read_text()
+
+
+def test_lonely_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:
+    lonely = tmp_path / "run/checkpoint/step-3"
+    shutil.copytree(folder("fsdp") / "checkpoint/step-3", lonely)
+    sentences = export.write_model(lonely, tmp_path / "hf", None, None)
+    assert sentences == ["there is no tokenizer: --tokenizer DIR copies one"]
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [("flux", "transformers has no FLUX"), ("lora", "contains LoRA adapters, not a whole model")],
+)
+def test_what_is_no_language_model_is_refused(run: str, words: str, tmp_path: Path) -> None:
+    source = folder("flux" if run == "flux" else "fsdp") / "checkpoint/step-3"
+    checkpoint = tmp_path / "checkpoint/step-3"
+    shutil.copytree(source, checkpoint)
+    if run == "lora":
+        file = checkpoint / "recipe.json"
+        file.write_text(file.read_text().replace('"pretrain"', '"lora"'))
+    with pytest.raises(InputError, match=words):
+        export.write_model(checkpoint, tmp_path / "hf", None, None)
+
+
+def test_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step-3").mkdir()
+    with pytest.raises(InputError, match="the checkpoint is incomplete or damaged"):
+        export.write_model(tmp_path / "step-3", tmp_path / "hf", None, None)

@@ -81,6 +81,13 @@ def test_a_file_of_the_greatest_size_is_read(
         files.read_bytes(path)
 
 
+def test_a_file_of_more_than_64_mib_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        stream.truncate((64 << 20) + 1)
+    with pytest.raises(InputError, match="the file is larger than 64 MiB"):
+        files.read_bytes(tmp_path / "file")
+
+
 def test_a_link_is_followed_unless_it_must_not(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "file").write_bytes(b"x")

@@ -1,8 +1,11 @@
 """What becomes of Debian packages: over an image that a registry gave, and of their kernels."""
 
 import io
+import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -263,3 +266,122 @@ def test_only_a_root_file_system_of_packages_needs_mmdebstrap(
     else:
         with pytest.raises(HostError, match=r"this user cannot build .*: there are no ids"):
             debs.prepare([Action(name="a", kind="debs", inputs=(), spec=spec)], shop)
+
+
+# Notes its arguments and the archive that it is given, and makes the file system of `root.tar`.
+MMDEBSTRAP = """#!/bin/sh
+for word; do echo "$word" >> {folder}/words; done
+while [ $# -gt 2 ]; do shift; done
+archive=${{2#*copy:}}
+cp "${{archive% ./}}/Packages" "${{archive% ./}}/Release" {folder}
+[ -e {folder}/fails ] && cat {folder}/fails && exit 25
+cp {folder}/root.tar "$1"
+"""
+
+
+@pytest.fixture
+def rooted(
+    unpacked: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Entry]]:
+    """Make a root file system of the packages `one` and `two`, with these members."""
+    tool = tmp_path / "tool"
+    tool.mkdir()
+    (tool / "mmdebstrap").write_text(MMDEBSTRAP.format(folder=tool))
+    (tool / "mmdebstrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool}:{os.environ['PATH']}")
+    package = unpacked(("a", "file", "x"))
+
+    def make(*members: tuple[str, str, str], folder: str = "scratch", **spec: Any) -> list[Entry]:
+        (tool / "root.tar").write_bytes(tar_of(*members))
+        spec = {"suite": "bookworm", **spec}
+        files = (replace(_deb("two"), sha256="2" * 64), _deb("one"))
+        action = Action(name="a", kind="debs", inputs=(), files=files, spec=spec)
+        shop: Any = SimpleNamespace(file=lambda deb: package, log=lambda _: tmp_path / "log")
+        scratch = Path(tempfile.mkdtemp(dir=tmp_path)) / folder
+        scratch.mkdir()
+        return debs.root_entries(action, shop, scratch)
+
+    return make
+
+
+def test_a_root_file_system_is_made_of_exactly_the_locked_packages(
+    rooted: Callable[..., list[Entry]], tmp_path: Path
+) -> None:
+    entries = rooted(("usr/bin/a", "file", "abc"), ("dev/null", "fifo", ""))
+    assert [entry.path for entry in entries] == ["usr/bin/a"]
+    assert b"".join(entries[0].chunks()) == b"abc"
+    words = (tmp_path / "tool/words").read_text().splitlines()
+    assert words[0] == f"--mode={'unshare' if os.geteuid() else 'root'}"
+    assert "--include=one,two" in words
+    assert words[-3] == "bookworm"
+    stanzas = (tmp_path / "tool/Packages").read_text().split("\n\n")
+    assert [stanza.splitlines()[0] for stanza in stanzas] == ["Package: one", "Package: two"]
+    assert (tmp_path / "tool/Release").read_text() == "Codename: bookworm\n"
+
+
+def test_kernels_that_a_base_leaves_out_are_not_unpacked(
+    rooted: Callable[..., list[Entry]], tmp_path: Path
+) -> None:
+    kernels = {"one": ["/opt/one/*"], "two": ["/opt/two/*"]}
+    rooted(("usr/bin/a", "file", "abc"), kernels=kernels)
+    words = (tmp_path / "tool/words").read_text().splitlines()
+    assert "--dpkgopt=path-exclude=/opt/one/*" in words
+    assert "--dpkgopt=path-exclude=/opt/two/*" in words
+    listed = ("var/lib/dpkg/info/three.list", "file", "/opt/two/x.co\n")
+    with pytest.raises(CheckFailed, match="three has files where a pattern of `kernels`"):
+        rooted(listed, kernels=kernels)
+
+
+def test_a_base_that_cannot_be_installed_is_told_with_the_end_of_its_log(
+    rooted: Callable[..., list[Entry]], tmp_path: Path
+) -> None:
+    (tmp_path / "tool/fails").write_text("E: unmet dependencies\n")
+    said = r"could not be installed \(mmdebstrap ended with 25\):\nE: unmet dependencies"
+    with pytest.raises(CheckFailed, match=said):
+        rooted()
+    (tmp_path / "tool/fails").write_text("dpkg: No space left on device\n")
+    with pytest.raises(HostError, match="is full"):
+        rooted()
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_apt_can_name_the_folder_of_the_packages(
+    user: int,
+    rooted: Callable[..., list[Entry]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(debs.os, "geteuid", lambda: user)
+    for name in ("a folder [1]", "plain"):
+        rooted(("usr/bin/a", "file", "abc"), folder=name)
+        line = (tmp_path / "tool/words").read_text().splitlines()[-1]
+        path = line.removeprefix("deb [trusted=yes] copy:").removesuffix(" ./")
+        assert set("[] ").isdisjoint(path)
+        # An ordinary user's subordinate ids may not enter a home folder.
+        assert path.startswith(str(tmp_path)) is (user == 0 and name == "plain")
+
+
+@pytest.mark.parametrize(
+    ("user", "absent", "works", "words"),
+    [
+        (0, "", True, ["setpriv", "--pdeathsig", "KILL", "unshare"]),
+        (0, "", False, []),
+        (0, "unshare", True, []),
+        (0, "setpriv", True, []),
+        (1000, "", True, []),
+    ],
+)
+def test_root_installs_in_namespaces_if_it_can(
+    user: int, absent: str, works: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debs.os, "geteuid", lambda: user)
+    monkeypatch.setattr(debs.shutil, "which", lambda tool: None if tool == absent else tool)
+    tried = SimpleNamespace(returncode=0 if works else 1)
+    monkeypatch.setattr(debs.subprocess, "run", lambda *_, **__: tried)
+    assert debs._own_processes()[:4] == words
+
+
+def test_what_is_no_package_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.deb").write_text("no package")
+    with pytest.raises(HostError, match=r"a\.deb is not a Debian package"):
+        debs.dpkg_deb("-f", tmp_path / "a.deb", "a.deb")

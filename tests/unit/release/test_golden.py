@@ -225,13 +225,30 @@ def test_a_side_without_curves_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(("step", "gap", "passed"), [(7, 2e-4, True), (7, 3e-4, False)])
+@pytest.mark.parametrize(
+    ("step", "loss", "norm", "passed"),
+    [
+        (7, 2e-4, 0, True),
+        (7, 3e-4, 0, False),
+        # However late, the loss differs by 0.5 % at most, and the gradient norm by 20 %.
+        (20, 4.9e-3, 0, True),
+        (20, 5.1e-3, 0, False),
+        (20, 0, 0.19, True),
+        (20, 0, 0.21, False),
+        # The gradient norm may differ by ten times as much from the first step on.
+        (1, 0, 1.9e-3, True),
+        (1, 0, 2.1e-3, False),
+    ],
+)
 def test_the_tolerance_of_a_step_is_that_of_its_growth(
-    tmp_path: Path, step: int, gap: float, passed: bool
+    tmp_path: Path, step: int, loss: float, norm: float, passed: bool
 ) -> None:
     losses = [6.0] * step
     curves = kept(tmp_path, evidence(losses))
-    assert verdict(curves, evidence([*losses[:-1], 6.0 * (1 + gap)])).passed is passed
+    (job,) = evidence([*losses[:-1], 6.0 * (1 - loss)]).jobs
+    last = {**job.series[-1], "grad_norm": 1.0 - norm}
+    changed = replace(job, series=(*job.series[:-1], last))
+    assert verdict(curves, replace(evidence(), jobs=(changed,))).passed is passed
 
 
 @pytest.mark.parametrize("count", [3, 5])

@@ -408,10 +408,42 @@ def test_a_registry_that_lists_nothing_is_a_sentence(monkeypatch: pytest.MonkeyP
         Repository(NAME).attach(PAPERS, SUBJECT)
 
 
-def attached_withdrawal(there: Repository) -> None:
-    content = statement(TAG, DIGEST, WITHDRAWAL, {"reason": "wrong"})
+def attached_withdrawal(there: Repository, reason: str = "wrong") -> bytes:
+    content = statement(TAG, DIGEST, WITHDRAWAL, {"reason": reason})
     data = bundle(content).data
     there.attach([Document(media_type=BUNDLE, name="", data=data, predicate=WITHDRAWAL)], SUBJECT)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("loss", "stays"), [("manifest", True), ("altered", True), ("contents", False), ("none", True)]
+)
+def test_a_signature_without_its_contents_leaves_the_list_for_a_new_one(
+    loss: str, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = connect(monkeypatch, MemoryRegistry(api=False))
+    there = Repository(NAME)
+    pushed(registry)
+    data = attached_withdrawal(there)
+    (first,) = [row["digest"] for row in there.referrers(DIGEST)]
+    if loss == "manifest":
+        registry.lost.add(first)
+    elif loss == "altered":
+        absent = {"digest": f"sha256:{'0' * 64}"}
+        registry.manifests[first] = json.dumps({"layers": [absent]}).encode()
+    elif loss == "contents":
+        registry.blobs.pop(digest_of(data))
+    attached_withdrawal(there, "wrong again")
+    listed = [
+        row["digest"] for row in json.loads(registry.manifests[tag_of(registry)])["manifests"]
+    ]
+    assert len(listed) == 1 + stays
+    assert (first in listed) is stays
+
+
+def tag_of(registry: MemoryRegistry) -> str:
+    """The digest of the list of an image's documents."""
+    return registry.tags[digest_tag(DIGEST)]
 
 
 def test_what_was_lost_leaves_a_list_that_the_registry_compares(

@@ -11,7 +11,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from primus_images.recipes import schema
 from primus_images.recipes.setting import WORDS
 from primus_images.release.diff import HEAD, NONE, ROWS, escaped_rows, legend, row, section, table
 from primus_images.release.history import History, load_history, newest_first
-from primus_images.schema import build
+from primus_images.release.policy import Policy
+from primus_images.schema import build, notes_of
 from primus_images.turbo.optimizations import optimizations
 from primus_images.versions.components import Versions
 from primus_images.versions.filecache import FileCache
@@ -64,6 +65,7 @@ def generated(root: Path) -> dict[str, str]:
         ("docs/index.md", "today", machine.today(root)),
         ("docs/gates.md", "gates", _gates()),
         ("docs/turbo.md", "optimizations", _optimizations()),
+        ("docs/statements.md", "policy", _policy()),
     ):
         if (root / name).exists():
             files[name] = _filled(root, name, part, lines)
@@ -204,6 +206,22 @@ def _optimizations() -> list[str]:
         ("optimization", "what it does", "replaces"),
         [(row.name, row.title, row.replaces) for row in rows],
     )
+
+
+def _policy() -> list[str]:
+    notes = notes_of(Policy)
+    rows = []
+    for key, value in asdict(Policy()).items():
+        if "doc" not in notes[key]:
+            raise InputError(
+                f"the policy's {key} has no description",
+                where="src/primus_images/release/fields.yaml",
+            )
+        default = str(value or "")
+        if isinstance(value, tuple):
+            default = ", ".join(value)
+        rows.append((f"`{key}`", notes[key]["doc"], default))
+    return table(("key", "meaning", "default"), rows)
 
 
 def _targets(root: Path) -> list[str]:

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from docs import generated
 
+from primus_images.errors import InputError
+from primus_images.release.policy import Policy
+
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
     page
@@ -45,6 +48,15 @@ def test_a_missing_and_a_changed_file_are_written_again(
     capsys.readouterr()
     assert run("--check") == 1
     assert capsys.readouterr().out == "out of date: docs/schemas/versions.json\n"
+
+
+def test_a_rule_of_the_policy_without_a_description_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = generated.notes_of(Policy)
+    monkeypatch.setattr(generated, "notes_of", lambda _: {**described, "driver": {}})
+    with pytest.raises(InputError, match="the policy's driver has no description"):
+        generated._policy()
 
 
 def test_ci_runs_readmes_test_command() -> None:

@@ -46,6 +46,19 @@ def test_a_missing_tool_is_installed_and_said_first(
     ]
 
 
+@pytest.mark.parametrize(("hours", "updated"), [(23, False), (25, True)])
+def test_lists_of_the_last_day_are_not_fetched_again(hours: int, updated: bool, host: Path) -> None:
+    lists = host / "lists"
+    lists.mkdir()
+    (lists / "archive_InRelease").touch()
+    when = time.time() - hours * 3600
+    os.utime(lists, (when, when))
+    programs.need("mytool", "mypackage")
+    commands = (host / "log").read_text().splitlines()
+    assert ("noninteractive -q update" in commands) is updated
+    assert len(commands) == 1 + updated
+
+
 def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
     with pytest.raises(HostError) as error:
         programs.need("mytool", "unheard")

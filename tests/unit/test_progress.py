@@ -54,6 +54,15 @@ def test_finished_lines_stay_and_markup_in_a_label_is_text() -> None:
     assert "✓ unknown  done" in stream.getvalue()
 
 
+def test_a_finished_task_has_no_heartbeat() -> None:
+    stream = io.StringIO()
+    with Progress(Console(file=stream), heartbeat_s=0.02) as progress:
+        progress.start("a", "fetch")
+        progress.finish("a")
+        time.sleep(0.1)
+    assert stream.getvalue() == "✓ fetch\n"
+
+
 def test_a_log_gets_a_heartbeat_with_elapsed_time_and_the_tools_last_line(tmp_path: Path) -> None:
     log, stream = tmp_path / "log", io.StringIO()
     log.write_text("[1/9] first\n\x1b[32m[2/9] Building CUDA object x.o\x1b[0m\n\n")

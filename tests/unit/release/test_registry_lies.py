@@ -16,6 +16,7 @@ from host_tools import missing, needs
 from loopback import make_certificate
 from primus_images.errors import HostError, PrimusError
 from primus_images.oci.store import digest_of
+from primus_images.release import transport
 from primus_images.release.artifact import EMPTY
 from primus_images.release.certificates import context_for
 from primus_images.release.logins import login_for
@@ -379,6 +380,39 @@ def test_certificates_are_verified_unless_the_user_says_otherwise(verify: bool) 
     context = context_for("registry.example", verify=verify)
     assert context.check_hostname is verify
     assert (context.verify_mode == ssl.CERT_REQUIRED) is verify
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("certificate has expired", "renew the certificate, or set the clock"),
+        ("certificate is not yet valid", "renew the certificate, or set the clock"),
+        ("Hostname mismatch: it does not match", "use a name that the certificate is for"),
+        ("self-signed certificate", "/etc/containers/certs.d/registry.example/ca.crt"),
+    ],
+)
+def test_a_certificate_that_is_not_trusted_has_its_remedy(said: str, hint: str) -> None:
+    error = ssl.SSLCertVerificationError()
+    error.verify_message = said
+    reason, remedy = transport._reason(error, "registry.example")
+    assert reason == f"has a certificate at registry.example that is not trusted: {said}"
+    assert hint in remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(113, "No route to host"), "No route to host"),
+        (OSError(), "the request failed"),
+        (ValueError("odd"), "the request failed"),
+    ],
+)
+def test_a_request_that_fails_in_another_way_has_the_systems_reason(
+    error: Exception, said: str
+) -> None:
+    reason, remedy = transport._reason(error, "registry.example")
+    assert reason == f"does not answer: registry.example: {said}"
+    assert remedy == "check name and network, and try again"
 
 
 def test_an_authority_of_ones_own_is_read_where_podman_reads_it(

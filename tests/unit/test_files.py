@@ -33,6 +33,18 @@ def test_a_file_replaces_no_pipe_and_no_device_and_an_error_names_the_path(tmp_p
     assert caught.value.filename == str(tmp_path)
 
 
+def test_what_is_no_file_is_named_by_its_path_or_as_the_user_wrote_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in (
+        (tmp_path, "this is a directory"),
+        (tmp_path / "pipe", "not a regular file"),
+    ):
+        for shown in (None, "--data x"):
+            with pytest.raises(InputError, match=said) as caught:
+                files.read_bytes(path, shown)
+            assert caught.value.where == (shown or str(path))
+
+
 def test_a_plain_path_is_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/b")

@@ -66,6 +66,19 @@ def test_words_stay_whole_as_long_as_they_fit() -> None:
     assert " ".join(Screen(width=40).table(rows)).split() == "  ".join(rows[0]).split()
 
 
+def test_a_table_takes_the_whole_width() -> None:
+    rows = [("one", "two three four"), ("five", "six")]
+    (first, second) = PLAIN.table(rows, indent="")
+    width = max(len(first), len(second))
+    assert Screen(width=width).table(rows, indent="") == [first, second]
+    narrower = Screen(width=width - 1).table(rows, indent="")
+    assert [line.split() for line in narrower] == [
+        ["one", "two", "three"],
+        ["four"],
+        ["five", "six"],
+    ]
+
+
 def test_a_pipe_gets_one_line_per_row_and_control_characters_do_no_harm() -> None:
     assert PLAIN.table([("a" * 300, Styled("b\x1b[2J\nc", "red"))]) == ["a" * 300 + "  b [2J c"]
 

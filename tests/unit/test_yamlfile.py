@@ -162,3 +162,9 @@ def test_how_deep_and_how_much_a_file_may_hold(monkeypatch: pytest.MonkeyPatch) 
     assert parse("[1, 2, 3]", "f").data == ["1", "2", "3"]
     with pytest.raises(InputError, match="more than 4, aliases included"):
         parse("[&x 1, *x, *x, *x]", "f")
+
+
+def test_how_long_a_file_may_be() -> None:
+    assert parse("x" * 500_000, "f").data == "x" * 500_000
+    with pytest.raises(InputError, match="500,000"):
+        parse("x" * 500_001, "f")

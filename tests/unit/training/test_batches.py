@@ -122,6 +122,18 @@ def test_a_document_that_a_process_refuses_is_an_error_in_its_place(tmp_path: Pa
     assert errors == [[]] * 10
 
 
+def test_a_document_too_long_for_the_memory_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_LONGEST", 9)
+    rows = [("1", {"text": "nine byte"}), ("2", {"text": "ten  bytes"}), ("3", {"text": "b"})]
+    (shard,) = batches.tokenized(work(tmp_path, prompted=False), iter([Listed(listed=rows)]))
+    assert list(shard.lengths) == [10, 2]
+    ((before, error),) = shard.errors
+    assert (before, error.where) == (1, "2")
+    assert "10 characters" in error.message
+
+
 def test_what_cannot_be_read_is_refused_after_all_before_it(tmp_path: Path) -> None:
     several = chain(pieces(*"abcdefgh"), [Unreadable(error=WRONG)], pieces("i"))
     read = []

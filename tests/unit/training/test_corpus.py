@@ -4,10 +4,13 @@ What can be read is compared with datasets and transformers in ``integration/ins
 """
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,7 @@ def texts(path: Path, column: str | None = None) -> list[str]:
         ),
         ("old.txt", b"one\rtwo\r\rthree\r", ["one\ntwo", "three"]),
         ("separator.jsonl", '{"text": "a\u2028b"}\n\n{"text": "c"}'.encode(), ["a\u2028b", "c"]),
+        ("list.json", b'\n \n[\n{"text": "a"},\n{"text": "b"}]\n', ["a", "b"]),
     ],
 )
 def test_every_form_gives_its_documents(
@@ -235,6 +239,86 @@ def test_packed_text_is_read(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(pack(lines({"text": "one"})))
         assert texts(tmp_path / name) == ["one"]
+
+
+@pytest.mark.parametrize("label", [True, False, 1, 0, "1", "False"])
+def test_labels_of_kto_are_refused(label: object) -> None:
+    """Rejected answers would be trained as good ones."""
+    with pytest.raises(InputError, match="these are preferences"):
+        layout_of({"prompt": "a", "completion": "b", "label": label}, None, "a.jsonl:1")
+
+
+@pytest.mark.parametrize("label", [2, "positive", None, 0.5])
+def test_another_label_is_an_unused_column(label: object) -> None:
+    layout = layout_of({"prompt": "a", "completion": "b", "label": label}, None, "a.jsonl:1")
+    assert layout.unused == ["label"]
+
+
+def test_a_class_beside_an_instruction_is_no_preference() -> None:
+    row = {"instruction": "a", "output": "b", "label": 1}
+    assert layout_of(row, None, "a.jsonl:1").unused == ["label"]
+    with pytest.raises(InputError, match="these are preferences"):
+        layout_of(row | {"label": True}, None, "a.jsonl:1")
+
+
+MEMBERS = pytest.mark.parametrize(
+    ("pack", "begin"), [(bz2.compress, 4), (lzma.compress, 6)], ids=["bzip2", "xz"]
+)
+
+
+@MEMBERS
+def test_members_with_zeros_between_are_one_text(
+    pack: Callable[[bytes], bytes], begin: int, tmp_path: Path
+) -> None:
+    several = [pack(lines({"text": str(number)})) for number in range(9)]
+    (tmp_path / "a.jsonl").write_bytes((bytes(8) + pack(b"")).join(several) + bytes(4))
+    assert texts(tmp_path / "a.jsonl") == list("012345678")
+
+
+@MEMBERS
+def test_a_damaged_begin_of_a_member_is_no_end_of_the_file(
+    pack: Callable[[bytes], bytes], begin: int, tmp_path: Path
+) -> None:
+    """Python's readers end there in silence: the rest of the corpus would be missing."""
+    first, second = pack(lines({"text": "one"})), pack(lines({"text": "two"}))
+    for rest in (b"\xff" * begin + second[begin:], second[:begin]):
+        (tmp_path / "a.jsonl").write_bytes(first + rest)
+        with pytest.raises(InputError, match="cannot be read") as refused:
+            texts(tmp_path / "a.jsonl")
+        assert (refused.value.where or "").endswith("a.jsonl:2")
+
+
+def test_frames_of_zstd_may_begin_with_one_to_skip(tmp_path: Path) -> None:
+    """pzstd, which compresses in parallel, writes its sizes into such frames."""
+    pyarrow = pytest.importorskip("pyarrow")
+    content = b""
+    for text in "ab":
+        frame = pyarrow.compress(lines({"text": text}), "zstd", asbytes=True)
+        content += b"\x50\x2a\x4d\x18\4\0\0\0" + len(frame).to_bytes(4, "little") + frame
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    assert texts(tmp_path / "a.jsonl.zst") == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv"])
+def test_every_cell_is_text(name: str, tmp_path: Path) -> None:
+    """An answer may be a number, or "None": the reader of datasets makes a type of either."""
+    pytest.importorskip("pandas")
+    answers = ["007", "1.50", "True", "NA", "null", "None", 'a, "b"\nc', "", "x"]
+    stream = io.StringIO()
+    rows = [[str(number), answer] for number, answer in enumerate(answers)]
+    csv.writer(stream, "excel-tab" if ".tsv" in name else "excel").writerows([["n", "text"], *rows])
+    content = stream.getvalue().encode("utf-8-sig")
+    if name.endswith(".gz"):
+        content = gzip.compress(content)
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name) == answers
+
+
+def test_lines_with_more_fields_than_the_first_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    (tmp_path / "a.csv").write_text("text\na,b,c\nd\n")
+    with pytest.raises(InputError, match="quote those that contain the separator"):
+        texts(tmp_path / "a.csv")
 
 
 def test_a_corpus_of_a_mixture_takes_its_columns_and_split_from_the_list_alone(

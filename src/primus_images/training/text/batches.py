@@ -31,6 +31,8 @@ from primus_images.training.text.pieces import Piece
 
 # Characters that are tokenized together: a process needs about 100 bytes for each.
 _CHARACTERS = 1 << 18
+# Characters of the longest document: this many need about 40 GB.
+_LONGEST = 1 << 28
 # Pieces that are tokenized without processes of their own, and that wait for each of these.
 _ALONE = 16
 _WAITING = 2
@@ -122,6 +124,7 @@ class Work:
                 document = document_of(row, self.layout, where)
                 if prompted and self.completions:
                     refuse_other_spellings(document, where)
+                _refuse_too_long(document, where)
             except InputError as error:
                 yield where, error
                 continue
@@ -158,6 +161,16 @@ class Work:
             else:
                 encoded.append((array("I", next(tokens)), b""))
         return encoded
+
+
+def _refuse_too_long(document: Document, where: str) -> None:
+    if len(document.text) > _LONGEST:
+        raise InputError(
+            f"this document has {len(document.text):,} characters, and one is tokenized as a "
+            f"whole, in memory: at most {_LONGEST:,}",
+            where=where,
+            hint="divide it: in .txt, blank lines separate documents",
+        )
 
 
 def _batches(rows: Iterator[_Row]) -> Iterator[list[_Row]]:

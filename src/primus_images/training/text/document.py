@@ -93,15 +93,15 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
         if all(name in row for name in names):
             columns = names
             break
-    judged = columns != ["text"] and isinstance(row.get("label"), bool)
-    if judged or "chosen" in row or "rejected" in row:
+    if _is_judged(row, columns) or "chosen" in row or "rejected" in row:
         names = ", ".join(map(str, row))
         raise InputError(
             f"these are preferences ({names}), for DPO or KTO, which primus does not train: "
             "trained as they are, rejected answers would be good ones",
             where=where,
             hint="data.column=NAME names a column of whole chats or texts to train, such as that "
-            "of the chosen answers; TRL trains preferences",
+            "of the chosen answers; data.question=NAME data.answer=NAME train every row; TRL "
+            "trains preferences",
         )
     if columns == ["text"] and "text" in row and isinstance(row.get("messages"), list):
         raise InputError(
@@ -112,6 +112,17 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
     if columns == ["text"] and "text" not in row:
         raise _unknown(row, where)
     return columns
+
+
+def _is_judged(row: Mapping[Any, Any], columns: Sequence[str]) -> bool:
+    """Return whether a label says if an answer is good, as KTO has it. Cells of CSV are text.
+
+    Beside other columns than KTO's, a number may be the label of a class.
+    """
+    label = row.get("label")
+    if columns == ["prompt", "completion"]:
+        return str(label).lower() in ("true", "false", "1", "0", "1.0", "0.0")
+    return columns != ["text"] and str(label).lower() in ("true", "false")
 
 
 def _unknown(row: Mapping[Any, Any], where: str) -> InputError:
@@ -421,7 +432,7 @@ def _turns(question: str, answer: str) -> list[Message]:
 
 def _history(pairs: Any, where: str) -> list[Message]:
     """Return the earlier turns of a row of Alpaca's, which are pairs of question and answer."""
-    if pairs is None:
+    if not pairs:
         return []
     messages = []
     for pair in pairs if isinstance(pairs, list) else [pairs]:

@@ -6,20 +6,17 @@ Text may be compressed by gzip, bzip2, xz or zstd; then it also unpacks them.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any
 
 from primus_images.errors import InputError, PrimusError
 from primus_images.files import reason_of, refuse_pointer
+from primus_images.training.text.packed import DAMAGE, Stream, remedy_of, unpacked
 from primus_images.training.text.rows import (
     TABLE,
     Row,
@@ -36,14 +33,6 @@ from primus_images.training.text.rows import (
 
 # Bytes of text in a piece. A process tokenizes them in about a second.
 _PIECE = 1 << 20
-_ZSTD = b"\x28\xb5\x2f\xfd"
-_OPENERS: Mapping[bytes, Callable[[IO[bytes], str], Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-}
-_Stream: TypeAlias = "io.BufferedReader[Any]"
-_DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,23 +202,10 @@ def _head(file: Path) -> bytes:
         raise InputError(f"cannot be read: {reason_of(error)}", where=str(file)) from error
 
 
-def _unpacked(file: _Stream, head: bytes) -> _Stream:
-    """Return the content of an open file, without its compression."""
-    if head.startswith(_ZSTD):
-        from pyarrow import input_stream
-
-        return io.BufferedReader(input_stream(file, compression="zstd"), _PIECE)
-    for magic, opener in _OPENERS.items():
-        if head.startswith(magic):
-            stream: _Stream = opener(file, "rb")
-            return stream
-    return file
-
-
 def _pieces_of_text(file: Path, head: bytes) -> Iterator[Piece]:
     begin = 0
     counted = 0
-    with io.BufferedReader(io.FileIO(file), _PIECE) as packed, _unpacked(packed, head) as stream:
+    with io.BufferedReader(io.FileIO(file), _PIECE) as packed, unpacked(packed, head) as stream:
         texts = _cut(stream, file)
         for before, text in texts:
             if not before and form_of(file) != ".txt" and begins_list(text):
@@ -248,14 +224,10 @@ def _pieces_of_text(file: Path, head: bytes) -> Iterator[Piece]:
 
 
 def _damaged(error: Exception, where: str) -> InputError:
-    return unreadable(
-        f"cannot be read: {error}",
-        where,
-        "the file is damaged or incomplete: copy the file again, or compress it again",
-    )
+    return unreadable(f"cannot be read: {error}", where, remedy_of(error))
 
 
-def _cut(stream: _Stream, file: Path) -> Iterator[tuple[int, bytes]]:
+def _cut(stream: Stream, file: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number of lines before, and about as many bytes as a piece has.
 
     They are whole lines; of a ``.txt`` file, whole paragraphs. Raises InputError after all whole
@@ -270,14 +242,16 @@ def _cut(stream: _Stream, file: Path) -> Iterator[tuple[int, bytes]]:
         block = b""
         try:
             block = stream.read1()
-        except _DAMAGE as error:
+        except DAMAGE as error:
             failure = error
         text += block
         if block and len(text) < _PIECE:
             continue
         if block and paragraphs:
             end = _end_of_paragraph(text, searched)
-        elif block or failure:
+        elif block:
+            end = text.rfind(b"\n", searched) + 1
+        elif failure:
             end = text.rfind(b"\n") + 1
         else:
             end = len(text)
@@ -299,7 +273,7 @@ def _end_of_paragraph(text: bytearray, searched: int) -> int:
 
     None ends in the first ``searched`` bytes.
     """
-    end = text.rfind(b"\n")
+    end = text.rfind(b"\n", searched)
     while end >= searched:
         begin = text.rfind(b"\n", 0, end) + 1
         if not text[begin:end].decode("utf-8-sig", "replace").strip():

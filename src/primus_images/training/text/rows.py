@@ -1,7 +1,8 @@
 """The rows of lines of text, and of a table.
 
 * ``.txt``: documents separated by blank lines;
-* Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
+* Parquet and Arrow, which ``datasets`` reads: one document per row;
+* CSV and TSV, whose cells are text: one document per row;
 * anything else is JSON: one object per line, or a list of objects.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from primus_images.errors import HostError, InputError
 from primus_images.schema import distinct_keys
+from primus_images.training.text.packed import unpacked
 from primus_images.yamlfile import read_values
 
 TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
@@ -123,8 +125,7 @@ def _object_of(line: bytes, file: Path, number: int) -> Any:
 
 def begins_list(content: bytes) -> bool:
     """Return whether a file that begins with ``content`` is one JSON list, not an object a line."""
-    line = content.removeprefix(BOM_UTF8).partition(b"\n")[0]
-    return line.lstrip().startswith(b"[")
+    return content.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def rows_of_list(contents: Iterable[bytes], file: Path) -> Iterator[Row]:
@@ -166,8 +167,7 @@ def datasets_library() -> Any:
         import datasets
     except ImportError as error:
         raise HostError(
-            "datasets, which reads Parquet, CSV and Arrow, cannot be imported: "
-            f"{first_line(error)}",
+            f"datasets, which reads Parquet and Arrow, cannot be imported: {first_line(error)}",
             hint="run this inside a primus image",
         ) from None
     # It would print an error beside the one that it raises.
@@ -177,8 +177,41 @@ def datasets_library() -> Any:
 
 def rows_of_table(file: Path, form: str) -> Iterator[Row]:
     """Yield the rows of a table: Parquet, CSV, TSV or Arrow."""
+    if TABLE["tables"].get(form) == "csv":
+        return _rows_of_cells(file, "\t" if form == ".tsv" else ",")
     name, options = _table(file, form)
     return _table_rows(str(file), name, **options)
+
+
+def _rows_of_cells(file: Path, separator: str) -> Iterator[Row]:
+    """Yield the rows of CSV or TSV, whose cells are text.
+
+    ``datasets`` takes cells for numbers, truth values or null if all before them look like these.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise HostError(
+            f"pandas, which reads CSV, cannot be imported: {first_line(error)}",
+            hint="run this inside a primus image",
+        ) from None
+    with _reading(str(file)) as place, file.open("rb") as packed:
+        head = packed.peek(8)
+        with unpacked(packed, head) as content:
+            frames = pandas.read_csv(
+                content, sep=separator, dtype=str, keep_default_na=False, chunksize=_ROWS
+            )
+            for frame in frames:
+                # pandas takes the first fields for names of lines
+                has_names = not isinstance(frame.index, pandas.RangeIndex)
+                if has_names:
+                    raise ValueError(
+                        "lines have more fields than the first one: quote those that contain the "
+                        "separator"
+                    )
+                for row in frame.to_dict("records"):
+                    place.row += 1
+                    yield f"{file}: row {place.row}", row
 
 
 def has_columns(form: str) -> bool:
@@ -201,9 +234,7 @@ def tables_of_file(file: Path, form: str) -> Iterator[Any]:
 def _table(file: Path, form: str) -> tuple[str, dict[str, Any]]:
     kind = TABLE["tables"].get(form, "parquet")
     options: dict[str, Any] = {"data_files": escape(str(file)), "split": "train"}
-    if form == ".tsv":
-        options["sep"] = "\t"
-    elif kind == "parquet":
+    if kind == "parquet":
         # datasets would read as many rows at a time as the first group has, which may be none.
         options["batch_size"] = _ROWS
     return kind, options
@@ -216,12 +247,6 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[Row]:
         kinds = table.features or {}
         for row in table:
             place.row += 1
-            # pandas takes the first fields for names of lines
-            if name == "csv" and "__index_level_0__" in row:
-                raise ValueError(
-                    "lines have more fields than the first one: quote those that contain the "
-                    "separator"
-                )
             yield f"{shown}: row {place.row}", _columns(row, kinds)
 
 

@@ -1,5 +1,8 @@
 """The text of a run: what is refused, and when its tokens are made again."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +54,26 @@ def test_runs_share_tokens_that_nobody_damaged(
         file.write_bytes(b"3" * 8)
     run(6)
     assert len(calls) == 4
+    monkeypatch.setattr(text, "_code", lambda: "other")
+    run(7)
+    assert len(calls) == 5, "other code may read the same file differently"
+
+
+def test_a_full_folder_of_shared_tokens_keeps_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_source: Path, target: Path) -> None:
+        target.write_bytes(b"1")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def elsewhere(_path: Path, _source: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(Path, "hardlink_to", elsewhere)
+    with pytest.raises(OSError, match="No space"):
+        text._link(tmp_path / "train.tokens", tmp_path / "kept")
+    assert not list(tmp_path.iterdir())
 
 
 def recipe_of(*overrides: str, backend: str = "fsdp") -> Recipe:

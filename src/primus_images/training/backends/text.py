@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from primus_images.errors import InputError
@@ -115,11 +116,22 @@ def _entry_of(recipe: Recipe, corpus: Corpus, shared: Path) -> Path | None:
         recipe.find(f"{recipe.backend}.packing", False),
         fraction,
         asdict(corpus),
+        _code(),
     ]
     if corpus.template:
         digests.append(recipe.asset_digests["chat_template"])
     key = json.dumps([settings, *digests], default=str)
     return shared / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """Return the digest of the code that reads and tokenizes: another may make other tokens."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(tokens.__file__).parent.iterdir()):
+        if source.is_file():
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def _written(
@@ -202,10 +214,14 @@ def _line(recipe: Recipe, reader: tokens.Reader, cache: Path, name: str, prefix:
 def _link(source: Path, target: Path) -> None:
     waiting = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
     try:
-        waiting.hardlink_to(source)
-    except OSError:  # another file system
-        shutil.copyfile(source, waiting)
-    waiting.replace(target)
+        try:
+            waiting.hardlink_to(source)
+        except OSError:  # another file system
+            shutil.copyfile(source, waiting)
+        waiting.replace(target)
+    except OSError:
+        waiting.unlink(missing_ok=True)
+        raise
 
 
 def _store(entry: Path, cache: Path, lines: Mapping[str, str]) -> None:

@@ -111,7 +111,10 @@ def _packing_faults(recipe: Recipe) -> Iterator[Fault]:
         why = "only the attention sdpa and eager keep packed documents apart"
         yield key, why, "attention=sdpa"
     if not recipe.architecture.has_formula:
-        why = "nothing shows that a model of no family keeps packed documents apart"
+        why = (
+            "no recipe has this type of model (family other), and nothing shows that it keeps "
+            "packed documents apart"
+        )
         yield key, why, "packing=false"
 
 

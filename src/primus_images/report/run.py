@@ -14,7 +14,7 @@ from primus_images.schema import build, build_typed, parse_json, read_json
 from primus_images.training.judge import checks
 from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import Record
-from primus_images.training.run import job as jobs
+from primus_images.training.run import identity
 from primus_images.training.run.metrics import Summary, of_rows
 from primus_images.training.run.outcome import RESULT_FILE, STOPPED, RunResult
 from primus_images.training.text import tokens
@@ -232,7 +232,7 @@ def _later(steps: Sequence[Any], earlier: Sequence[Any]) -> None:
 
 def _written(folder: Path) -> dict[str, Any]:
     """Return what a run wrote beside its figures: the text that it trains on, and checkpoints."""
-    checkpoints = jobs.steps(folder / "checkpoint")
+    checkpoints = identity.complete_checkpoints(folder)
     newest = ""
     if checkpoints:
         newest = str(_readable(f"checkpoint/{checkpoints[-1].name}"))

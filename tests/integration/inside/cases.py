@@ -40,5 +40,5 @@ def here(command: list[str], **_: Any) -> SimpleNamespace:
     take minutes.
     """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        objections.main(*command[-2:])
+        objections.main(*command[-3:])
     return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)

@@ -46,7 +46,8 @@ Tensors = dict[str, Any]
 @cache
 def plain(kind: str) -> Path:
     torch.manual_seed(1)
-    sizes = TABLE["sizes"] | (TABLE["own"] | TABLE["foreign"]).get(kind, {})
+    kinds = TABLE["own"] | TABLE["foreign"] | TABLE["no adapters"]
+    sizes = TABLE["sizes"] | kinds.get(kind, {})
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
         model.get_buffer(name).uniform_(-0.1, 0.1)
@@ -349,6 +350,19 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 }
 
 
+def check_no_adapters(case: str, where: Path) -> None:
+    """Refused before the start, unless all weights are trained."""
+    folder = written(where, {"kind": case})
+    backend.check(folder, FOREIGN)
+    try:
+        backend.check(folder, FOREIGN, [])
+    except InputError as error:
+        assert "each would have its own adapter" in error.message
+    else:
+        raise AssertionError("its shared layers get adapters")
+    backend.check(folder, FOREIGN, ["in_proj"])
+
+
 def check_files(case: str, where: Path) -> None:
     folder = written(where, {})
     FILES[case](folder)
@@ -382,6 +396,7 @@ try_all(
         (check_part, ["", "names as published"]),
         (check_same, TABLE["same"]),
         (check_refused, TABLE["refused"]),
+        (check_no_adapters, TABLE["no adapters"]),
         (check_files, FILES),
         (check_damaged, DAMAGED),
         (check_a_process_of_its_own, ["a bias"]),

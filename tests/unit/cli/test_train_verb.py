@@ -19,8 +19,16 @@ from primus_images.training.run.outcome import Outcome, RunResult
 PASSED = RunResult(exit_code=0, seconds=8.4, passed=True)
 
 
-def step(number: int, loss: float) -> Step:
-    return Step(step=number, loss=loss, grad_norm=1.0, tokens_per_second=1000.0, memory_gib=1.0)
+def step(number: int, loss: float, seconds: float | None = None) -> Step:
+    return Step(
+        step=number,
+        loss=loss,
+        grad_norm=1.0,
+        tokens_per_second=1000.0,
+        memory_gib=1.0,
+        seconds=seconds,
+        tokens=1000.0,
+    )
 
 
 @pytest.fixture
@@ -225,6 +233,49 @@ def test_a_kept_checkpoint_says_how_to_go_on(
     run = RunResult(exit_code=1, cause="interrupt")
     assert train("steps=3", "--output", "four") == 130
     assert "the run saved no checkpoint; checkpoint=500" in capsys.readouterr().err
+    assert train("steps=3", "checkpoint=2", "--output", "five") == 130
+    assert "no checkpoint: the first was due after 2 steps" in capsys.readouterr().err
+    assert train("steps=3", "checkpoint=5m", "--output", "six") == 130
+    assert "no checkpoint: the first was due after 5 minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "said"),
+    [
+        (
+            ["eval.fraction=0.1", "checkpoint=5"],
+            100.0,
+            "raise eval.every, now 3 or checkpoint, now 5",
+        ),
+        (
+            ["eval.fraction=0.1", "eval.every=7"],
+            100.0,
+            "99% of the time: raise eval.every, now 7\n",
+        ),
+        (["checkpoint=30m"], 100.0, "raise checkpoint, now 30m"),
+        ([], 100.0, ""),
+        (["eval.fraction=0.1"], 1.05, ""),
+        (["eval.fraction=0.1"], 50.0, ""),
+    ],
+)
+def test_much_time_between_steps_is_said_with_its_remedy(
+    words: list[str],
+    seconds: float,
+    said: str,
+    ended: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(job: Job, *_: object) -> Outcome:
+        (job.output / "log.txt").touch()
+        series = Series(steps=(step(1, 7.0, 9.0), step(2, 3.5, 9.0 + seconds)))
+        return Outcome(job=job, exit_code=0, series=series, run=PASSED)
+
+    monkeypatch.setattr(module.start, "start", start)
+    assert train("steps=30", *words) == 0
+    lines = capsys.readouterr().out
+    assert said in lines
+    assert ("of the time" in lines) == bool(said)
 
 
 @pytest.mark.parametrize(

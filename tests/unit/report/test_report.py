@@ -24,6 +24,7 @@ from primus_images.report import html, sheets
 from primus_images.report.run import NoResult, read
 from primus_images.training.judge import suite
 from primus_images.training.judge.record import RecordedImage
+from primus_images.training.run import identity
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome, RunResult, write_stop
 from proof_kit import FACTS, H200, finished_run, series_of, verdicts
@@ -88,8 +89,12 @@ def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
     (folder / "cache").mkdir(exist_ok=True)
     (folder / "cache/train.tokens").write_bytes(bytes(4 * 3000))
     (folder / "cache/train.ends").write_bytes(bytes(8 * 2))
-    for step in (2, 10):
-        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+    for step in (2, 10, 12):
+        place = folder / f"checkpoint/step-{step}"
+        place.mkdir(parents=True)
+        if step <= 10:  # the run was killed while it wrote the last one
+            (place / ".metadata").write_bytes(b"tensors")
+            identity.seal(place, {"backend": "fsdp"})
     job = json.loads((folder / "job.json").read_text())
     job |= {"resume_from": "/runs/first/checkpoint/step-5", "global_batch": 32}
     (folder / "job.json").write_text(json.dumps(job))

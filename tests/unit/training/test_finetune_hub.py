@@ -163,7 +163,8 @@ def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
     choices = Choices(gpu="cpu", backend="finetune", mode="full")
     for more, said in {
         "packing=true": (
-            "packing: nothing shows that a model of no family keeps packed documents apart"
+            "packing: no recipe has this type of model .family other., and nothing shows that it "
+            "keeps packed documents apart"
         ),
         "model.layers=2": "model.layers is 2, and the weights have 32",
     }.items():

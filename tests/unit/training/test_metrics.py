@@ -168,3 +168,20 @@ def test_trackers_get_the_share_of_the_same_peak() -> None:
     ):
         assert trackers.peak_flops(*gpu) is None
     assert trackers.shares_of_peak({"tflops_causal": 1.0}, None) == {}
+
+
+def test_the_time_between_steps_is_what_their_rates_do_not_explain() -> None:
+    recipe = llama()
+    tokens = recipe.global_batch * recipe.seq_len / recipe.world_size
+    assert recipe.world_size > 1
+    steps = [
+        replace(step, seconds=seconds)
+        for step, seconds in zip(
+            series(1.0, tokens / 4, tokens / 4).steps, (50, 54, 68), strict=True
+        )
+    ]
+    assert metrics.time_between_steps(Series(steps=tuple(steps)), recipe) == (18, 10)
+    steps[2] = replace(steps[2], tokens=tokens / 2)
+    assert metrics.time_between_steps(Series(steps=tuple(steps)), recipe) == (18, 12)
+    assert metrics.time_between_steps(Series(steps=tuple(steps[:1])), recipe) == (0, 0)
+    assert metrics.time_between_steps(series(1.0, 2.0), recipe) == (0, 0)

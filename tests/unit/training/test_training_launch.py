@@ -476,3 +476,21 @@ def test_the_command_of_a_rank_names_a_module_that_exists(backend: str, tmp_path
     words = ranks.argv(job, "python3", {})
     assert words[-3] == "-m"
     assert importlib.util.find_spec(words[-2])
+
+
+def test_a_resumed_run_evaluates_where_the_run_before_it_did(tmp_path: Path) -> None:
+    def every(name: str, former: str | None, *words: str) -> int:
+        recipe = resolve("llama3-proxy", ["eval.fraction=0.1", *words], Choices(gpu="cpu"))
+        resumed = None
+        if former:
+            resumed = tmp_path / former / "checkpoint/step-10"
+        job = Job(name="job", recipe=recipe, output=tmp_path / name, resume_from=resumed)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(ranks.job_file(job))
+        return int(json.loads(ranks.job_file(job))["evaluation"]["every"])
+
+    assert every("first", None, "steps=20") == 2
+    assert every("second", "first", "steps=300") == 2
+    assert every("third", "second", "steps=900") == 2
+    assert every("own", "first", "steps=300", "eval.every=50") == 50
+    assert every("moved", "gone", "steps=300") == 30

@@ -37,12 +37,16 @@ from primus_images.training.run import (
     start,
 )
 from primus_images.training.run.job import Job, step_of, steps
+from primus_images.training.run.logs import Series
 from primus_images.training.run.outcome import Outcome
 from primus_images.training.text import encoder, tokens
 
 COMPILED = Path("runs", ".compile-cache")
 # Of a parameter in a checkpoint: itself, and two moments of AdamW, in float32.
 _BYTES_SAVED = 12
+# The share of a run's time that evaluations and checkpoints may take unsaid, if it lasts so long.
+_LARGE_SHARE = 0.1
+_LONG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,6 +554,11 @@ def _continue(job: Job) -> str:
     checkpoint = _last_kept(job)
     if checkpoint:
         return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
+    interval = job.recipe.find(job.recipe.knows.key("checkpoint"), 0)
+    minutes = job.recipe.find("saving.minutes", 0.0)
+    if interval or minutes:
+        due = f"{interval} steps" if interval else f"{minutes:g} minutes"
+        return f"the run saved no checkpoint: the first was due after {due}"
     return "the run saved no checkpoint; checkpoint=500 (steps) or checkpoint=30m saves some"
 
 
@@ -589,11 +598,34 @@ def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
         yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
+    yield from _pauses(job, ended.series)
     checkpoint = _newest_complete(job.output)
     if checkpoint:
         yield f"  → {checkpoint}: --resume-from {job.output} continues with more steps"
     yield from _exported(job, checkpoint)
     yield f"  → `primus report {job.output}` draws its curves"
+
+
+def _pauses(job: Job, series: Series) -> Iterator[str]:
+    """Say how much of a run's time evaluations and checkpoints took, if it is much."""
+    recipe = job.recipe
+    whole, paused = metrics.time_between_steps(series, recipe)
+    if job.judged or whole < _LONG_SECONDS or paused < _LARGE_SHARE * whole:
+        return
+    remedies = []
+    if recipe.section("eval"):
+        remedies.append(f"eval.every, now {ranks.steps_between_evaluations(job)}")
+    interval = recipe.find(recipe.knows.key("checkpoint"), 0)
+    minutes = recipe.find("saving.minutes", 0.0)
+    if interval:
+        remedies.append(f"checkpoint, now {interval}")
+    elif minutes:
+        remedies.append(f"checkpoint, now {minutes:g}m")
+    if remedies:
+        yield (
+            f"  evaluation and checkpoints took {paused / whole:.0%} of the time: raise "
+            f"{' or '.join(remedies)}"
+        )
 
 
 def _exported(job: Job, checkpoint: Path | None) -> Iterator[str]:

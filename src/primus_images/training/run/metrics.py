@@ -255,6 +255,20 @@ def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:
     )
 
 
+def time_between_steps(series: Series, recipe: Recipe) -> tuple[float, float]:
+    """Return the seconds after the first step, and how many of them no step took.
+
+    These are those of evaluations and checkpoints. Both are 0 if the times are not known.
+    """
+    timed = [step for step in series.steps if step.seconds is not None and step.tokens_per_second]
+    if len(timed) < 2:
+        return 0.0, 0.0
+    whole = (timed[-1].seconds or 0.0) - (timed[0].seconds or 0.0)
+    tokens = recipe.global_batch * recipe.seq_len / recipe.world_size
+    trained = sum((step.tokens or tokens) / step.tokens_per_second for step in timed[1:])
+    return whole, max(0.0, whole - trained)
+
+
 def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [line[key] for line in lines if line.get(key) is not None]
 

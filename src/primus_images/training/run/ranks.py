@@ -38,7 +38,7 @@ def job_file(job: Job) -> str:
     evaluation = {}
     if recipe.section("eval"):
         evaluation = {
-            "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
+            "every": steps_between_evaluations(job),
             "patience": recipe.find("eval.patience", 0),
             "fraction": recipe.find("eval.fraction", 0.0),
             "corpus": "",
@@ -96,6 +96,20 @@ def job_file(job: Job) -> str:
         "settings": settings,
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def steps_between_evaluations(job: Job) -> int:
+    """Return after how many steps each a job evaluates.
+
+    By default, it is a tenth of the run. A resumed run keeps to the points of the run before it.
+    """
+    usual = max(1, job.recipe.steps // 10)
+    if job.resume_from:
+        former = json_if_readable(job.resume_from.absolute().parent.parent / "job.json")
+        before = former.get("evaluation")
+        if isinstance(before, dict) and isinstance(before.get("every"), int):
+            usual = max(1, before["every"])
+    return job.recipe.find("eval.every", usual)
 
 
 def files(job: Job) -> dict[str, str]:

@@ -82,11 +82,16 @@ def check_weights(recipe: Recipe) -> None:
             where=source,
             hint="export=merged",
         )
-    check(source, recipe.architecture)
+    targets = None
+    if recipe.mode == "lora":
+        targets = recipe.section(recipe.backend).get("lora.targets", [])
+    check(source, recipe.architecture, targets)
 
 
-def check(folder: Path, model: Architecture) -> None:
+def check(folder: Path, model: Architecture, targets: object = None) -> None:
     """Raise InputError, with file and tensor, unless ``folder`` has the weights of ``model``.
+
+    With ``targets``, a list of names that may be empty, it must also take adapters there.
 
     They do if transformers loads them without a change. Damaged and quantized files are found from
     their headers. Then transformers itself builds the model of the folder's ``config.json`` and
@@ -97,7 +102,7 @@ def check(folder: Path, model: Architecture) -> None:
     _check_headers(folder)
     if not importable("transformers"):
         return  # the check of the backend's packages, which comes next, names it
-    objection = _objection_of_transformers(folder, model)
+    objection = _objection_of_transformers(folder, model, targets)
     if objection:
         where = objection["where"] or f"{folder}/config.json"
         raise InputError(objection["why"], where=where, hint=objection["hint"])
@@ -111,10 +116,13 @@ def _check_generation(file: Path) -> None:
             )
 
 
-def _objection_of_transformers(folder: Path, model: Architecture) -> dict[str, str] | None:
+def _objection_of_transformers(
+    folder: Path, model: Architecture, targets: object
+) -> dict[str, str] | None:
     """Return the first of :mod:`primus_images.training.backends.finetune.objections`."""
     module = "primus_images.training.backends.finetune.objections"
-    command = [sys.executable, "-P", "-m", module, str(folder), json.dumps(asdict(model))]
+    words = [str(folder), json.dumps(asdict(model)), json.dumps(targets)]
+    command = [sys.executable, "-P", "-m", module, *words]
     variables = clean(os.environ)
     variables["HF_HUB_OFFLINE"] = "1"
     variables["TRANSFORMERS_VERBOSITY"] = "error"

@@ -1,7 +1,8 @@
 """Why transformers would not load a folder of weights as a model without changing a tensor.
 
-``python -m primus_images.training.backends.finetune.objections FOLDER MODEL`` (MODEL: the sizes as
-JSON) prints the first objection as JSON, or null.
+``python -m primus_images.training.backends.finetune.objections FOLDER MODEL TARGETS`` prints the
+first objection as JSON, or null. MODEL are the sizes as JSON, and TARGETS the layers that get
+adapters, or null if there are none.
 """
 
 import json
@@ -17,8 +18,13 @@ import torch
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
 from primus_images.recipes.tensors import OTHER_MODEL, header, plain_shapes, tensor_files, text_name
+from primus_images.training.backends.finetune.backend import LoraConfig
 from primus_images.training.backends.finetune.initial import stored
-from primus_images.training.backends.finetune.models import config_of, config_of_weights
+from primus_images.training.backends.finetune.models import (
+    adapted,
+    config_of,
+    config_of_weights,
+)
 from primus_images.training.backends.loop import weights
 from primus_images.yamlfile import read_values
 
@@ -34,8 +40,10 @@ class Objection:
     hint: str | None = None
 
 
-def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
-    """Yield what prevents a strict load of ``folder`` as ``model``."""
+def objections(
+    folder: Path, model: Architecture, targets: Sequence[str] | None = None
+) -> Iterator[Objection]:
+    """Yield what prevents a strict load of ``folder`` as ``model``, or adapters of ``targets``."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
     file = folder / "config.json"
@@ -57,8 +65,8 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         return
     if _sees_what_follows(config):
         yield Objection(
-            why=f"a model of type {config.model_type} fills gaps in a text: it sees the words that "
-            "follow, so it does not learn to predict them",
+            why=f"a model of type {config.model_type} with this config sees the words that follow, "
+            "so it does not learn to predict them",
             where=f"{file}: model_type",
             hint="take weights of a model that continues text",
         )
@@ -81,6 +89,18 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         )
     if model.has_formula:
         yield from _unread(tensors, built)
+    if targets is not None:
+        yield from _without_adapters(built, folder, targets)
+
+
+def _without_adapters(built: Any, folder: Path, targets: Sequence[str]) -> Iterator[Objection]:
+    """Yield why a model cannot have adapters of ``targets``."""
+    try:
+        adapted(built, LoraConfig(targets=list(targets)))
+    except SystemExit as error:
+        yield Objection(why=str(error), where=str(folder))
+    except ImportError:
+        return  # the check of the backend's packages, which comes next, names it
 
 
 def _sees_what_follows(config: Any) -> bool:
@@ -88,7 +108,8 @@ def _sees_what_follows(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     asks = any(getattr(config, key, False) for key in ("is_decoder", "causal"))
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not asks
+    kinds = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *_CONFIG["sees_all"]}
+    return config.model_type in kinds and not asks
 
 
 def _names_of_files(folder: Path) -> dict[str, Path] | Objection:
@@ -216,14 +237,15 @@ def _same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def main(folder: str, model: str) -> None:
+def main(folder: str, model: str, targets: str) -> None:
     """Print the first objection, or null."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        first = next(objections(Path(folder), architecture(json.loads(model))), None)
+        several = objections(Path(folder), architecture(json.loads(model)), json.loads(targets))
+        first = next(several, None)
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds
         sentence = " ".join(str(error).split())[:300]
         kind = type(error).__name__

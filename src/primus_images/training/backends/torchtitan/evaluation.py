@@ -179,4 +179,5 @@ def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(text, flush=True)
+        # A single write, because several ranks write to the same pipe.
+        print(f"{text}\n", end="", flush=True)

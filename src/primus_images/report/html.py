@@ -10,7 +10,9 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from primus_images.training.run.metrics import perplexity
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
 _WIDEST = 5  # pixels of a line
+_FEW_MINUTES = 5
 # The versions that a run is compared by.
 _SHOWN = ("torch", "torchtitan", "megatron-core", "transformers", "torchao", "primus-images")
 # The jobs of a suite whose curves must be equal.
@@ -121,6 +124,8 @@ def _facts(run: Run) -> dict[str, str]:
         seen = f"{run.series[-1]['tokens']:,.0f}"
     versions = [f"{name} {version}" for name, version in run.versions.items() if name in _SHOWN]
     facts = {
+        "started": _moment(run.started),
+        "lasted": _lasted(run.seconds),
         "global_batch": str(run.global_batch or ""),
         "parameters": f"{run.parameters:,}" if run.parameters else "",
         "text": text,
@@ -133,6 +138,22 @@ def _facts(run: Run) -> dict[str, str]:
         "versions": ", ".join(versions),
     }
     return {name: value or _NONE for name, value in facts.items()}
+
+
+def _moment(text: str) -> str:
+    """Return a moment that ISO 8601 describes, without its seconds."""
+    with suppress(ValueError):
+        return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    return ""
+
+
+def _lasted(seconds: float) -> str:
+    """Return a duration: in seconds, above some minutes also in hours and minutes."""
+    text = f"{seconds:,.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if minutes + 60 * hours > _FEW_MINUTES:
+        text += f" ({hours} h {minutes} min)"
+    return text
 
 
 def _joined(run: Run) -> str:

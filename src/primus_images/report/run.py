@@ -35,7 +35,8 @@ class Run:
     on a CPU. ``documents`` and ``tokens`` are those of the text that it trains on, ``checkpoint``
     its newest one, and ``resumed_from`` that of the run before it. The steps of that run, if it is
     there, are the first ones of ``series``; ``resumed_after`` are the last ones of such runs.
-    ``stopped`` says how a run without a result ended. ``settings`` are all that the run resolved.
+    ``stopped`` says how a run without a result ended, and ``started`` when it began, as ISO 8601
+    has it. ``settings`` are all that the run resolved.
     Figures that an older version did not write are missing.
     """
 
@@ -68,6 +69,7 @@ class Run:
     settings: Mapping[str, str] = field(default_factory=dict)
     resumed_after: tuple[int, ...] = ()
     stopped: str = ""
+    started: str = ""
 
     def __post_init__(self) -> None:
         steps = [step["step"] or 0 for step in self.series]
@@ -175,6 +177,7 @@ def _job(folder: Path) -> dict[str, Any]:
         "resumed_from": "/".join(Path(job.get("resume_from") or "").parts[-_SHOWN_PARTS:]),
         "image": _texts(job.get("image", {})),
         "commit": job.get("commit", ""),
+        "started": str(_readable(job.get("started", ""))),
         "resumed_after": places,
         **_written(folder),
         **outcome,

@@ -97,6 +97,7 @@ def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
             identity.seal(place, {"backend": "fsdp"})
     job = json.loads((folder / "job.json").read_text())
     job |= {"resume_from": "/runs/first/checkpoint/step-5", "global_batch": 32}
+    job["started"] = "2026-11-30T17:52:07+02:00"
     (folder / "job.json").write_text(json.dumps(job))
     facts = json.loads((folder / "facts.json").read_text())
     facts |= {"parameters": 1_235_814_400, "versions": {"torch": "2.13.0", "numpy": "2.4"}}
@@ -114,19 +115,37 @@ def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
         "Evaluation loss, least": "3.5000 at step 1",
         "Resumed from": "first/checkpoint/step-5",
         "Newest checkpoint": "checkpoint/step-10",
+        "Started": "2026-11-30 15:52 UTC",
         "Versions": "torch 2.13.0",
     }
     assert figures | wanted == figures
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (29.6, "30 s"),
+        (300, "300 s"),
+        (400, "400 s (0 h 7 min)"),
+        (93_540, "93,540 s (25 h 59 min)"),
+    ],
+)
+def test_a_long_run_has_its_hours(make: Make, seconds: float, shown: str) -> None:
+    run = replace(read(make("run")), seconds=seconds, started="yesterday")
+    figures = dict(html.figures([run]))
+    assert figures["Whole job"] == shown
+    assert "Started" not in figures
 
 
 def test_a_run_of_an_older_version_lacks_these_figures(make: Make) -> None:
     folder = make("run", facts={"device": "cpu"})
     job = json.loads((folder / "job.json").read_text())
     job.pop("global_batch", None)
+    job.pop("started", None)
     job.pop("resume_from", None)
     (folder / "job.json").write_text(json.dumps(job))
     names = [name for name, *_ in html.figures([read(folder)])]
-    assert not {"Global batch", "Text", "Resumed from", "Newest checkpoint"} & set(names)
+    assert not {"Started", "Global batch", "Text", "Resumed from", "Newest checkpoint"} & set(names)
 
 
 @pytest.mark.parametrize(("later", "seconds"), [(90.0, 90.0), (0.0, 0.0), (-90.0, 0.0)])

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -57,6 +58,7 @@ def job_file(job: Job) -> str:
     image = json_if_readable(IMAGE_FILE)
     content = {
         "name": job.name,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": job.first_step,
         "last_step": job.last_step,
         "examined": job.examined,

@@ -14,6 +14,10 @@ from primus_images.schema import build
 from primus_images.yamlfile import parse
 
 TEXT = table.TABLE_FILE.read_text(encoding="utf-8")
+# Long enough to stand once, also when another GPU has the same figures.
+H200_TITLE = "    title: NVIDIA H200\n    arch: "
+H200_IDS = "NVIDIA H200 SXM5, H200]\n    device_ids: []"
+H200_UNITS = f"{H200_IDS}\n    compute_units"
 
 # All products of an architecture, of which a machine that tells nothing else has one.
 GFX942 = " or ".join(
@@ -35,8 +39,12 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("compute_units: 132", "compute_unit: 132", "unknown key 'compute_unit'"),
-        ("    compute_units: 132\n", "", "'compute_units' is missing"),
+        (
+            f"{H200_UNITS}: 132",
+            f"{H200_UNITS.removesuffix('s')}: 132",
+            "unknown key 'compute_unit'",
+        ),
+        (f"{H200_UNITS}: 132", H200_IDS, "'compute_units' is missing"),
         ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' is a duplicate"),
         ("  - name: mi325x\n", "  - name: MI325X\n", "name must be like mi300x"),
         ('["0x74a5"', '["0x74a1"', "device id '0x74a1' is a duplicate"),
@@ -47,13 +55,13 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
             "product name 'mi300x' is a duplicate",
         ),
         (
-            "    arch: sm_90\n    names",
-            "    arch: sm_91\n    names",
+            f"{H200_TITLE}sm_90",
+            f"{H200_TITLE}sm_91",
             "h200: there is no architecture 'sm_91'",
         ),
         (
-            "    arch: sm_90\n    names",
-            "    arch: gfx950\n    names",
+            f"{H200_TITLE}sm_90",
+            f"{H200_TITLE}gfx950",
             "h200 needs one peak for each of bf16, fp8, mx",
         ),
         ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
@@ -62,11 +70,19 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
             "    mx: [mxfp8]\n    mx_source: Prim",
             "mi300x needs one peak for each",
         ),
-        ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
-        ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),
         (
-            "dtype: fp8, tflops: 1979",
-            "dtype: bf16, tflops: 1979",
+            "  - arch: sm_90\n    vendor: nvidia",
+            "  - arch: sm_90\n    vendor: amd",
+            "sm_90 is not an architecture of amd",
+        ),
+        (
+            'tflops: 1979, source: "NVIDIA H200',
+            'tflops: about 2000, source: "NVIDIA H200',
+            "tflops must be a number",
+        ),
+        (
+            'dtype: fp8, tflops: 1979, source: "NVIDIA H200',
+            'dtype: bf16, tflops: 1979, source: "NVIDIA H200',
             "h200 needs one peak for each of bf16, fp8, not",
         ),
         (
@@ -80,8 +96,8 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
             "is for 'mi305x', which is neither",
         ),
         (
-            "mi350x, mi350p]",
-            "mi350p]",
+            "    for: [gfx942, mi350x, mi350p",
+            "    for: [gfx942, mi350p",
             "mi350x has no entry for the environment variables GPU_MAX_HW_QUEUES (",
         ),
     ],

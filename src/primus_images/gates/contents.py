@@ -227,6 +227,7 @@ def traces_in(path: str, data: bytes | mmap, machine_paths: Sequence[bytes] = ()
     top_folders = set()
     for match in _matches(_path_pattern(tuple(machine_paths), data[:4] == ELF), data):
         text = match[0][:120].decode("utf-8", "replace")
+        # As long as "/home/" and "/root/"; of "/tmp/…", it includes the first letter of the tool.
         top_folder = text[:6]
         # Of temporary and home folders, one trace per file is enough; others are usually below the
         # same folder.

@@ -197,6 +197,8 @@ def _of_parts(name: str) -> str:
     abbreviated = _ABBREVIATED.fullmatch(name)
     if abbreviated:
         short = listed_name(abbreviated[2])
+        # A long name that the list lacks is explained by its abbreviation; one of another licence
+        # contradicts it.
         return short if listed_name(abbreviated[1]) in ("", short) else ""
     several = _SEVERAL.split(name)
     if len(several) == 1:

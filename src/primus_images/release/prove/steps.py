@@ -163,6 +163,7 @@ def _proxies(row: Mapping[str, Any], setting: Setting) -> Iterator[Mapping[str, 
 
 def _step(row: Mapping[str, Any], setting: Setting) -> Step | None:
     """Return the step of a row; None for one that this setting cannot have."""
+    # A training run of a recipe is one in the image, unless its row says otherwise.
     inside = bool(row.get("image", "recipe" in row))
     if setting.here and not inside and not row.get("here"):
         return None

@@ -424,6 +424,8 @@ def _labels(tokens: Tokens, seq_len: int) -> Any:
     """Return whether each token is trained: marked, not the first of its document, and not cut."""
     import numpy as np
 
+    # The labels of a piece are all of its tokens but the first. The sum of the changes up to a
+    # token is the number of pieces that it is a label of.
     changes = np.zeros(len(tokens.tokens) + 1, np.int8)
     starts, ends = tokens.pieces(seq_len)
     np.add.at(changes, starts + 1, 1)

@@ -362,6 +362,7 @@ class Model(Transformer):
         window = 0
         if windowed:
             window = sizes.window
+        # Llama 4's layers without a window do not rotate.
         if windowed or not sizes.interleaved_rope:
             query, key = self._rotated(query, key, windowed)
         else:
@@ -395,6 +396,7 @@ class Model(Transformer):
             query = self._turned(query, cosine, sine)
             key = self._turned(key, cosine, sine)
             return query, key
+        # Llama 4 rotates neighbors, and norms what it rotated, without weights.
         query = self._turned(_paired(query), cosine, sine)
         key = self._turned(_paired(key), cosine, sine)
         one = query.new_ones(())
@@ -452,12 +454,14 @@ class Model(Transformer):
         return magnitude / of_all_dimensions, of_all_dimensions**2
 
     def _hidden(self, query: Tensor, window: int) -> Tensor:
+        """Return which keys each query does not attend to."""
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         keys = place[None, :]
         hidden = keys > place[:, None]
         if 0 < window < length:
             first = place - window + 1
+            # Llama 4's windows are chunks.
             if self.sizes.interleaved_rope:
                 first = place - place % window
             hidden |= keys < first[:, None]
@@ -627,7 +631,7 @@ def is_narrow(name: str) -> bool:
 
 
 def _paired(states: Tensor) -> Tensor:
-    """Reorder DeepSeek's rotary pairs, which are neighbors.
+    """Reorder rotary pairs of DeepSeek and Llama 4, which are neighbors.
 
     The rotation above pairs element i with i + size / 2.
     """

@@ -14,6 +14,8 @@ from cyclonedx.validation.json import JsonStrictValidator
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
+from primus_images.cli.host import sbom as of_sbom
+from primus_images.cli.main import main
 from primus_images.errors import InputError
 from primus_images.gates.contents import Kind, Stated
 from primus_images.gates.examined import LayerFacts
@@ -22,7 +24,7 @@ from primus_images.recipes.digest import digest_of_recipe
 from primus_images.release import publish
 from primus_images.release.artifact import Document, artifact, listed
 from primus_images.release.bills import IMAGE, contents, cyclonedx, listing, purl, spdx
-from primus_images.release.documents import SPDX, provenance as provenance_of
+from primus_images.release.documents import SPDX, documents, provenance as provenance_of
 from primus_images.release.git import Checkout
 from primus_images.release.licences import Licences, licence_in, licences, listed_name
 from primus_images.release.policy import (
@@ -456,6 +458,49 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
 def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -> None:
     locked = LockedFile(kind=kind, name=name, version=version, file=file, size=1, sha256="f0")  # type: ignore[arg-type]
     assert purl(locked) == url
+
+
+@pytest.mark.parametrize(("edited", "commit"), [([], "c" * 40), (["README.md"], None)])
+def test_the_documents_of_an_image_are_named_with_their_hashes(
+    edited: list[str], commit: str | None
+) -> None:
+    made = image(read(LOCKS[0]))
+    made.plan.resolved.lock_path = LOCKS[0]
+    facts: dict[str, LayerFacts] = {}
+    outcome: Any = SimpleNamespace(as_json=lambda: {"passed": True})
+    papers = documents(made, outcome, facts, Checkout("c" * 40, edited))
+    names = ["gates.json", "lock.json", "sbom.spdx.json", "sbom.cdx.json", "provenance.json"]
+    assert [paper.name for paper in papers] == names
+    assert papers[0].data == b'{"passed":true}'
+    assert papers[1].data == LOCKS[0].read_bytes()
+    predicate = json.loads(papers[-1].data)["predicate"]
+    products = {
+        row["name"]: f"sha256:{row['digest']['sha256']}"
+        for row in predicate["runDetails"]["byproducts"]
+    }
+    assert products == {paper.name: digest_of(paper.data) for paper in papers[:-1]}
+    sources = [
+        row["digest"]["gitCommit"]
+        for row in predicate["buildDefinition"]["resolvedDependencies"]
+        if row.get("name") == "source"
+    ]
+    assert sources == ([commit] if commit else [])
+    made.plan.resolved.lock = None
+    papers = documents(made, outcome, facts, Checkout("c" * 40, edited))
+    assert [paper.name for paper in papers] == ["gates.json", "provenance.json"]
+
+
+def test_a_bill_is_printed_as_a_list_or_in_a_standard_form(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = contents(image(read(LOCKS[0])), Checkout(None, []), Licences())
+    monkeypatch.setattr(of_sbom, "contents_of_target", lambda _: inside)
+    assert main(["sbom", "cpu"]) == 0
+    assert capsys.readouterr().out == listing(inside) + "\n"
+    assert main(["sbom", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == spdx(inside)
+    assert main(["sbom", "cpu", "--cyclonedx"]) == 0
+    assert json.loads(capsys.readouterr().out) == cyclonedx(inside)
 
 
 def test_provenance_names_the_commit_every_file_and_every_key() -> None:

@@ -12,12 +12,12 @@ from primus_images.cli.host.bump import _begin, _require_later
 from primus_images.cli.host.releases import _with_state
 from primus_images.errors import CheckFailed, InputError
 from primus_images.oci.store import digest_of
-from primus_images.release import tags, verification
+from primus_images.release import statement, tags, verification
 from primus_images.release.artifact import Document, damage
 from primus_images.release.documents import IN_TOTO
 from primus_images.release.history import AMDS, Release
 from primus_images.release.registry import Repository
-from primus_images.release.statement import Trust
+from primus_images.release.statement import Signer, Trust
 from primus_images.release.tags import move_tag, require_moving, withdrawable
 from primus_images.release.verification import Verified
 from primus_images.release.withdrawal import (
@@ -184,6 +184,29 @@ def test_what_cannot_be_withdrawn_is_refused(
     there.images["v26.12-cpu"] = b"cpu"
     with pytest.raises(InputError, match=reason):
         withdrawable(cast(Repository, there), release, successor)
+
+
+@pytest.mark.parametrize(
+    ("key", "problem", "refused"),
+    [
+        ("my.key", "it is not signed", True),
+        ("my.key", "", False),
+        # Who signs without a key is known to its provider alone.
+        (None, "it is not signed", False),
+    ],
+)
+def test_a_successor_verifies_with_the_key_that_withdraws(
+    key: str | None, problem: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statement, "cosign", lambda *words: "")
+    monkeypatch.setattr(tags, "problem_of_successor", lambda there, tag, trust: problem)
+    arguments: Any = (Repository("localhost:1/a"), "v26.12-cpu", Signer(key=key))
+    if not refused:
+        tags.require_good_successor(*arguments)
+        return
+    with pytest.raises(CheckFailed) as caught:
+        tags.require_good_successor(*arguments)
+    assert caught.value.message == "--successor v26.12-cpu does not verify: it is not signed"
 
 
 @pytest.mark.parametrize(

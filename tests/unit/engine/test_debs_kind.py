@@ -385,3 +385,14 @@ def test_what_is_no_package_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.deb").write_text("no package")
     with pytest.raises(HostError, match=r"a\.deb is not a Debian package"):
         debs.dpkg_deb("-f", tmp_path / "a.deb", "a.deb")
+
+
+@pytest.mark.parametrize(("spec", "made"), [({"over": "base"}, "over"), ({}, "root")])
+def test_packages_over_an_image_are_unpacked_and_others_installed(
+    spec: dict[str, Any], made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debs, "_over_entries", lambda *_: ["over"])
+    monkeypatch.setattr(debs, "root_entries", lambda *_: ["root"])
+    shop: Any = SimpleNamespace(write=lambda action, entries: entries)
+    action = Action(name="a", kind="debs", inputs=(), spec=spec)
+    assert debs.make(action, shop, tmp_path) == [made]

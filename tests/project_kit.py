@@ -148,6 +148,16 @@ def until(true: Callable[[], object], seconds: float = 60) -> bool:
     return bool(fulfilled)
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs. One that ended stays as a zombie until its parent asks for it, which
+    the first process of some containers does late.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody uses."""
     with socket.socket() as probe:

@@ -21,7 +21,7 @@ from primus_images.release.prove import folder as sent, read, run
 from primus_images.release.prove.read import kept, verified
 from primus_images.release.prove.scrub import Scrubber
 from primus_images.release.prove.steps import Setting, Step, chosen, steps_of
-from project_kit import until
+from project_kit import alive, until
 from prove_kit import outcomes_of, setting_of, step_of, written
 from stand_in_machine import make_machine, write_all
 
@@ -243,8 +243,8 @@ def test_the_step_of_a_killed_command_does_not_go_on(tmp_path: Path) -> None:
     )
     child.start()
     child.join(60)
-    pid = (tmp_path / "pid").read_text()
-    assert until(lambda: not Path(f"/proc/{pid}").exists(), 20)
+    pid = int((tmp_path / "pid").read_text())
+    assert until(lambda: not alive(pid), 20)
 
 
 def test_what_failed_runs_again_and_what_changed_too(tmp_path: Path) -> None:

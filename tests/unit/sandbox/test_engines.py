@@ -28,7 +28,7 @@ from primus_images.sandbox.engine import Client, Engine
 from primus_images.sandbox.engines import choose
 from primus_images.sandbox.podman import Podman
 from primus_images.sandbox.state import State
-from project_kit import until
+from project_kit import alive, until
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
@@ -560,8 +560,8 @@ def test_nothing_stays_of_an_interrupted_load(
     # A terminal sends it to the whole group.
     os.killpg(process.pid, number)
     assert process.wait(20) == code
-    number_of_client = client.read_text().strip()
-    assert until(lambda: not Path(f"/proc/{number_of_client}").exists(), 5)
+    number_of_client = int(client.read_text())
+    assert until(lambda: not alive(number_of_client), 5)
 
 
 def test_a_client_that_ends_early_gives_the_reason(

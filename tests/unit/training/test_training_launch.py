@@ -20,7 +20,7 @@ from primus_images.recipes.setting import Choices
 from primus_images.training.run import failure, processes, ranks, start
 from primus_images.training.run.job import Job
 from primus_images.training.run.processes import Watch
-from project_kit import until
+from project_kit import alive, until
 from proof_kit import kept
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -34,13 +34,6 @@ def run(code: str, tmp_path: Path, lines: list[str] | None = None) -> processes.
         environment=os.environ,
         watch=Watch(on_line=seen.append),
     )
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def written_pid(file: Path) -> int:

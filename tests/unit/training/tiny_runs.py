@@ -34,6 +34,7 @@ from primus_images.training.run import start
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome
 from primus_images.training.run.processes import Ended
+from primus_images.turbo.trial import Trial
 
 SHORT = "ranks=1 steps=3 local_batch=2 global_batch=4"
 TEXT = f"{SHORT} seq_len=32"
@@ -95,6 +96,15 @@ RUNS = {
     "megatron-mla": ("deepseek-v3-proxy megatron pretrain fp32", f"{TEXT} ep=1 checkpoint=3"),
 }
 RESUMED = {"fsdp-again": "fsdp"}
+# The optimizations of a run, which a CPU computes by the same code without kernels.
+TURBO = {
+    "finetune-full": ("packed-attention",),
+    "torchtitan": ("real-rope", "linear-cross-entropy"),
+    "torchtitan-moe": ("expert-routing",),
+    "torchtitan-mla": ("real-rope",),
+    "finetune-lora": ("frozen-weights",),
+    "torchtitan-fp8": ("fp8-linear", "fp8-feed-forward"),
+}
 ROOT = Path(mkdtemp())
 
 
@@ -117,7 +127,7 @@ def ended(name: str) -> Outcome:
         judged=resume_from is None,
         resume_from=resume_from,
     )
-    return run(job)
+    return run(job, TURBO.get(name, ()))
 
 
 def folder(name: str) -> Path:
@@ -137,9 +147,14 @@ _RANK = {
 _packages = cache(metadata.packages_distributions)
 
 
-def run(job: Job) -> Outcome:
-    """Run ``job`` on one rank, as ``primus train`` does. A judged one is repeated."""
+def run(job: Job, turbo: tuple[str, ...] = ()) -> Outcome:
+    """Run ``job`` on one rank, as ``primus train`` does, with the optimizations ``turbo``.
+
+    A judged one is repeated.
+    """
+    trial = Trial(names=turbo)
     with (
+        mock.patch.object(start, "decide", lambda *_, **__: trial),
         mock.patch.object(start.processes, "run", _run_here),
         mock.patch.object(start.subprocess, "run", _judge_here),
         # Memory is that of this process, which has no ranks as children.

@@ -123,6 +123,35 @@ def test_what_the_first_step_names_fails_no_other(tmp_path: Path) -> None:
     assert "GPU 3: computes wrong" in done["burn-in"].reason
 
 
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        ({"refused": "no GPU", "cause": "another"}, "no GPU"),
+        ({"cause": "rank 1 hangs"}, "rank 1 hangs"),
+        ({"a": {"b": [{"name": "loss", "passed": False, "reason": "rises"}]}}, "loss: rises"),
+        ([{"gate": "size", "passed": False, "summary": "too large"}], "size: too large"),
+        ([{"check": "disk", "level": "slow", "message": "is slow"}], "disk: is slow"),
+        ({"faults": {"kernel": "wrong"}}, "kernel: wrong"),
+        # These are no problems, or have no name.
+        ([{"name": "loss", "passed": False, "skipped": True, "reason": "x"}], ""),
+        ([{"check": "disk", "level": "ok", "message": "is fast"}], ""),
+        ([{"name": "loss", "passed": True, "reason": "falls"}], ""),
+        ([{"level": "failed", "message": "nameless"}], ""),
+        ("primus train: the disk is full\n  → free some\nlast", "the disk is full → free some"),
+        ("primus train: the disk is full\nlast", "the disk is full"),
+        ("", "exit code 1, and it printed nothing"),
+    ],
+)
+def test_the_reason_of_a_failure_is_what_the_command_says(
+    printed: Any, reason: str, tmp_path: Path
+) -> None:
+    text = printed if isinstance(printed, str) else json.dumps(printed)
+    step = step_of("a", f"print({text!r}); raise SystemExit(1)")
+    outcome = outcomes_of([step], setting_of(tmp_path))["a"]
+    assert outcome.state == "failed"
+    assert outcome.reason == (reason or f"exit code 1: {text}")
+
+
 def test_many_problems_are_named_once_and_counted(tmp_path: Path) -> None:
     rows = [{"name": f"cell {n % 30}", "reason": "no", "passed": False} for n in range(60)]
     done = outcomes_of(

@@ -245,14 +245,14 @@ def test_a_kept_checkpoint_says_how_to_go_on(
         (
             ["eval.fraction=0.1", "checkpoint=5"],
             100.0,
-            "raise eval.every, now 3 or checkpoint, now 5",
+            "raise eval.every (now 3) or checkpoint (now 5)",
         ),
         (
             ["eval.fraction=0.1", "eval.every=7"],
             100.0,
-            "99% of the time: raise eval.every, now 7\n",
+            "99% of the time: raise eval.every (now 7)\n",
         ),
-        (["checkpoint=30m"], 100.0, "raise checkpoint, now 30m"),
+        (["checkpoint=30m"], 100.0, "raise checkpoint (now 30m)"),
         ([], 100.0, ""),
         (["eval.fraction=0.1"], 1.05, ""),
         (["eval.fraction=0.1"], 50.0, ""),

@@ -261,6 +261,22 @@ def test_a_class_beside_an_instruction_is_no_preference() -> None:
         layout_of(row | {"label": True}, None, "a.jsonl:1")
 
 
+@pytest.mark.parametrize("name", ["id;text", "id\ttext", "id|text"])
+def test_another_separator_than_the_suffix_says_is_named(name: str) -> None:
+    with pytest.raises(InputError) as refused:
+        layout_of({name: "1;a"}, None, "a.csv: row 1")
+    assert "separator of .csv is a comma" in (refused.value.hint or "")
+    assert "did you mean" not in refused.value.message
+
+
+def test_files_of_several_forms_lead_to_a_list_of_corpora(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.txt"):
+        (tmp_path / name).write_bytes(lines({"text": "a"}))
+    with pytest.raises(InputError, match=r"found .jsonl, .txt") as refused:
+        files_of(Corpus(name=str(tmp_path)))
+    assert "list several in a .yaml file" in (refused.value.hint or "")
+
+
 MEMBERS = pytest.mark.parametrize(
     ("pack", "begin"), [(bz2.compress, 4), (lzma.compress, 6)], ids=["bzip2", "xz"]
 )
@@ -297,6 +313,17 @@ def test_frames_of_zstd_may_begin_with_one_to_skip(tmp_path: Path) -> None:
         content += b"\x50\x2a\x4d\x18\4\0\0\0" + len(frame).to_bytes(4, "little") + frame
     (tmp_path / "a.jsonl.zst").write_bytes(content)
     assert texts(tmp_path / "a.jsonl.zst") == ["a", "b"]
+
+
+def test_a_column_of_a_type_that_no_reader_has_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    columns = {"text": ["a"], "of": pyarrow.array([[("b", 1)]], kind)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="map<string, int64") as refused:
+        texts(tmp_path / "a.parquet")
+    assert refused.value.hint == "write the table without the column of this type"
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv"])

@@ -614,13 +614,13 @@ def _pauses(job: Job, series: Series) -> Iterator[str]:
         return
     remedies = []
     if recipe.section("eval"):
-        remedies.append(f"eval.every, now {ranks.steps_between_evaluations(job)}")
+        remedies.append(f"eval.every (now {ranks.steps_between_evaluations(job)})")
     interval = recipe.find(recipe.knows.key("checkpoint"), 0)
     minutes = recipe.find("saving.minutes", 0.0)
     if interval:
-        remedies.append(f"checkpoint, now {interval}")
+        remedies.append(f"checkpoint (now {interval})")
     elif minutes:
-        remedies.append(f"checkpoint, now {minutes:g}m")
+        remedies.append(f"checkpoint (now {minutes:g}m)")
     if remedies:
         yield (
             f"  evaluation and checkpoints took {paused / whole:.0%} of the time: raise "

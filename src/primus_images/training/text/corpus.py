@@ -175,7 +175,12 @@ def files_of(corpus: Corpus) -> Files:
         raise unreadable(f"the folder has only files beside a corpus: {names}", str(root))
     if len(forms) != 1:
         kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
-        raise unreadable(f"expected files of one form in the folder, found {kinds}", str(root))
+        remedy = ""
+        if forms:
+            remedy = "name one file; or list several in a .yaml file, as - {corpus: FILE}"
+        raise unreadable(
+            f"expected files of one form in the folder, found {kinds}", str(root), remedy
+        )
     others = sorted({*inside} - {*files})
     return Files(paths=files, split=split, others=[str(file.relative_to(root)) for file in others])
 

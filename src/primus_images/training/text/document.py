@@ -134,6 +134,10 @@ def _unknown(row: Mapping[Any, Any], where: str) -> InputError:
             hint = f"data.question={question} data.answer={answer}"
             meant = ""
             break
+    only = "".join(map(str, row))
+    if len(row) == 1 and any(mark in only for mark in ";|\t"):
+        hint = "the separator of .csv is a comma, that of .tsv a tab: write the table so"
+        meant = ""
     known = "text, messages, conversations, prompt and completion, instruction and output"
     names = ", ".join(map(str, row)) or "no columns"
     return InputError(

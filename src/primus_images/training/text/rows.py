@@ -291,6 +291,8 @@ def _reading(shown: str, before: int = 0) -> Iterator[_Place]:
     except Exception as error:
         message = f"cannot be read after row {place.row}: {first_line(error)}"
         remedy = f"copy the file again if it is damaged; {TABLE['readable']}"
+        if "datasets dtype equivalent" in message:
+            remedy = "write the table without the column of this type"
         raise unreadable(message, shown, remedy) from error
 
 

@@ -67,6 +67,8 @@ def test_architectures_in_a_path(path: str, names: list[str]) -> None:
         ("hipv4-amdgcn-amd-amdhsa--gfx9-4-generic", "gfx9-4-generic"),
         ("hip-spirv64-amd-amdhsa-unknown-amdgcnspirv", "amdgcnspirv"),
         ("host-x86_64-unknown-linux-gnu-", None),
+        ("host-x86_64-unknown-linux-gnu-gfx942", None),
+        ("openmp-nvptx64-nvidia-cuda-sm_70", None),
     ],
 )
 def test_target_of_a_bundle_entry(entry: str, target: str | None) -> None:

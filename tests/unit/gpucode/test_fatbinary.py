@@ -118,6 +118,23 @@ def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
         assert out.getvalue() == b""
 
 
+def test_a_bundle_may_have_no_entries() -> None:
+    empty = b"__CLANG_OFFLOAD_BUNDLE__" + bytes(8)
+    second = bundle(["gfx942"])
+    data = empty + second
+    offsets = [one.offset for one in bundles_in(io.BytesIO(data), 0, len(data))]
+    assert offsets == [0, len(empty)]
+    (alone,) = bundles_in(io.BytesIO(empty), 0, len(empty))
+    assert (alone.length, alone.parts) == (len(empty), ())
+
+
+@pytest.mark.parametrize("end", [31, 40, 60, 120])
+def test_a_bundle_whose_list_is_cut_is_damaged(end: int) -> None:
+    data = bundle(["gfx942"])[:end]
+    with pytest.raises(ValueError, match="an offload bundle is cut short"):
+        list(bundles_in(io.BytesIO(data), 0, len(data)))
+
+
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [

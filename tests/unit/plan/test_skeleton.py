@@ -12,6 +12,7 @@ from primus_images.plan.skeleton import (
     environment,
     image_config,
     inline_entries,
+    manifest_annotations,
     own_command,
     working_folders,
 )
@@ -168,3 +169,20 @@ def test_labels_name_pins_previews_and_extras() -> None:
     }
     assert config["Env"] == ["A=1", "B=2"]
     assert (config["WorkingDir"], config["Entrypoint"], config["Cmd"]) == ("/w", ["e"], ["c", "d"])
+
+
+@pytest.mark.parametrize("preview", ["", "no GPU code"])
+def test_the_manifest_of_a_preview_says_so(preview: str) -> None:
+    demo: Any = SimpleNamespace(
+        name="demo",
+        ref="demo-rdma",
+        target=SimpleNamespace(description="A demo."),
+        choice=SimpleNamespace(channel="debian", preview=preview),
+        versions=SimpleNamespace(release="v26.11", created="2026-11-20"),
+        extras=(),
+    )
+    annotations = manifest_annotations(demo)
+    assert annotations["org.opencontainers.image.title"] == "primus demo"
+    assert annotations["org.opencontainers.image.ref.name"] == "demo-rdma"
+    assert annotations.get("io.primus.preview", "") == preview
+    assert ("io.primus.preview" in annotations) == bool(preview)

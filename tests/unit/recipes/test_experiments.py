@@ -12,7 +12,7 @@ from primus_images.cli.main import main
 from primus_images.errors import InputError, alike
 from primus_images.recipes.architecture import architecture
 from primus_images.recipes.experiments import models
-from primus_images.recipes.experiments.presets import Argument, read_experiment
+from primus_images.recipes.experiments.presets import Argument, read_experiment, typed
 from primus_images.recipes.experiments.source import import_experiment
 from primus_images.recipes.experiments.translate import keys, megatron_arguments, translate
 from primus_images.recipes.published import another_model
@@ -587,3 +587,20 @@ def test_without_a_width_megatron_has_its_own(changed: dict[str, Any], width: in
         for key, value in values.items()
     }
     assert models.of_megatron(arguments)["ffn_size"] == width
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", ""),
+        ("8", 8),
+        ("1e-5", 1e-5),
+        ("true", True),
+        ("[1, a]", [1, "a"]),
+        ("/data/my text", "/data/my text"),
+        ("{a: 1}", "{a: 1}"),
+        ("a: b: c", "a: b: c"),
+    ],
+)
+def test_a_variable_is_a_scalar_a_list_of_scalars_or_text(text: str, value: object) -> None:
+    assert typed(text) == value

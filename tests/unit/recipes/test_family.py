@@ -158,6 +158,24 @@ def test_a_window_counts_where_it_is_used(changes: dict[str, Any], window: int) 
 
 
 @pytest.mark.parametrize(
+    ("name", "window", "words"),
+    [
+        ("qwen2", 8, {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen2", 0, {"use_sliding_window": False, "max_window_layers": 4}),
+        ("mistral", 8, {}),
+    ],
+)
+def test_a_config_says_which_layers_have_the_window(
+    name: str, window: int, words: dict[str, Any]
+) -> None:
+    values = {"family": name, "layers": 4, "hidden_size": 64, "heads": 4, "window": window}
+    config = config_of(architecture({**values, "vocab_size": 8, "ffn_size": 64}))
+    assert config["sliding_window"] == (window or None)
+    switches = ("use_sliding_window", "max_window_layers")
+    assert {key: config[key] for key in switches if key in config} == words
+
+
+@pytest.mark.parametrize(
     ("layers", "pattern"),
     [
         ([WINDOWED, FULL, WINDOWED, FULL], 2),

@@ -69,6 +69,7 @@ model.recompute_granularity=full model.recompute_method=block model.recompute_nu
 megatron bf16 1 mixtral-8x7b ep=8
 megatron bf16 1 mixtral-8x7b ep=4 tp=2
 megatron bf16 1 deepseek-v2-lite
+megatron fp8 1 mixtral-8x7b ep=8
 finetune bf16 1 llama3.1-8b
 finetune bf16 1 llama2-70b
 fsdp bf16 1 llama3.1-8b

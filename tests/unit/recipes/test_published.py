@@ -99,6 +99,23 @@ def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("model.layers", 31, "model.layers=32, or a case whose `because` names both"),
+        ("model.norm_eps", 0.1, "model.norm_eps=1.0e-05, or a case whose `because` names both"),
+        ("model.rope_scaling", {"kind": "none"}, "model.rope_scaling.kind=llama3"),
+    ],
+)
+def test_another_number_than_the_published_one_needs_a_reason(
+    key: str, value: object, remedy: str, tmp_path: Path
+) -> None:
+    (file := tmp_path / "wrong.yaml").write_text(CASE.format("llama3.1-8b", key, json.dumps(value)))
+    with pytest.raises(InputError) as caught:
+        resolve(str(file), (), Choices(gpu="mi355x"))
+    assert caught.value.hint == remedy
+
+
+@pytest.mark.parametrize(
     ("name", "key"),
     [("mistral-7b", "model.window"), ("deepseek-v3", "model.moe.shared_experts")],
 )

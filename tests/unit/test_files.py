@@ -100,6 +100,18 @@ def test_a_file_of_more_than_64_mib_is_not_read(tmp_path: Path) -> None:
         files.read_bytes(tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [('{"a": 1}', {"a": 1}), ("[1]", {}), ("1", {}), ("{", {}), ("[" * 100_000, {}), (None, {})],
+)
+def test_json_that_is_no_object_is_an_empty_one(
+    text: str | None, content: dict[str, int], tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "file").write_text(text)
+    assert files.json_if_readable(tmp_path / "file") == content
+
+
 def test_a_link_is_followed_unless_it_must_not(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "file").write_bytes(b"x")

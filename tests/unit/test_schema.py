@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import jsonschema
@@ -8,7 +9,7 @@ import pytest
 from docs.json_schema import json_schema
 
 from primus_images.errors import InputError
-from primus_images.schema import WrongValue, build, parse_json
+from primus_images.schema import WrongValue, build, parse_json, read_json
 from primus_images.yamlfile import Document, parse
 
 
@@ -169,3 +170,11 @@ def test_the_largest_number_is_read() -> None:
     assert build(Inner, parse_json('{"size": 9223372036854775807}', "f")).size == 2**63 - 1
     with pytest.raises(InputError, match="fits into 64 bits"):
         build(Inner, parse_json('{"size": 9223372036854775808}', "f"))
+
+
+def test_a_json_document_too_long_for_places_has_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text('{"a": {"b": 1}}')
+    assert read_json(path).where(("a", "b")) == f"{path}:1:8"
+    path.write_text(json.dumps({"a": "x" * 500_000}))
+    assert read_json(path).where(("a",)) == str(path)

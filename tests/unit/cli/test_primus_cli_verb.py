@@ -2,9 +2,12 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from primus_images.cli.image import primus_cli as of_primus_cli
 from primus_images.cli.main import main
 from primus_images.gpus.detect import DetectedGpus
 
@@ -166,3 +169,28 @@ def test_our_own_preflight_is_not_taken_for_amds(
 ) -> None:
     main(list(words))
     assert "primus-cli" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "image", "proxy", "config", "here", "target"),
+    [
+        ("mi355x", "rocm-mi300x", False, LLAMA, "mi325x", "mi355x"),
+        (None, "rocm-mi300x", False, LLAMA, "mi325x", "mi300x"),
+        (None, "rocm", False, LLAMA, "mi325x", "mi325x"),
+        (None, "rocm", False, LLAMA, None, "mi300x"),
+        (None, "rocm", True, LLAMA, None, "cpu"),
+        (None, "rocm", False, "exp.yaml", None, "cpu"),
+    ],
+)
+def test_a_container_is_of_the_gpu_that_is_named_or_here_or_in_the_path(
+    gpu: str | None,
+    image: str,
+    proxy: bool,
+    config: str,
+    here: str | None,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(of_primus_cli, "detect", lambda: SimpleNamespace(generation=here))
+    call: Any = SimpleNamespace(image=image, command=("train", "pretrain", "--config", config))
+    assert of_primus_cli._target(call, gpu, proxy=proxy) == target

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from primus_images.cli.image import request as of_requests
 from primus_images.cli.image.request import Request, fine_tuning
 from primus_images.cli.image.train import checked_recipe
 from primus_images.cli.main import main
@@ -53,6 +54,14 @@ def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
     assert made.words[:3] == ("corpus=mock", f"weights={weights}", f"tokenizer={weights}")
     assert made.words[-1].startswith("local_batch=")
     assert made.resolved().local_batch >= 1
+
+
+@pytest.mark.parametrize(("batch", "mode"), [(4, "full"), (1, "full"), (0, "lora")])
+def test_all_weights_are_trained_if_a_batch_of_them_fits(
+    batch: int, mode: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_requests, "_batch_that_fits", lambda _: batch)
+    assert fine_tuning(request("corpus=mock"), str(weights)).choices.mode == mode
 
 
 def test_a_fine_tuning_names_the_command_that_repeats_it(

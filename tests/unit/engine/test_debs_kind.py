@@ -372,12 +372,18 @@ def test_apt_can_name_the_folder_of_the_packages(
     ],
 )
 def test_root_installs_in_namespaces_if_it_can(
-    user: int, absent: str, works: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
+    user: int,
+    absent: str,
+    works: bool,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in {"setpriv", "unshare"} - {absent}:
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {0 if works else 1}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(debs.os, "geteuid", lambda: user)
-    monkeypatch.setattr(debs.shutil, "which", lambda tool: None if tool == absent else tool)
-    tried = SimpleNamespace(returncode=0 if works else 1)
-    monkeypatch.setattr(debs.subprocess, "run", lambda *_, **__: tried)
     assert debs._own_processes()[:4] == words
 
 

@@ -119,3 +119,22 @@ def test_the_driver(tmp_path: Path, files: dict[str, str], driver: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     assert detect(tmp_path).driver == driver
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        (
+            "model name\t: EPYC\ncpu family\t: 25\nmodel\t\t: 17\nstepping\t: 1\n\nmodel name: X",
+            "EPYC, cpu family 25, model 17, stepping 1",
+        ),
+        ("processor\t: 0\nmodel\t: 3\n", "unknown, model 3"),
+        ("", "unknown"),
+    ],
+)
+def test_a_cpu_is_named_by_its_first_core(
+    text: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(hardware, "Path", lambda _: tmp_path / "cpuinfo")
+    assert hardware.cpu_model() == model

@@ -37,7 +37,7 @@ from primus_images.training.run.processes import Ended
 from primus_images.turbo.trial import Trial
 
 SHORT = "ranks=1 steps=3 local_batch=2 global_batch=4"
-TEXT = f"{SHORT} seq_len=32"
+TEXT = f"{SHORT} seq_len=32 assets.corpus=assets/documents.jsonl"
 CHATS = f"{SHORT} seq_len=96 assets.corpus=assets/answers.jsonl"
 SMALL = (
     "model.hidden_size=48 model.heads=4 model.kv_heads=2 model.head_dim=8 model.ffn_size=48 "
@@ -61,7 +61,7 @@ RUNS = {
         f"{TEXT} {SMALL} training.master_dtype=bfloat16 sharding.reduce_dtype=bfloat16 "
         "training.lr_schedule=cosine",
     ),
-    "fsdp-fp8": ("qwen2.5-7b fsdp pretrain fp8", TEXT),
+    "fsdp-fp8": ("qwen2.5-7b fsdp pretrain fp8", f"{TEXT} {SMALL}"),
     "finetune-full": (
         "llama3.1-8b finetune full fp32",
         f"{CHATS} {SMALL} {EVALUATED} eval.patience=1 finetune.save_weights=true "

@@ -155,9 +155,7 @@ def test_thirty_choices_give_commands_that_are_accepted(
         ROOT / "recipes/assets", tmp_path / "data", ignore=shutil.ignore_patterns("tokenizer")
     )
     # The weights have no tensors, which would be of full size.
-    monkeypatch.setattr(
-        "primus_images.training.backends.finetune.backend.check", lambda _folder, _model: None
-    )
+    monkeypatch.setattr("primus_images.training.backends.finetune.backend.check", lambda *_: None)
     assert {one["mode"] for one in chosen} == {"pretrain", "full", "lora"}
     assert {one["gpu"] for one in chosen} == {
         key.split()[1] for way in data["ways"] for key in way["runs"]

@@ -136,3 +136,15 @@ def test_the_best_of_an_earlier_run_stays(output: Path) -> None:
     standing = evaluation.Standing(output, 0, None)
     assert not standing.only_best(output.parent / "earlier/checkpoint/step-4")
     assert standing.only_best(output / "checkpoint/step-4")
+
+
+def test_a_line_of_torchtitan_is_a_single_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks write to the same pipe: the end of a line would be that of another's."""
+    own = "primus_images.training.backends.torchtitan.evaluation"
+    module = pytest.importorskip(own, exc_type=ImportError)
+    parts: list[str] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    stream = SimpleNamespace(write=parts.append, flush=lambda: None)
+    monkeypatch.setattr("sys.stdout", stream)
+    module._say("evaluation after step 2")
+    assert list(filter(None, parts)) == ["evaluation after step 2\n"]

@@ -74,6 +74,6 @@ def test_unit_tests_that_need_torch_pass(python: Python, tmp_path: Path) -> None
         str(tmp_path),
         *files,
     )
-    ended = python.run(*words, timeout=300, PYTHONPATH=paths)
+    ended = python.run(*words, timeout=900, PYTHONPATH=paths)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert " passed" in ended.stdout and "error" not in ended.stdout

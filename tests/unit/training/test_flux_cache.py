@@ -92,3 +92,10 @@ def test_weights_are_checked_against_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
         backend.check_weights(recipe("flux.weights", tmp_path / "other"))
     backend.check_weights(RECIPE)
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(backend.config_of(RECIPE.architecture)))
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        backend.check_weights(recipe("flux.weights", tmp_path))

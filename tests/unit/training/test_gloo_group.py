@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import distributed as dist  # noqa: E402
 
 from primus_images.training.backends import gloo  # noqa: E402
+from primus_images.training.backends.loop import process  # noqa: E402
 
 VARIABLES = {
     "RANK": "0",
@@ -106,3 +107,25 @@ def test_store_does_without_libuv_if_torch_has_none(
     else:
         gloo.choose_store(tmp_path)
     assert os.environ["USE_LIBUV"] == value
+
+
+def test_a_rank_on_a_cpu_has_one_thread_and_the_loopback_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    completed: list[int] = []
+    monkeypatch.setattr(gloo, "complete", lambda: completed.append(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    try:
+        process.use_cpu()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        process.use_cpu()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert completed == [1, 1]
+    finally:
+        torch.set_num_threads(threads)
+    gib, share = process.peak_memory(torch.device("cpu"))
+    assert 0.05 < gib < 64
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert share == pytest.approx(100 * gib / whole)

@@ -288,6 +288,35 @@ def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
     assert detect.detect(tmp_path).generation == ""
 
 
+def test_the_firmware_of_nvidia_gpus_is_each_version_once(tmp_path: Path) -> None:
+    versions = ("96.00.9F", "96.00.74", "96.00.9F", "")
+    for number, version in enumerate(versions):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/{number}"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: NVIDIA H200\nVideo BIOS: {version}\n")
+    assert detect.detect(tmp_path).firmware == "96.00.74, 96.00.9F"
+
+
+@pytest.mark.parametrize(
+    ("script", "memory"),
+    [
+        ("printf '81559\\n80000\\n'", 80000 * 2**20),
+        ("printf '[N/A]\\n'", None),
+        ("exit 9", None),
+        (None, None),
+    ],
+)
+def test_the_memory_of_nvidia_gpus_is_known_if_their_driver_tells_it(
+    script: str | None, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert detect.memory_bytes(tmp_path) == memory
+
+
 def test_firmware_is_named_unless_its_version_is_zero(tmp_path: Path) -> None:
     node(tmp_path, 1, version=90402, device=0x74A1, simds=1216)
     device = tmp_path / "sys/class/drm/card0/device"

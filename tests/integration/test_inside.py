@@ -52,7 +52,7 @@ def test_unit_tests_that_need_torch_pass(python: Python, tmp_path: Path) -> None
     for name in ("_pytest", "pytest", "pluggy", "iniconfig"):
         shutil.copytree(packages / name, tmp_path / name)
     shutil.copy(packages / "py.py", tmp_path)
-    for folder in ("tests/unit/training", "tests/unit/turbo", "benchmarks"):
+    for folder in ("tests/unit/training", "tests/unit/turbo", "tests/unit/system", "benchmarks"):
         shutil.copytree(
             ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "reports")
         )

@@ -109,3 +109,12 @@ def test_resumed_run_ends_with_the_same_weights() -> None:
     assert [step.step for step in rest.series.steps] == [3]
     assert rest.series.steps[0].loss == whole.series.steps[2].loss
     assert rest.facts["weights_sha256"] == whole.facts["weights_sha256"]
+
+
+def test_steps_on_text_have_a_fingerprint_of_their_samples() -> None:
+    whole, rest = ended("fsdp"), ended("fsdp-again")
+    hashes = [step.data_hash for step in whole.series.steps]
+    assert len({*hashes}) == 3
+    assert None not in hashes
+    assert rest.series.steps[0].data_hash == hashes[2]
+    assert [step.data_hash for step in ended("flux").series.steps] == [None] * 3

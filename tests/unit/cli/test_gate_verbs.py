@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpu_files import bundle, elf
+from primus_images.cli.host.why_size import largest
 from project_kit import Kit, make_project
 
 PLACEHOLDER = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ12345678"[:34]
@@ -129,6 +130,14 @@ def test_why_size(kit: Kit) -> None:
     ]
     lines = kit.primus("why-size", "demo").out.splitlines()
     assert [line.split()[-1] for line in lines[:3]] == ["v26.11-demo", "alpha", "opt/alpha"]
+
+
+def test_small_folders_are_left_out_of_the_largest() -> None:
+    layers = {"one": {"opt/large": 10_000_000, "opt/small": 10}, "two": {}}
+    rows = [(layer, folder) for layer, folder, _ in largest(layers)]
+    assert ("one", "opt/large") in rows
+    assert ("one", "opt/small") not in rows
+    assert rows[-1] == ("two", "")
 
 
 def test_a_release_that_fails_a_gate_is_no_image(kit: Kit) -> None:

@@ -56,11 +56,16 @@ def test_weights_are_fine_tuned_with_what_fits(weights: Path) -> None:
     assert made.resolved().local_batch >= 1
 
 
-@pytest.mark.parametrize(("batch", "mode"), [(4, "full"), (1, "full"), (0, "lora")])
+@pytest.mark.parametrize(("batch", "mode"), [(4, "full"), (1, "full"), (0, "lora"), (None, "lora")])
 def test_all_weights_are_trained_if_a_batch_of_them_fits(
-    batch: int, mode: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int | None, mode: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_requests, "_batch_that_fits", lambda _: batch)
+    def batch_of(recipe: Any) -> int:
+        if batch is None and recipe.mode == "full":
+            raise InputError("the recipe has no mode full")
+        return batch or 0
+
+    monkeypatch.setattr(of_requests, "_batch_that_fits", batch_of)
     assert fine_tuning(request("corpus=mock"), str(weights)).choices.mode == mode
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from primus_images.cli.image.tune import _plan_lines
 from primus_images.cli.main import main
 from primus_images.recipes.recipe import Recipe
 from primus_images.tuning.gemm import Place, alone
-from primus_images.tuning.throughput import Result, Search
+from primus_images.tuning.throughput import Point, Result, Search
 
 THROUGHPUT = ["tune", "throughput", "llama3-proxy", "--gpu=cpu", "ranks=1", "--turbo=off"]
 THROUGHPUT += ["global_batch=2", "local_batch=1", "--folder=kept"]
@@ -271,3 +272,12 @@ def test_two_tunings_of_one_folder_do_not_race(
 def test_gemms_of_a_cpu_are_not_tuned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TUNE, "--stage", "tune", "--gpu", "cpu", "--proxy"]) == 2
     assert "tunes GEMMs of GPUs only" in capsys.readouterr().err
+
+
+def test_a_point_that_is_left_out_says_why() -> None:
+    tried = Point(turbo="off", checkpointing="none", batch=1, peak=3 * 2**30)
+    lines = _plan_lines([tried, tried._replace(batch=64, peak=None, out="too large")])
+    assert [line.split() for line in lines[1:]] == [
+        ["1", "none", "off", "3.0", "GiB", "to", "try"],
+        ["64", "none", "off", "–", "too", "large"],
+    ]

@@ -249,3 +249,11 @@ def test_a_workspace_is_the_same_by_a_link(run):
 def test_users_of_one_checkout_have_a_workspace_each(run, monkeypatch, user, name):
     monkeypatch.setattr(state.os, "geteuid", lambda: user)
     assert state.workspace_of(run) == run / name
+
+
+def test_a_regular_user_prepares_the_workspace_in_podmans_namespaces(tools, run, monkeypatch):
+    made = state.new(run / "workspace", MODE)
+    monkeypatch.setattr(state.os, "geteuid", lambda: 1000)
+    assert made.inside() == [*made.podman(), "unshare"]
+    monkeypatch.setattr(state.os, "geteuid", lambda: 0)
+    assert made.inside() == ["env", f"--chdir={run / 'workspace'}"]

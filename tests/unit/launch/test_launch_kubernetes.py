@@ -327,6 +327,24 @@ def test_options_reach_the_job() -> None:
         assert part in text
 
 
+def test_a_job_without_restarts_resumes_where_it_is_told() -> None:
+    told = made(**{**FULL, "restarts": 0, "resume_from": "/workspace/runs/my x"})
+    assert "--resume-from '/workspace/runs/my x'" in json.dumps(told)
+    assert "--resume-from" not in json.dumps(made(**{**FULL, "restarts": 0, "resume_from": ""}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"image": ""}, "--image is missing"),
+        ({"resume_from": "/workspace/runs/x"}, "--resume-from needs --claim NAME"),
+    ],
+)
+def test_a_job_without_what_it_needs_is_refused(options: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Cluster(**{"image": "a/b:c", **options})
+
+
 def test_a_jobset_has_the_job_in_it() -> None:
     _, job = made(queue="team", claim="runs")
     (jobset,) = made(queue="team", claim="runs", jobset=True)

@@ -142,6 +142,46 @@ def test_other_losses_and_nan_are_named_and_rounding_is_not() -> None:
     assert different([], [7.0], 1e-4)
 
 
+def test_a_point_that_learns_otherwise_than_the_start_has_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {"start": (7.0, 6.5), "alike": (7.0, 6.5), "apart": (7.0, 4.0), "failed": ()}
+    said: list[str] = []
+    points = [
+        Point("auto", "none", number, (name,), recipe=_recipe())
+        for number, name in enumerate(losses, 1)
+    ]
+    found = Search(points, "recipe", tmp_path, Effort(limit=1.0, warmup=0, pairs=1), said.append)
+    turns = iter(losses)
+
+    def run(_recipe: Recipe, _number: int) -> Result:
+        name = next(turns)
+        reason = "it hung" if name == "failed" else ""
+        return Result(
+            tokens_per_second=None if reason else 1234.5,
+            memory_gib=None,
+            losses=losses[name],
+            reason=reason,
+            seconds=1.0,
+        )
+
+    monkeypatch.setattr(found, "known", lambda _recipe, _number: None)
+    monkeypatch.setattr(found, "run", run)
+    assert [found.measure(point) for point in points] == [1234.5, 1234.5, None, None]
+    assert [point.words for point, _ in found.rows] == [point.words for point in points]
+    reasons = [result.reason for _, result in found.rows]
+    assert reasons[:2] == ["", ""]
+    assert "step 2 is 4.00000" in reasons[2]
+    assert reasons[3] == "it hung"
+    # Four candidates, and a pair of final runs.
+    assert said[0] == f"run 1 of at most 6: {points[0].title}"
+    assert said[1] == f"  {points[0].title}: 1,234 tokens/s/rank"
+    assert said[6:] == [
+        f"run 4 of at most 6: {points[3].title}",
+        f"  {points[3].title}: it hung",
+    ]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_written_file_gives_the_recipe_that_was_measured(
     tmp_path: Path, *, elsewhere: bool

@@ -155,6 +155,7 @@ def test_release_notes_fit_one_screen(count: int) -> None:
         assert f"recipe{number} " in text
         assert f"issue {number}\n" in f"{text}\n"
     assert "stated by one side only" in text.lower()
+    assert ": 0 differences" not in text
 
 
 def test_what_one_side_does_not_state_is_not_said_to_be_absent() -> None:

@@ -132,6 +132,7 @@ def test_a_job_without_a_readable_result_did_not_start(tmp_path: Path) -> None:
 
 def test_a_job_that_ended_without_a_log_says_why(tmp_path: Path) -> None:
     assert _no_run(0, tmp_path, "console") == ""
+    assert _no_run(124, tmp_path, "console").startswith("the job did not end within ")
     said = "the job did not start (exit code 1); console has what it printed"
     assert _no_run(1, tmp_path, "console") == said
     (tmp_path / "log.txt").touch()

@@ -288,6 +288,19 @@ def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
     assert detect.detect(tmp_path).generation == ""
 
 
+def test_the_driver_has_its_own_version_or_else_its_kernels(tmp_path: Path) -> None:
+    folder = tmp_path / "proc/driver/nvidia/gpus/0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: NVIDIA H200\n")
+    assert detect.detect(tmp_path).driver == ""
+    (kernel := tmp_path / "proc/sys/kernel/osrelease").parent.mkdir(parents=True)
+    kernel.write_text("6.1.0-13-amd64\n")
+    assert detect.detect(tmp_path).driver == "nvidia of Linux 6.1.0-13-amd64"
+    (version := tmp_path / "sys/module/nvidia/version").parent.mkdir(parents=True)
+    version.write_text("580.95.05\n")
+    assert detect.detect(tmp_path).driver == "nvidia 580.95.05"
+
+
 def test_the_firmware_of_nvidia_gpus_is_each_version_once(tmp_path: Path) -> None:
     versions = ("96.00.9F", "96.00.74", "96.00.9F", "")
     for number, version in enumerate(versions):

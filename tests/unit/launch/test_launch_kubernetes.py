@@ -178,6 +178,7 @@ def test_a_user_without_a_name_has_a_home_and_a_login() -> None:
 
     assert environment()["HOME"] == "/tmp"
     assert environment()["USER"] == "primus"
+    assert pod_of(made())["spec"]["securityContext"]["runAsUser"] == 1000
     assert environment(environment=("HOME=/x",))["HOME"] == "/x"
     assert "HOME" not in environment(user="0")
 

@@ -44,7 +44,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def here(command: list[str], **_: Any) -> SimpleNamespace:
     """Check weights in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        objections.main(*command[-2:])
+        objections.main(*command[4:])
     return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)
 
 
@@ -158,7 +158,7 @@ def test_an_encoder_sees_what_follows(weights: Path) -> None:
     (weights / "model.safetensors.index.json").unlink(missing_ok=True)
     unknown = architecture({"family": "other", "vocab_size": 16})
     first = next(objections.objections(weights, unknown))
-    assert "it sees the words that follow, so it does not learn to predict them" in first.why
+    assert "sees the words that follow, so it does not learn to predict them" in first.why
     config(is_decoder=True)(weights)
     for objection in objections.objections(weights, unknown):
         assert "sees the words" not in objection.why

@@ -228,7 +228,7 @@ PLANTED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "another evaluation": (
         line("eval.jsonl", 0, eval_loss=7.5),
         "reference evaluation",
-        "step 2: 7.50000, not 7.0",
+        "step 2: 7.50000, not 6.9",
     ),
 }
 

@@ -34,6 +34,7 @@ from primus_images.training.run import start
 from primus_images.training.run.job import Job
 from primus_images.training.run.outcome import Outcome
 from primus_images.training.run.processes import Ended
+from primus_images.turbo.optimizations import CALLS
 from primus_images.turbo.trial import Trial
 
 SHORT = "ranks=1 steps=3 local_batch=2 global_batch=4"
@@ -160,6 +161,8 @@ def run(job: Job, turbo: tuple[str, ...] = ()) -> Outcome:
         # Memory is that of this process, which has no ranks as children.
         mock.patch.object(start.resource, "RUSAGE_CHILDREN", start.resource.RUSAGE_SELF),
         mock.patch.object(metadata, "packages_distributions", _packages),
+        # A run proves by these what it used.
+        mock.patch.dict(CALLS, clear=True),
     ):
         # Ranks collect garbage, of which all that was imported is none.
         gc.freeze()

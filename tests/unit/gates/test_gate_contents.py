@@ -65,6 +65,21 @@ def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
         assert stated_in(metadata, text) == [], text
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("License", "MIT"),
+        ("License-Expression", "Apache-2.0"),
+        ("Classifier", "License :: OSI Approved :: MIT License"),
+    ],
+)
+def test_each_row_of_a_wheel_about_its_licence_is_stated(row: tuple[str, str]) -> None:
+    metadata = "opt/venv/lib/python3.12/site-packages/foo-1.dist-info/METADATA"
+    text = f"Name: foo\nVersion: 1\nClassifier: Topic :: Software\n{row[0]}: {row[1]}\n\nText"
+    (wheel,) = stated_in(metadata, text)
+    assert wheel.licence == (row,)
+
+
 @pytest.mark.parametrize(("most", "names"), [(26, ["foo"]), (25, [])])
 def test_a_file_too_large_for_text_is_not_read_as_one(
     most: int, names: list[str], monkeypatch: pytest.MonkeyPatch

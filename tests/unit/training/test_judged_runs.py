@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,20 +69,32 @@ def _mean(gaps: Mapping[str, Sequence[Any]]) -> float:
     return sum(gap for gap, _ in gaps.values()) / max(1, len(gaps))
 
 
-def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
-    """Yield what differs. Figures of rounding may differ by half."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in {**one, **other}:
-            yield from differences(one.get(key), other.get(key), f"{place}/{key}")
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            yield from differences(*pair, f"{place}/{number}")
-    elif isinstance(one, float) and isinstance(other, float):
-        tolerance = 0.5 if "noise" in place else 1e-3
-        if one != pytest.approx(other, rel=tolerance, abs=1e-9):
-            yield f"{place}: {one}, not {other}"
-    elif one != other:
-        yield f"{place}: {one}, not {other}"
+def differences(figures: Any, recorded: Any, share: float, place: str = "") -> Iterator[str]:
+    """Yield what differs: a number by more than ``share`` of it, and rounding by more than the sums
+    of different CPUs do.
+    """
+    if isinstance(figures, dict) and isinstance(recorded, dict):
+        for key in {**figures, **recorded}:
+            values = (figures.get(key), recorded.get(key))
+            yield from differences(*values, share, f"{place}/{key}")
+    elif isinstance(figures, list) and isinstance(recorded, list) and len(figures) == len(recorded):
+        for number, values in enumerate(zip(figures, recorded, strict=True)):
+            yield from differences(*values, share, f"{place}/{number}")
+    elif isinstance(figures, float) and isinstance(recorded, float):
+        if not _is_close(figures, recorded, share, place):
+            yield f"{place}: {figures}, not {recorded}"
+    elif figures != recorded:
+        yield f"{place}: {figures}, not {recorded}"
+
+
+def _is_close(figure: float, recorded: float, share: float, place: str) -> bool:
+    if "/noise" in place or place.endswith("/closest"):
+        # A few units in the last place, or the difference of two almost equal scores.
+        return recorded / 10 <= figure <= recorded * 10
+    if place.endswith("/rounded"):
+        # The share of weights that the rounding of an update moved.
+        return math.isclose(figure, recorded, abs_tol=0.05)
+    return math.isclose(figure, recorded, rel_tol=share, abs_tol=1e-9)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -100,8 +113,12 @@ def test_figures_are_those_of_the_file(name: str) -> None:
         rows = json.loads(FIGURES.read_text()) | {name: now}
         lines = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(rows.items())]
         FIGURES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    expected = json.loads(FIGURES.read_text())[name]
-    assert list(differences(now, expected)) == []
+    recorded = json.loads(FIGURES.read_text())[name]
+    share = 1e-3
+    if RUNS[name][0].endswith(("bf16", "fp8")):
+        # A sum of a CPU that adds in another order may round to the next number of BF16.
+        share = 2e-2
+    assert list(differences(now, recorded, share)) == []
 
 
 def test_resumed_run_ends_with_the_same_weights() -> None:

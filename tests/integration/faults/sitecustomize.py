@@ -196,7 +196,7 @@ def put(module: str, change: Callable[[Any], None]) -> None:
         with patch.object(
             sys, "argv", [sys.argv[0], "--job.config_file", f"{sys.argv[-1]}/torchtitan.toml"]
         ):
-            importlib.import_module("primus_images.training.backends.torchtitan.cpu").apply()
+            importlib.import_module("primus_images.training.backends.torchtitan.cpu").patch_torch()
             importlib.import_module("torchtitan.config")
     change(importlib.import_module(module))
 

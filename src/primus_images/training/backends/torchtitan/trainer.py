@@ -219,8 +219,6 @@ class Observed(Trainer):
             if self.evaluation and dist.get_rank() == 0:
                 self.evaluation.note(curr_step)
         self._seal()
-        # As in the other backends, the time of saving is that of no step.
-        self.metrics_processor.time_last_log = time.perf_counter()
 
     def _seal(self) -> None:
         if dist.get_rank() != 0:

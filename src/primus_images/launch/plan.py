@@ -66,22 +66,13 @@ class Plan:
             return 2**62
         return self.recipe.steps
 
-    @property
-    def checkpoint_interval(self) -> int:
-        """The steps between two checkpoints; 0 if none are written."""
-        return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
-
-    @property
-    def checkpoint_minutes(self) -> float:
-        """The minutes between two checkpoints; 0 if none are written by time."""
-        return self.recipe.find("saving.minutes", 0.0)
-
     def warning(self) -> str | None:
         """Return a sentence about checkpoints that the job never writes."""
-        if "epochs" in self.recipe.settings or self.checkpoint_interval < self.recipe.steps:
+        interval = self.recipe.checkpoint_interval
+        if "epochs" in self.recipe.settings or interval < self.recipe.steps:
             return None
         return (
-            f"a checkpoint is due every {self.checkpoint_interval} steps, and the job ends at step "
+            f"a checkpoint is due every {interval} steps, and the job ends at step "
             f"{self.recipe.steps}: {self.recipe.knows.key('checkpoint')} or --steps"
         )
 
@@ -133,8 +124,8 @@ class Plan:
             "accumulation": recipe.accumulation,
             "tokens_per_step": recipe.global_batch * recipe.seq_len,
             "steps": None if "epochs" in recipe.settings else recipe.steps,
-            "checkpoint_interval": self.checkpoint_interval,
-            "checkpoint_minutes": self.checkpoint_minutes,
+            "checkpoint_interval": self.recipe.checkpoint_interval,
+            "checkpoint_minutes": self.recipe.checkpoint_minutes,
             "memory_bytes_per_gpu": self.memory,
         }
 
@@ -156,10 +147,10 @@ class Plan:
         return [*lines, f"checkpoints  {self._checkpoints()}"]
 
     def _checkpoints(self) -> str:
-        if self.checkpoint_interval:
-            return f"every {self.checkpoint_interval} steps"
-        if self.checkpoint_minutes:
-            return f"every {self.checkpoint_minutes:.3g} minutes"
+        if self.recipe.checkpoint_interval:
+            return f"every {self.recipe.checkpoint_interval} steps"
+        if self.recipe.checkpoint_minutes:
+            return f"every {self.recipe.checkpoint_minutes:.3g} minutes"
         key = self.recipe.knows.key("checkpoint")
         return f"none: a restarted job begins at step 1 ({key}=N writes them)"
 

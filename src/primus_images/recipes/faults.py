@@ -44,8 +44,7 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _saving_faults(recipe: Recipe) -> Iterator[Fault]:
-    interval = recipe.find(recipe.knows.key("checkpoint"), 0)
-    if interval and "saving.minutes" in recipe.settings:
+    if recipe.checkpoint_interval and "saving.minutes" in recipe.settings:
         why = "checkpoints are saved after steps or after minutes"
         yield "saving.minutes", why, "checkpoint=500, or checkpoint=30m"
 

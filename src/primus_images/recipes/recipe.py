@@ -145,6 +145,16 @@ class Recipe:
         return self.global_batch // (self.local_batch * self.data_parallel)
 
     @property
+    def checkpoint_interval(self) -> int:
+        """The steps between two checkpoints; 0 if none are written by steps."""
+        return self.find(self.knows.key("checkpoint"), 0)
+
+    @property
+    def checkpoint_minutes(self) -> float:
+        """The minutes between two checkpoints; 0 if none are written by time."""
+        return self.find("saving.minutes", 0.0)
+
+    @property
     def world_size(self) -> int:
         """Ranks on all nodes."""
         return self.get("ranks", int) * self.get("nodes", int)

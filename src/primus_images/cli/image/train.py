@@ -554,8 +554,8 @@ def _continue(job: Job) -> str:
     checkpoint = _last_kept(job)
     if checkpoint:
         return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
-    interval = job.recipe.find(job.recipe.knows.key("checkpoint"), 0)
-    minutes = job.recipe.find("saving.minutes", 0.0)
+    interval = job.recipe.checkpoint_interval
+    minutes = job.recipe.checkpoint_minutes
     if interval or minutes:
         due = f"{interval} steps" if interval else f"{minutes:g} minutes"
         return f"the run saved no checkpoint: the first was due after {due}"
@@ -615,12 +615,10 @@ def _pauses(job: Job, series: Series) -> Iterator[str]:
     remedies = []
     if recipe.section("eval"):
         remedies.append(f"eval.every (now {ranks.steps_between_evaluations(job)})")
-    interval = recipe.find(recipe.knows.key("checkpoint"), 0)
-    minutes = recipe.find("saving.minutes", 0.0)
-    if interval:
-        remedies.append(f"checkpoint (now {interval})")
-    elif minutes:
-        remedies.append(f"checkpoint (now {minutes:g}m)")
+    if recipe.checkpoint_interval:
+        remedies.append(f"checkpoint (now {recipe.checkpoint_interval})")
+    elif recipe.checkpoint_minutes:
+        remedies.append(f"checkpoint (now {recipe.checkpoint_minutes:g}m)")
     if remedies:
         yield (
             f"  evaluation and checkpoints took {paused / whole:.0%} of the time: raise "

@@ -91,7 +91,7 @@ def job_file(job: Job) -> str:
         "data": recipe.section("data"),
         "evaluation": evaluation,
         "saving": {
-            "seconds": 60 * recipe.find("saving.minutes", 0.0),
+            "seconds": 60 * recipe.checkpoint_minutes,
             "keep": recipe.find("saving.keep", 0),
         },
         "config": recipe.section(recipe.backend),

@@ -16,7 +16,7 @@ from typing import Any
 
 from primus_images.errors import InputError, PrimusError
 from primus_images.files import reason_of, refuse_pointer
-from primus_images.training.text.packed import DAMAGE, Stream, remedy_of, unpacked
+from primus_images.training.text.compression import DAMAGE, Stream, remedy_of, unpacked
 from primus_images.training.text.rows import (
     TABLE,
     Row,

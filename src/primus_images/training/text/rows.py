@@ -19,7 +19,7 @@ from typing import Any
 
 from primus_images.errors import HostError, InputError
 from primus_images.schema import distinct_keys
-from primus_images.training.text.packed import unpacked
+from primus_images.training.text.compression import unpacked
 from primus_images.yamlfile import read_values
 
 TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data

@@ -23,6 +23,7 @@ QUICK = (
     "finetune_last_weights_exported_in_place_of_the_best+finetune_mean_of_the_means_of_batches",
     "fsdp_moments_not_saved",
     "megatron_stale_copies",
+    "healthy_torchtitan",
     "healthy_fsdp",
     "healthy_finetune",
     "healthy_experts_tensor_parallel",

@@ -177,8 +177,3 @@ def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
 def test_planted_wrong_kernels_are_found_and_healthy_ones_are_not(python: Python) -> None:
     ended = python.run(str(INSIDE / "judge_every.py"))
     assert ended.stdout == '{"planted": 20, "healthy": 0}\n', ended.stderr
-
-
-def test_flipped_bits_in_a_sampled_step_are_named_by_what_they_changed(python: Python) -> None:
-    ended = python.run(str(INSIDE / "repeated_steps.py"))
-    assert ended.stdout == '{"planted": 60, "named": 60}\n', ended.stderr

@@ -29,7 +29,7 @@ from primus_images.training.run.job import Job
 HEALTHY = {
     name: (backend, ("steps=3", *words.split()))
     for name, backend, words in (
-        ("healthy_torchtitan", "torchtitan", ""),
+        ("healthy_torchtitan", "torchtitan", "checkpoint=2"),
         ("healthy_fsdp", "fsdp", "--precision=bf16 training.recompute=full"),
         (
             "healthy_finetune",

@@ -13,11 +13,12 @@ import pytest
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
-for name in ("torchtitan", "diffusers", "transformers"):
+for name in ("torchtitan", "megatron", "peft", "diffusers"):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 from safetensors.torch import save_file  # noqa: E402
+from tiny_runs import import_torchtitan  # noqa: E402
 
 from primus_images.recipes.architecture import (  # noqa: E402
     Architecture,
@@ -211,7 +212,10 @@ def test_a_fingerprint_is_of_samples_and_not_of_how_they_are_divided() -> None:
     inputs, labels = (data.batch(0, 2)[name] for name in ("input_ids", "labels"))
     first = fingerprint.of_samples(inputs, labels)
     assert first == fingerprint.of_samples(inputs.flip(0), labels.flip(0))
-    for pair in ((labels, inputs), (inputs.flip(1), labels), (inputs.flip(0), labels)):
+    changed = labels.clone()
+    changed[1, 4] = -100
+    exchanged = [(labels, inputs), (inputs.flip(1), labels), (inputs.flip(0), labels)]
+    for pair in ((inputs, changed), *exchanged):
         assert fingerprint.of_samples(*pair) != first
     # What a run of an earlier version recorded must stay comparable.
     assert (whole, fingerprint.added([2**63, 5]), fingerprint.written(-1)) == (
@@ -264,13 +268,15 @@ def test_cached_latents_are_read_with_their_own_noise(tmp_path: Path) -> None:
     assert len({tuple(noise.tolist()) for noise in noises}) == 6
 
 
+@pytest.mark.parametrize("done", [0, 3])
 @pytest.mark.parametrize(
-    ("ranks", "accumulation", "done"), [(1, 1, 0), (1, 4, 3), (2, 2, 0), (4, 1, 3)]
+    ("ranks", "accumulation", "workers"), [(1, 1, 0), (1, 4, 1), (2, 2, 2), (4, 1, 0)]
 )
 def test_ranks_of_torchtitan_share_the_samples_of_a_step(
-    tmp_path: Path, ranks: int, accumulation: int, done: int
+    tmp_path: Path, ranks: int, accumulation: int, workers: int, done: int
 ) -> None:
     """So a run goes on where it stopped, also on another number of ranks."""
+    import_torchtitan()
     from primus_images.training.backends.torchtitan.data import loader_of
 
     tokens = Tokens(tokens=np.arange(101, dtype=np.uint32), ends=np.asarray([40, 101]))
@@ -286,7 +292,9 @@ def test_ranks_of_torchtitan_share_the_samples_of_a_step(
         "data_parallel": ranks,
     }
     training = SimpleNamespace(
-        local_batch_size=8 // ranks // accumulation, seq_len=10, dataloader=Loading()
+        local_batch_size=8 // ranks // accumulation,
+        seq_len=10,
+        dataloader=Loading(num_workers=workers),
     )
     config = SimpleNamespace(training=training, debug=SimpleNamespace(seed=3))
     shares = []

@@ -1,6 +1,7 @@
 """A flipped bit in gradients, weights or moments of a sampled step is named; healthy steps pass."""
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -68,19 +69,19 @@ def flip(tensor: Tensor, bit: int = 3) -> None:
         tensor.view(-1)[3:4].view(torch.int32).bitwise_xor_(1 << bit)
 
 
-def weight_at_rest(run: Run) -> None:
-    run.train(lambda step: flip(run.model[0].weight) if step == 2 else None)
+def weight_at_rest(run: Run, bit: int) -> None:
+    run.train(lambda step: flip(run.model[0].weight, bit) if step == 2 else None)
 
 
-def moment_at_rest(run: Run) -> None:
+def moment_at_rest(run: Run, bit: int) -> None:
     def between(step: int) -> None:
         if step == 2:
-            flip(run.optimizer.state[run.model[2].weight]["exp_avg_sq"])
+            flip(run.optimizer.state[run.model[2].weight]["exp_avg_sq"], bit)
 
     run.train(between)
 
 
-def gradient(run: Run, call: int = 4) -> None:
+def gradient(run: Run, bit: int = 3, call: int = 4) -> None:
     """Flip a bit of a micro-batch: the second one of the second step, computed first."""
     calls = 0
 
@@ -89,7 +90,7 @@ def gradient(run: Run, call: int = 4) -> None:
         calls += 1
         if calls == call:
             grad = grad.clone()
-            flip(grad)
+            flip(grad, bit)
         return grad
 
     run.model[2].weight.register_hook(wrong)
@@ -123,10 +124,10 @@ def added_gradient(run: Run) -> None:
     run.train()
 
 
-def update(run: Run, key: str = "") -> None:
+def update(run: Run, bit: int, key: str = "") -> None:
     def after(*_: object) -> None:
         weight = run.model[0].weight
-        flip(run.optimizer.state[weight][key] if key else weight)
+        flip(run.optimizer.state[weight][key] if key else weight, bit)
 
     def between(step: int) -> None:
         if step == 2:
@@ -135,24 +136,40 @@ def update(run: Run, key: str = "") -> None:
     run.train(between)
 
 
+@pytest.mark.parametrize("bit", random.Random(1).sample(range(31), 10))
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
         (weight_at_rest, "0.weight changed in the memory of the CPU of"),
         (moment_at_rest, "exp_avg_sq of 2.weight changed in the memory"),
         (gradient, "computed the step twice, and 2.weight got other gradients"),
+        (update, "the update of 0.weight twice"),
+        (partial(update, key="exp_avg"), "the update of exp_avg of 0.weight twice"),
+        (partial(update, key="exp_avg_sq"), "the update of exp_avg_sq of 0.weight twice"),
+    ],
+)
+def test_flipped_bit_is_named(plant: Callable[[Run, int], None], words: str, bit: int) -> None:
+    assert words in wrong_result(partial(plant, bit=bit))
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
         (partial(gradient, call=6), "2.weight got other gradients"),
         (loss, "the loss got other gradients"),
         (added_gradient, "2.weight got other gradients"),
-        (update, "the update of 0.weight twice"),
-        (partial(update, key="exp_avg"), "the update of exp_avg of 0.weight twice"),
     ],
 )
-def test_flipped_bit_is_named(plant: Callable[[Run], None], words: str) -> None:
+def test_other_computation_is_named(plant: Callable[[Run], None], words: str) -> None:
+    assert words in wrong_result(plant)
+
+
+def wrong_result(plant: Callable[[Run], None]) -> str:
+    """Return what the error of a run with the fault ``plant`` says."""
     with pytest.raises(WrongResultError, match="step 2: ") as caught:
         plant(Run())
-    assert words in str(caught.value)
     assert "Replace it, and resume from an earlier checkpoint" in str(caught.value)
+    return str(caught.value)
 
 
 def test_healthy_steps_are_those_of_a_plain_run() -> None:

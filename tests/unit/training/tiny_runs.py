@@ -173,18 +173,17 @@ def _run_here(argv: Sequence[str], *, log: Path, environment: Any, watch: Any) -
     folder = Path(argv[-1])
     entry = importlib.import_module(argv[-2])
     backend = argv[-2].split(".")[-2]
-    left: list[None] = []
     output = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_state())
         # A note of the store is read under the number of its launch.
         variables = {**environment, **_RANK, "PRIMUS_LAUNCH": str(folder)}
         stack.enter_context(mock.patch.dict(os.environ, variables, clear=True))
-        stack.enter_context(mock.patch.object(gloo, "leave", lambda: left.append(None)))
+        leave = stack.enter_context(mock.patch.object(gloo, "leave"))
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(output))
         _ENTRIES.get(backend, _own_loop)(folder, entry)
-    assert left, "the process did not end as one on gloo has to"
+    assert leave.called, "the process did not end as one on gloo has to"
     log.write_text(output.getvalue())
     for line in output.getvalue().splitlines(keepends=True):
         watch.on_line(line)
@@ -232,11 +231,16 @@ class _Missing:
     """No module."""
 
 
-def _torchtitan(folder: Path, entry: Any) -> None:
-    # It chooses its device when it is imported.
+def import_torchtitan() -> None:
+    """Import torchtitan, which chooses its device when it is imported, for the CPU."""
     with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
-        from torchtitan.config import ConfigManager
-        from torchtitan.protocols import train_spec
+        importlib.import_module("torchtitan.tools.utils")
+
+
+def _torchtitan(folder: Path, entry: Any) -> None:
+    import_torchtitan()
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols import train_spec
 
     train_spec._extra_train_specs.clear()
     words = [f"--job.config_file={folder / render.FILE}"]

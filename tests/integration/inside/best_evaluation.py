@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,19 @@ SAID: list[str] = []
 REPORT: Any = SimpleNamespace(say=SAID.append, track=lambda *_: None)
 
 
-def saved(job: Any, step: int, _session: Any, _report: Any, standing: Any) -> Path:
-    """What ``checkpoint.save_if_new`` leaves that matters here."""
-    folder = checkpoint.folder_of(job.output, step)
-    folder.mkdir(parents=True)
-    (folder / "evaluation.json").write_text(json.dumps(standing))
-    return folder
+class Writer(checkpoint.Writer):
+    """What a writer leaves that matters here."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+
+    def save(self, step: int, standing: Any = None) -> None:
+        folder = checkpoint.folder_of(self._output, step)
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text(json.dumps(standing))
+
+    def then(self, work: Callable[[], None]) -> None:
+        work()
 
 
 def evaluated(
@@ -42,7 +50,7 @@ def evaluated(
     ends = []
     for step, loss in losses.items():
         with patch.object(made, "loss", return_value=loss):
-            if made.run(step, REPORT):
+            if made.run(step, REPORT, Writer(output)):
                 ends.append(step)
     return made, ends
 
@@ -50,14 +58,14 @@ def evaluated(
 with (
     tempfile.TemporaryDirectory() as name,
     patch.object(evaluation.dist, "get_rank", return_value=0),
-    patch.object(checkpoint, "save_if_new", saved),
 ):
     folder = Path(name)
     first, ends = evaluated(folder / "first", {1: 3.0, 2: 2.0, 3: 2.5})
     best = folder / "first/checkpoint/step-2"
     assert (first.best, ends) == (best, [])
     assert not (folder / "first/checkpoint/step-1").exists()
-    last = saved(SimpleNamespace(output=folder / "first"), 3, None, None, first.standing)
+    Writer(folder / "first").save(3, first.standing)
+    last = folder / "first/checkpoint/step-3"
 
     worse, ends = evaluated(folder / "worse", {4: 2.4}, last)
     assert (worse.best, ends) == (best, [4])

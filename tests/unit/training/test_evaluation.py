@@ -1,7 +1,7 @@
 """Evaluations: of each corpus of a mixture, and which checkpoints of the best ones stay."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,13 +80,23 @@ class Report:
         self.tracked = dict(figures)
 
 
-def test_each_corpus_has_its_loss_and_the_total_is_that_of_all_labels(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "save_if_new", lambda *_: None)
+class Writer(checkpoint.Writer):
+    """Saves empty checkpoints."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+
+    def save(self, step: int, _standing: Any = None) -> None:
+        checkpoint.folder_of(self._output, step).mkdir(parents=True)
+
+    def then(self, work: Callable[[], None]) -> None:
+        work()
+
+
+def test_each_corpus_has_its_loss_and_the_total_is_that_of_all_labels(output: Path) -> None:
     report: Any = Report()
     made = evaluated(output)
-    assert not made.run(3, report)
+    assert not made.run(3, report, Writer(output))
     assert report.tracked.pop("eval_perplexity") == pytest.approx(np.exp(5.25))
     assert report.tracked == {
         "eval_loss": 5.25,
@@ -116,18 +126,15 @@ def test_one_corpus_has_one_loss(output: Path) -> None:
 def test_a_former_best_checkpoint_stays_if_it_was_due(
     *, due: bool, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save(_job: Any, step: int, *_: Any) -> None:
-        (output / f"checkpoint/step-{step}").mkdir(parents=True)
-
-    monkeypatch.setattr(checkpoint, "save_if_new", save)
     report: Any = Report()
+    writer = Writer(output)
     made = evaluated(output)
     losses = iter([3.0, 2.0])
     monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
-    made.run(3, report)
+    made.run(3, report, writer)
     if due:
         made.spare(3)
-    made.run(7, report)
+    made.run(7, report, writer)
     left = sorted(folder.name for folder in (output / "checkpoint").iterdir())
     assert left == ["step-3"] * due + ["step-7"]
 

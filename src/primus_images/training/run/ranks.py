@@ -233,6 +233,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     variables = clean(inherited)
     if job.recipe.get("nodes", int) > 1:
         variables = _of_several_nodes(job, variables)
+    else:
+        # By default, gloo looks up the host name, which a container may not resolve.
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         variables |= {
             "HF_HUB_OFFLINE": "1",

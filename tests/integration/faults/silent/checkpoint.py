@@ -103,14 +103,15 @@ def first_moments_loaded_negative_in_one_tensor(module: Any) -> None:
 def _saved(module: Any, change: Any) -> None:
     """Change what the checkpoints hold that are kept, but not what the run goes on with."""
 
-    def save(run: Any, state: Any, checkpoint_id: Any) -> None:
+    def save(run: Any, state: Any, checkpoint_id: Any, **options: Any) -> Any:
         if "cache" not in checkpoint_id.parts:
             copy = {key: dict(value) for key, value in state.items() if isinstance(value, dict)}
             change(copy)
             state = {**state, **copy}
-        run(state, checkpoint_id=checkpoint_id)
+        return run(state, checkpoint_id=checkpoint_id, **options)
 
     wrap(module.dcp, "save", save)
+    wrap(module.dcp, "async_save", save)
 
 
 def _rounded(tensor: Any, rows: int | None = None) -> Any:

@@ -1,16 +1,20 @@
 """Checkpoints of the loop: model, optimizer and random states, with the identity of the run."""
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from primus_images.files import json_if_readable, write_file
 from primus_images.training.backends.loop.config import RankJob
@@ -18,11 +22,16 @@ from primus_images.training.backends.loop.report import Report
 from primus_images.training.backends.loop.session import Session
 from primus_images.training.run import identity
 from primus_images.training.run.failure import text_of
+from primus_images.training.run.machine import host_bytes
 
 # Steps after which the ranks ask whether a checkpoint by time is due.
 _ASKED_EVERY = 10
 # What a resumed run goes on with besides tensors: the standing of the evaluations.
 _EVALUATION = "evaluation.json"
+# The share of the host's memory that the copies of all ranks may take.
+_SHARE_OF_HOST = 0.25
+# A checkpoint has two moments of AdamW for each trained weight.
+_SAVED_PER_WEIGHT = 3
 
 
 class Schedule:
@@ -80,20 +89,148 @@ def save(
     ``fields`` are the run's identity, and ``standing`` that of its evaluations, if there are any.
     """
     folder = folder_of(output, step)
-    unfinished = folder.with_name(f".{folder.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
-    dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
+    _clear(folder)
+    dcp.save(_state(session), checkpoint_id=_unfinished(folder))
     dist.barrier()
     if dist.get_rank() == 0:
-        if standing is not None:
-            write_standing(unfinished, standing)
-        identity.seal(unfinished, fields)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        _finish(folder, fields, standing)
     dist.barrier()
     return folder
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}")
+
+
+def _state(session: Session) -> dict[str, Any]:
+    return {**session.state_dict(), **_random_states()}
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed run left of the checkpoint in ``folder``. All ranks."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(_unfinished(folder), ignore_errors=True)
+    dist.barrier()
+
+
+def _finish(folder: Path, fields: Mapping[str, Any], standing: Mapping[str, Any] | None) -> None:
+    """Let the checkpoint appear in ``folder``, after all ranks have written it. One rank."""
+    unfinished = _unfinished(folder)
+    if standing is not None:
+        write_standing(unfinished, standing)
+    identity.seal(unfinished, fields)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def host_has_room(model_parts: Iterable[nn.Module]) -> bool:
+    """Return whether the host of every rank has room for a copy of what its ranks save.
+
+    All ranks.
+    """
+    saved = 0
+    device = torch.device("cpu")
+    for part in model_parts:
+        for parameter in part.parameters():
+            device = parameter.device
+            if parameter.requires_grad:
+                saved += _SAVED_PER_WEIGHT * _bytes_of(parameter)
+    ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = ranks_of_host * saved <= _SHARE_OF_HOST * host_bytes()
+    everywhere = torch.tensor(int(room), device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    """Return the bytes of this rank's part of ``parameter``."""
+    local = parameter.data
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    return local.numel() * local.element_size()
+
+
+class Writer:
+    """Saves the checkpoints of a run, one at a time, and lets the run go on meanwhile.
+
+    The ranks wait while their tensors are copied to the memory of the host; a thread of each writes
+    its copy. Without room for copies, they wait for the write. All ranks must call the methods in
+    the same order.
+    """
+
+    def __init__(self, job: RankJob, session: Session, report: Report) -> None:
+        self._job = job
+        self._session = session
+        self._report = report
+        self._newest = 0
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # What the thread does last, after everything that it was asked for before.
+        self._work: Future[None] | None = None
+        self._started = False
+        self._copies = False
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, step: int, standing: Mapping[str, Any] | None = None) -> None:
+        """Save a checkpoint after ``step``, unless that is done. See :func:`save`."""
+        if step == self._newest:
+            return
+        self._newest = step
+        began = time.perf_counter()
+        self.wait()
+        if not self._started:
+            self._start()
+        folder = folder_of(self._job.output, step)
+        if not self._copies:
+            save(self._job.output, step, self._session, self._job.identity, standing)
+            self._report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+            return
+        _clear(folder)
+        written: Any = dcp.async_save(
+            _state(self._session), checkpoint_id=_unfinished(folder), process_group=self._group
+        )
+        waited = time.perf_counter() - began
+
+        def finish() -> None:
+            written.result()
+            if dist.get_rank() == 0:
+                _finish(folder, self._job.identity, standing)
+            seconds = time.perf_counter() - began
+            self._report.say(f"saved {folder} in {seconds:.1f} s; the run waited {waited:.1f} s")
+
+        self._work = self._thread.submit(finish)
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do ``work`` once the newest checkpoint is whole; not if that fails."""
+        if dist.get_rank() != 0:
+            return
+        saving = self._work
+        if saving is None:
+            work()
+            return
+
+        def follow() -> None:
+            saving.result()
+            work()
+
+        self._work = self._thread.submit(follow)
+
+    def raise_failure(self) -> None:
+        """Raise what made the newest checkpoint fail, if it has failed by now."""
+        if self._work and self._work.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the newest checkpoint. Raises what made it fail."""
+        if self._work:
+            self._work.result()
+            self._work = None
+
+    def _start(self) -> None:
+        self._started = True
+        self._copies = host_has_room(self._session.model_parts)
+        if self._copies:
+            # Threads agree beside the collectives of the steps.
+            self._group = dist.new_group(backend="gloo")
 
 
 def write_standing(folder: Path, standing: Mapping[str, Any]) -> None:
@@ -105,22 +242,6 @@ def write_standing(folder: Path, standing: Mapping[str, Any]) -> None:
 def standing_of(folder: Path) -> dict[str, Any]:
     """Return the standing of the evaluations at the checkpoint in ``folder``; empty without any."""
     return json_if_readable(folder / _EVALUATION)
-
-
-def save_if_new(
-    job: RankJob,
-    step: int,
-    session: Session,
-    report: Report,
-    standing: Mapping[str, Any] | None = None,
-) -> Path:
-    """Save the checkpoint after ``step`` unless it is there, and return its folder. All ranks."""
-    folder = folder_of(job.output, step)
-    if not folder.exists():
-        began = time.perf_counter()
-        save(job.output, step, session, job.identity, standing)
-        report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
-    return folder
 
 
 def load(folder: Path, session: Session) -> None:

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,9 @@ class Evaluation:
         """Return whether to evaluate after ``step``."""
         return step % self._job.evaluation["every"] == 0 or step == self._job.last_step
 
-    def run(self, step: int, report: Report) -> bool:
-        """Evaluate after ``step``, and save a checkpoint if it is the best. All ranks.
+    def run(self, step: int, report: Report, writer: checkpoint.Writer) -> bool:
+        """Evaluate after ``step``, and let ``writer`` save a checkpoint if it is the best. All
+        ranks.
 
         Returns whether the run is to end early, because its evaluations are no better any more.
         """
@@ -219,7 +221,7 @@ class Evaluation:
         standing.record(step, losses)
         former = standing.best
         if standing.add(step, losses.whole):
-            self._keep(step, report, former)
+            self._keep(step, writer, former)
         return standing.announce(step, losses, report.say, report.track)
 
     def loss(self) -> float:
@@ -242,10 +244,8 @@ class Evaluation:
             sums.append(torch.stack([loss, loss.new_tensor(terms_of(batch))]))
         return session.total(torch.stack(sums).sum(0))
 
-    def _keep(self, step: int, report: Report, former: Path | None) -> None:
-        """Save the best checkpoint. Remove the former, unless it was due anyway."""
-        checkpoint.save_if_new(self._job, step, self._session, report, self.standing)
-        if former is None or dist.get_rank() != 0:
-            return
-        if self._standing.only_best(former):
-            shutil.rmtree(former)
+    def _keep(self, step: int, writer: checkpoint.Writer, former: Path | None) -> None:
+        """Save the best checkpoint. Then remove the former, unless it was due anyway."""
+        writer.save(step, self.standing)
+        if former is not None and self._standing.only_best(former):
+            writer.then(partial(shutil.rmtree, former))

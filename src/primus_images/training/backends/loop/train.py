@@ -112,6 +112,7 @@ class _Loop:
             )
         self._began = time.perf_counter()
         self._collect(job.first_step)
+        self._writer = checkpoint.Writer(job, session, self._report)
         interval = job.training.checkpoint_interval
         seconds = job.saving.get("seconds", 0.0)
         self._schedule = checkpoint.Schedule(interval, seconds, device)
@@ -212,6 +213,7 @@ class _Loop:
 
         An evaluation after the step is over. The checkpoint of the best one stays.
         """
+        self._writer.raise_failure()
         if not self._schedule.due(step, last=step == self._job.last_step):
             return
         standing = None
@@ -221,9 +223,9 @@ class _Loop:
             standing = self._evaluation.standing
             best = self._evaluation.best
         with self._report.off_the_clock(), self._evidence(step):
-            checkpoint.save_if_new(self._job, step, self._session, self._report, standing)
-            if dist.get_rank() == 0:
-                checkpoint.rotate(self._job.output, int(self._job.saving.get("keep", 0)), best)
+            self._writer.save(step, standing)
+            keep = int(self._job.saving.get("keep", 0))
+            self._writer.then(partial(checkpoint.rotate, self._job.output, keep, best))
 
     def evaluate(self, step: int) -> bool:
         """Evaluate after ``step``, if it is due. Returns whether the run is to end."""
@@ -231,7 +233,7 @@ class _Loop:
         if evaluation is None or not evaluation.due(step):
             return False
         with self._report.off_the_clock(), self._evidence(step):
-            return evaluation.run(step, self._report)
+            return evaluation.run(step, self._report, self._writer)
 
     def _evidence(self, step: int) -> AbstractContextManager[None]:
         """Let the witness count the time in the context for no step."""
@@ -240,7 +242,8 @@ class _Loop:
         return nullcontext()
 
     def end(self, step: int) -> None:
-        """End the record of the run, whose last step was ``step``."""
+        """End the record of the run, whose last step was ``step``, and its last checkpoint."""
+        self._writer.wait()
         if self._repeated:
             self._report.say(f"primus: {self._repeated.cost(time.perf_counter() - self._began)}")
         self._report.end()

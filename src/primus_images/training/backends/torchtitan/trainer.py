@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus_images.training.backends.loop.checkpoint import Schedule, rotate
+from primus_images.training.backends.loop.checkpoint import Schedule, host_has_room, rotate
 from primus_images.training.backends.loop.session import settings_of
 from primus_images.training.backends.torchtitan.evaluation import Evaluation
 from primus_images.training.judge.witness import Witness
@@ -90,16 +90,28 @@ class Observed(Trainer):
         # The best checkpoint is kept, however old it is.
         self.keep = config.checkpoint.keep_latest_k
         self.checkpointer.keep_latest_k = 0
+        self._wait_for_writes_without_room()
         self._save = self.checkpointer.save
         self._load = self.checkpointer.load
         self.checkpointer.save = self._save_sealed
         self.checkpointer.load = self._load_checked
+
+    def _wait_for_writes_without_room(self) -> None:
+        """Let the ranks wait for writes if the host has no room for copies of their tensors."""
+        from torchtitan.components.checkpoint import AsyncMode
+
+        if not self.checkpointer.enable or "checkpoint.async_mode" in self.job["config"]:
+            return
+        if not host_has_room(self.model_parts):
+            self.checkpointer.async_mode = AsyncMode.DISABLED
 
     def train(self) -> None:
         """Train all steps."""
         if self.job["witness"]:
             self.witness = self._witness()
         super().train()
+        if self.checkpointer.enable:
+            self.checkpointer._async_wait()
         self._seal()
         last = facts.final(self.model_parts, self.step)
         self._write_facts({**last, "flops_per_unit": self._flops_per_token()})

@@ -74,6 +74,10 @@ def check_weights(recipe: Recipe) -> None:
     if source is None:
         return
     _, config = config_of(source)
+    targets = None
+    if recipe.mode == "lora":
+        targets = recipe.section(recipe.backend).get("lora.targets", [])
+    check(source, recipe.architecture, targets)
     export = recipe.find(f"{recipe.backend}.export", "trained")
     if "text_config" in config and recipe.mode == "lora" and export != "merged":
         raise InputError(
@@ -82,10 +86,6 @@ def check_weights(recipe: Recipe) -> None:
             where=source,
             hint="export=merged",
         )
-    targets = None
-    if recipe.mode == "lora":
-        targets = recipe.section(recipe.backend).get("lora.targets", [])
-    check(source, recipe.architecture, targets)
 
 
 def check(folder: Path, model: Architecture, targets: object = None) -> None:

@@ -25,8 +25,10 @@ from primus_images.training.text.encoder import Encoder, template_of
 def save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
     """Write what was trained from the weights in ``source``. All ranks."""
     merges = job.mode == "lora" and job.section(FinetuneConfig).export == "merged"
+    # In mode full, too, some models have weights that are not trained, such as biases of routers.
+    adapters_alone = job.mode == "lora" and not merges
     options = StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=not merges
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters_alone
     )
     state = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:

@@ -105,7 +105,7 @@ def config_of_weights(source: Path) -> Any:
     whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
     configuration = whole.get_text_config()
     # transformers ties the weights of a model of several parts as the whole says.
-    if whole is not configuration:
+    if whole is not configuration and hasattr(whole, "tie_word_embeddings"):
         configuration.tie_word_embeddings = whole.tie_word_embeddings
     if hasattr(configuration, "quantization_config"):
         del configuration.quantization_config

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from primus_images.errors import InputError
-from primus_images.training.text.document import WEIGHTS, Document, calls_of
+from primus_images.training.text.document import CALLS, WEIGHTS, Document, calls_of
 from primus_images.training.text.rows import first_line
 
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -27,6 +27,8 @@ _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
 EMPTY = "an answer is empty"
+# Keys of messages that primus reads, or that name a message.
+_KNOWN_KEYS = {"role", "content", "from", "value", "id", "name", "tool_call_id", *CALLS, *WEIGHTS}
 _NO_OBJECT = "the arguments of a call are not a JSON object"
 _LEAVES_OUT = "the chat template leaves out"
 # A shorter text, such as the name of a tool, may be part of any other.
@@ -109,6 +111,7 @@ def _encoded(
     messages, text = _rendered(list(document.messages or ()), render)
     _refuse_lost_thoughts(messages, text, template)
     lacking = {
+        *_unknown_keys(messages, template),
         *_earlier_thoughts(messages, text),
         *_refuse_dropped(text, messages, document.tools or (), render),
     }
@@ -303,6 +306,15 @@ def _mistakes(messages: _Messages) -> Iterator[str]:
             arguments = function.get("arguments")
             if isinstance(arguments, str) and arguments and not _parse_arguments(function):
                 yield _NO_OBJECT
+
+
+def _unknown_keys(messages: _Messages, template: str) -> Iterator[str]:
+    """Yield a name for each key of messages that neither primus nor the template knows."""
+    for message in messages:
+        for key, value in message.items():
+            known = key in _KNOWN_KEYS or key in _THOUGHT_KEYS
+            if value and not known and not re.search(rf"\b{re.escape(key)}\b", template):
+                yield f"the key {key} of messages"
 
 
 def _earlier_thoughts(messages: _Messages, text: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ _ROLES = ("user", "assistant")
 # Keys of a message with calls of tools, of which the second is OpenAI's older form.
 CALLS = ("tool_calls", "function_call")
 _ANOTHER = "data.column=NAME names the column of the text or of the chat messages"
+_ONE_CHAT = 'write each chat as an object: {"messages": [...]}'
 
 Message = dict[str, Any]
 
@@ -78,6 +79,8 @@ def layout_of(
         raise _missing(row, columns, where)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
+    if column or columns[0] == "prompt":
+        chat = chat or _is_written_chat(row[columns[0]])
     used = set(columns)
     if columns[0] == "instruction":
         used |= {"input", "history", *TABLE["beside_chats"]}
@@ -119,6 +122,8 @@ def _is_judged(row: Mapping[Any, Any], columns: Sequence[str]) -> bool:
 
     Beside other columns than KTO's, a number may be the label of a class.
     """
+    if row.get("kto_tag") is not None:  # LLaMA-Factory's name
+        return True
     label = row.get("label")
     if columns == ["prompt", "completion"]:
         return str(label).lower() in ("true", "false", "1", "0", "1.0", "0.0")
@@ -135,6 +140,9 @@ def _unknown(row: Mapping[Any, Any], where: str) -> InputError:
             meant = ""
             break
     only = "".join(map(str, row))
+    if "role" in row and "content" in row:
+        hint = _ONE_CHAT
+        meant = ""
     if len(row) == 1 and any(mark in only for mark in ";|\t"):
         hint = "the separator of .csv is a comma, that of .tsv a tab: write the table so"
         meant = ""
@@ -162,7 +170,10 @@ def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
         raise row
     if not isinstance(row, Mapping):
         kind = _KINDS.get(type(row), "a number")
-        raise unreadable(f"expected a JSON object, found {kind}", where)
+        remedy = ""
+        if isinstance(row, list) and any(map(_is_mapping, row)):
+            remedy = _ONE_CHAT
+        raise unreadable(f"expected a JSON object, found {kind}", where, remedy)
     return row
 
 
@@ -247,10 +258,13 @@ def _messages(value: Any, name: str, where: str) -> list[Message]:
         with suppress(ValueError, RecursionError):
             listed = json.loads(value)
     if not isinstance(listed, list) or (listed and not any(map(_is_mapping, listed))):
+        hint = _ANOTHER
+        if isinstance(value, str) and value.lstrip().startswith(("[", '"[')):
+            hint = "write the list as JSON, once, as by json.dumps"
         raise InputError(
             f"expected a list of messages (role and content) in {name!r}, found {_shown(value)}",
             where=where,
-            hint=_ANOTHER,
+            hint=hint,
         )
     if not listed:
         raise InputError(
@@ -270,6 +284,20 @@ def _messages(value: Any, name: str, where: str) -> list[Message]:
         _check_message(message, where)
         messages.append(message)
     return messages
+
+
+def _is_written_chat(value: Any) -> bool:
+    """Return whether a value is the JSON text of messages."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    messages: Any = None
+    with suppress(ValueError, RecursionError):
+        messages = json.loads(value)
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(
+        _is_mapping(message) and ("role" in message or "from" in message) for message in messages
+    )
 
 
 def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
@@ -317,11 +345,17 @@ def _is_call(call: Any) -> bool:
 def _check_message(message: Message, where: str) -> None:
     if any(message.get(key) not in (None, 0, 1) for key in WEIGHTS):
         raise InputError(
-            f"a message is trained or not (weight 1 or 0), found {_shown(message)}", where=where
+            f"a message is trained or not (weight 1 or 0), found {_shown(message)}",
+            where=where,
+            hint="write 1 or 0 as a number, or true or false",
         )
     listed, _ = CALLS
     if not isinstance(message.get(listed), list | None):
-        raise InputError(f"expected a list in {listed!r}, found {_shown(message)}", where=where)
+        raise InputError(
+            f"expected a list in {listed!r}, found {_shown(message[listed])}",
+            where=where,
+            hint="write a list of calls, and not its JSON text",
+        )
     calls = calls_of(message)
     content = message.get("content")
     if not isinstance(message.get("role"), str):
@@ -351,7 +385,10 @@ def _check_message(message: Message, where: str) -> None:
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             raise InputError(
-                f"expected text in every part of a message, found {_shown(part)}", where=where
+                f"expected text in every part of a message, found {_shown(part)}",
+                where=where,
+                hint='only text is trained, as {"type": "text", "text": "..."}: leave out chats '
+                "about anything else",
             )
 
 
@@ -378,7 +415,9 @@ def _chat(row: Mapping[Any, Any], messages: list[Message], first: int, where: st
     own_system = messages[0]["role"] == "system"
     if system is not None and own_system and messages[0]["content"] != system:
         raise InputError(
-            "the column 'system' differs from the chat's own system message", where=where
+            "the column 'system' differs from the chat's own system message",
+            where=where,
+            hint="remove one of them",
         )
     if system is not None and not own_system:
         begin = {"role": "system", "content": _text(system, "system", where)}
@@ -388,11 +427,32 @@ def _chat(row: Mapping[Any, Any], messages: list[Message], first: int, where: st
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise InputError(
-            "expected an object of the template's variables in 'chat_template_kwargs'", where=where
+            "expected an object of the template's variables in 'chat_template_kwargs'",
+            where=where,
+            hint='write it as {"enable_thinking": false}',
         )
-    _refuse_surrogates(json.dumps(messages, ensure_ascii=False, default=str), where)
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    _refuse_surrogates(text, where)
+    _refuse_media(row, text, where)
     tools = _tools(row.get("tools"), where)
     return Document(messages=messages, first=first, tools=tools, options=options)
+
+
+def _refuse_media(row: Mapping[Any, Any], text: str, where: str) -> None:
+    """Refuse a chat that shows images, videos or sounds, which a model of text does not see."""
+    for name in TABLE["media"]:
+        if row.get(f"{name}s"):
+            column = f"{name}s"
+        elif row.get(name) and f"<{name}>" in text:
+            column = name
+        else:
+            continue
+        raise InputError(
+            f"the column {column!r} belongs to the chat, and only text is trained: answers about "
+            "what the model does not see would be trained",
+            where=where,
+            hint="leave out such chats; where the column has another meaning, rename it",
+        )
 
 
 def _tools(value: Any, where: str) -> list[Any] | None:
@@ -402,7 +462,11 @@ def _tools(value: Any, where: str) -> list[Any] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
+        raise InputError(
+            "expected a list of tools (JSON schemas) in 'tools'",
+            where=where,
+            hint="write a list of objects, each with the name and the parameters of a tool",
+        )
     return value
 
 

@@ -23,6 +23,8 @@ from primus_images.training.text.compression import unpacked
 from primus_images.yamlfile import read_values
 
 TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
+_LINES = "one JSON object per line"
+_OTHER_CODE = "if it is text, write it as UTF-8 (iconv -f LATIN1 -t UTF-8)"
 # Rows of a table that are read together.
 _ROWS = 1024
 
@@ -105,7 +107,7 @@ def _decoded(line: bytes, where: str) -> str:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"the byte 0x{line[error.start]:02x}"
-        remedy = f"if it is text, write it as UTF-8 (iconv -f LATIN1 -t UTF-8); {TABLE['readable']}"
+        remedy = f"{_OTHER_CODE}; {TABLE['readable']}"
         if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
             remedy = "write it as UTF-8, as by iconv -f UTF-16 -t UTF-8"
         raise unreadable(f"expected UTF-8 text, found {byte}", where, remedy) from None
@@ -118,7 +120,7 @@ def _object_of(line: bytes, file: Path, number: int) -> Any:
     """Return the object of a line, or the InputError that says why there is none."""
     try:
         text = _decoded(line, f"{file}:{number}")
-        return _parsed(text, file, number, "one JSON object per line")
+        return _parsed(text, file, number, _LINES)
     except InputError as error:
         return error
 
@@ -154,6 +156,8 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
         remedy = ""
         if line == 1 and error.pos <= 1 and form_of(file) != ".jsonl":
             remedy = f"plain text is read from a file named {file.stem}.txt; {TABLE['readable']}"
+        if expected == _LINES and (not rest or rest.startswith("{")):
+            remedy = "write each object on a line of its own, as by jq -c ."
         if "\r" in text[: error.pos].rstrip("\n"):
             remedy = "the ends of lines are CR: write LF, as by tr '\\r' '\\n'"
         raise unreadable(f"expected {expected}, found {token}", where, remedy) from None
@@ -291,6 +295,8 @@ def _reading(shown: str, before: int = 0) -> Iterator[_Place]:
     except Exception as error:
         message = f"cannot be read after row {place.row}: {first_line(error)}"
         remedy = f"copy the file again if it is damaged; {TABLE['readable']}"
+        if isinstance(error, UnicodeDecodeError):
+            remedy = _OTHER_CODE
         if "datasets dtype equivalent" in message:
             remedy = "write the table without the column of this type"
         raise unreadable(message, shown, remedy) from error

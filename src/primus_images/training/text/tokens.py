@@ -29,7 +29,7 @@ from primus_images.training.text.corpus import Corpus, Files
 from primus_images.training.text.document import Layout, layout_of
 from primus_images.training.text.encoder import Encoder
 from primus_images.training.text.pieces import Piece, Rest
-from primus_images.training.text.rows import form_of
+from primus_images.training.text.rows import TABLE, form_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,6 +217,9 @@ class Reader:
             parts.append(f"{counted(len(self.skipped), 'row')} left out that cannot be read")
         for remark, documents in self.remarks.items():
             parts.append(f"{remark} in {counted(documents, self._kind)}")
+        others = sorted(self._roles - {"assistant", *TABLE["silent_roles"]})
+        if self.masked and others:
+            parts.append(f"no word of these roles is trained: {', '.join(others)}")
         texts = [file for file in self.files.paths if form_of(file) == ".txt"]
         if texts and len(texts) < figures["documents"]:
             parts.append(f"blank lines divide {counted(len(texts), 'file')}; JSON keeps them")

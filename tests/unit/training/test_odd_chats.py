@@ -1,0 +1,156 @@
+"""Rows of data as people publish them: what would train the wrong words is refused or told."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from primus_images.errors import InputError
+from primus_images.training.text import encoder
+from primus_images.training.text.corpus import Corpus
+from primus_images.training.text.document import (
+    document_of,
+    layout_of,
+    refuse_other_spellings,
+)
+from primus_images.training.text.rows import rows_of_lines
+from primus_images.training.text.tokens import Reader
+
+ASKED = {"role": "user", "content": "How many?"}
+SAID = {"role": "assistant", "content": "Two."}
+CHAT = [ASKED, SAID]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+
+
+class StandIn:
+    """What the code uses of a tokenizer of transformers: one token a character."""
+
+    bos_token_id = None
+    eos_token_id = 3
+    eos_token = "$"
+    chat_template = TEMPLATE
+
+    def __len__(self) -> int:
+        return 256
+
+    def __call__(self, text: str, **_: object) -> Any:
+        return _Encoding(input_ids=[*map(ord, text)])
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
+    def get_chat_template(self, *_: object) -> str:
+        return TEMPLATE
+
+    def apply_chat_template(self, conversation: Any, tokenize: bool, **_: object) -> list[str]:
+        template = ImmutableSandboxedEnvironment().from_string(TEMPLATE)
+        return [template.render(messages=messages) for messages in conversation]
+
+
+class _Encoding(dict[str, Any]):
+    def char_to_token(self, place: int) -> int:
+        return place
+
+
+def messages_of(row: Mapping[str, Any], column: str | None = None) -> Any:
+    document = document_of(row, layout_of(row, column, "here"), "here")
+    refuse_other_spellings(document, "here")
+    return document.messages
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversations": CHAT, "kto_tag": False}, "these are preferences"),
+        ({"messages": CHAT, "images": ["a.png"]}, "the column 'images' belongs to the chat"),
+        (
+            {"messages": [{"role": "user", "content": "<image> What?"}, SAID], "image": "a.png"},
+            "the column 'image' belongs to the chat",
+        ),
+        ({"messages": [ASKED, {"role": "AI", "content": "Two."}]}, "the role 'AI' is none"),
+    ],
+)
+def test_what_would_train_the_wrong_words_is_refused(row: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        messages_of(row)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": CHAT, "kto_tag": None},
+        {"messages": CHAT, "images": []},
+        {"messages": CHAT, "image": "ubuntu:24.04"},
+    ],
+)
+def test_a_column_of_another_meaning_is_unused(row: Mapping[str, Any]) -> None:
+    assert messages_of(row) == CHAT
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"chosen": json.dumps(CHAT), "rejected": "x"}, "chosen"),
+        ({"prompt": json.dumps([ASKED]), "completion": json.dumps([SAID])}, None),
+    ],
+)
+def test_messages_in_json_are_a_chat_in_any_column(
+    row: Mapping[str, Any], column: str | None
+) -> None:
+    assert messages_of(row, column) == CHAT
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[]", "[INST] a", '[{"a": 1}]', "plain"])
+def test_another_text_is_trained_as_it_is_written(text: str) -> None:
+    layout = layout_of({"body": text}, "body", "here")
+    assert not layout.chat
+    assert document_of({"body": text}, layout, "here").text == text
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"messages": str(CHAT)}, "json.dumps"),
+        ({"messages": json.dumps(json.dumps(CHAT))}, "once"),
+        ({"messages": [ASKED, {**SAID, "train": "no"}]}, "1 or 0"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": "[{}]"}]}, "not its JSON text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
+        ({"messages": [ASKED, SAID], "tools": "add"}, "name and the parameters"),
+        (ASKED, '"messages"'),
+        (CHAT, '"messages"'),
+    ],
+)
+def test_a_refusal_says_what_to_write(row: Any, hint: str) -> None:
+    with pytest.raises(InputError) as caught:
+        messages_of(row)
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("content", [b'{\n "text": "a"\n}\n', b'{"text": "a"}{"text": "b"}\n'])
+def test_an_object_that_is_not_one_line_leads_to_jq(content: bytes) -> None:
+    _, error = next(iter(rows_of_lines(content, Path("a.jsonl"), 0)))
+    assert isinstance(error, InputError)
+    assert "jq -c" in str(error.hint)
+
+
+def test_what_the_model_does_not_learn_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A key that no template reads, and a role that never answers in other templates."""
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn())
+    critic = {"role": "critic", "content": "Are you sure?"}
+    chat = [ASKED, {**SAID, "thought": "One and one.", "id": "7", "refusal": None}, critic]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
+    reader = Reader(Corpus(name=str(file), tokenizer="/no/folder"))
+    assert len(list(reader)) == 1
+    assert dict(reader.remarks) == {"the chat template leaves out the key thought of messages": 1}
+    figures = dict.fromkeys(
+        ("documents", "tokens", "trained", "longest", "longer", "begin", "end", "left_out"), 1
+    )
+    sentence = reader.sentence(figures, 64)
+    assert "no word of these roles is trained: critic" in sentence

@@ -160,7 +160,6 @@ def _faults(names: Sequence[str], tester: _Tester) -> dict[str, str]:
     faults = _run(todo, tester)
     passed[tester.key] = before + [name for name in todo if name not in faults]
     try:
-        tester.folder.mkdir(parents=True, exist_ok=True)
         write_sealed(tester.folder / KEPT, passed)
     except OSError as error:
         tester.progress(f"the results cannot be kept in {tester.folder}: {error.strerror}")

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 from benchmarks.selftest import KINDS, PLACES, Place, planted  # noqa: E402
 
 from primus_images.turbo import selftest, sharded  # noqa: E402
-from primus_images.turbo.compared import Compared  # noqa: E402
+from primus_images.turbo.compared import Compared, Maker  # noqa: E402
 from primus_images.turbo.optimizations import Shapes  # noqa: E402
 
 SHAPES = Shapes(
@@ -24,7 +24,7 @@ SHAPES = Shapes(
     seq_len=128,
     tokens=256,
     hidden=128,
-    ffn=256,
+    ffn=384,
     heads=4,
     kv_heads=2,
     head_dim=32,
@@ -111,3 +111,25 @@ def test_a_kernel_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_shape_is_a_fault() -> None:
     tensor = torch.ones(2, 3)
     assert "shape" in Compared(label="x", out=tensor[:1], plain=tensor, exact=tensor).fault()
+
+
+def test_the_largest_weights_of_a_cast_saturate() -> None:
+    (row,) = selftest.fp8_weight_cast(SHAPES, Maker("cpu", seed=0))
+    values = row.out.float().abs()
+    saturated = (values == torch.finfo(row.out.dtype).max).float().mean()
+    assert 0 < saturated < 0.1
+    assert row.out.shape == (SHAPES.ffn // SHAPES.shards, SHAPES.hidden)
+
+
+def test_packed_samples_begin_with_a_document_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    bounds_of = selftest.packed.bounds_of
+
+    def noted(ends: torch.Tensor, length: int) -> torch.Tensor:
+        seen.extend(ends.tolist())
+        return bounds_of(ends, length)
+
+    monkeypatch.setattr(selftest.packed, "bounds_of", noted)
+    shapes = replace(SHAPES, seq_len=400, heads=1, kv_heads=1, head_dim=8, v_dim=8)
+    assert not selftest.fault("packed-attention", shapes, device="cpu")
+    assert seen[0] == [1, 133, 233, 400]

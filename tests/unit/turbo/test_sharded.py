@@ -90,3 +90,10 @@ def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
             assert torch.equal(output, total[rank * count : (rank + 1) * count])
     with pytest.raises(RuntimeError, match="cannot reduce by"):
         reducing(output, inputs[0], _group(0), dist.ReduceOp.MAX)
+
+
+def test_a_gather_leaves_the_share_of_the_rank_itself_as_it_is() -> None:
+    buffers = [torch.full((4,), float(rank)) for rank in range(RANKS)]
+    output = torch.full((RANKS, 4), 9.0)
+    sharded.gather(sharded.Buffers(buffers), [output], [0], 0, rank=1)
+    assert output[:, 0].tolist() == [0.0, 9.0, 2.0]

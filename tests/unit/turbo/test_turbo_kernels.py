@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("torchao")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torchao.float8 import Float8LinearConfig  # noqa: E402
 
 from primus_images.turbo import fp8, fp8_kernels, kernels  # noqa: E402
@@ -62,3 +63,42 @@ def test_a_layer_can_be_compiled() -> None:
         lambda x, w: fp8.linear(x, w, config), backend="aot_eager", fullgraph=True
     )
     assert torch.equal(layer(x, weight), fp8.linear(x, weight, config))
+
+
+def _signatures(results: Any) -> list[tuple[Any, torch.dtype]]:
+    tensors = results if isinstance(results, tuple) else (results,)
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+FP8 = torch.float8_e4m3fn
+BF8 = torch.float8_e5m2
+
+
+@pytest.mark.parametrize(
+    ("operator", "matrices", "scales", "dtypes"),
+    [
+        (fp8_kernels.cast_both, 1, 1, (FP8,)),
+        (fp8_kernels.swiglu_largest, 2, 0, ()),
+        (fp8_kernels.swiglu_backward_largest, 3, 0, ()),
+        (fp8_kernels.swiglu_cast, 2, 1, (FP8,)),
+        (fp8_kernels.swiglu_backward, 3, 3, (BF8, FP8)),
+    ],
+)
+def test_a_compiler_sees_the_shapes_and_types_of_the_results(
+    operator: Any, matrices: int, scales: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    def signatures() -> list[tuple[Any, torch.dtype]]:
+        inputs = [torch.ones(16, 48) for _ in range(matrices)]
+        inputs += [torch.tensor(1.0) for _ in range(scales)]
+        return _signatures(operator(*inputs, *dtypes))
+
+    with FakeTensorMode():
+        seen = signatures()
+    assert seen == signatures()
+
+
+def test_a_compiler_sees_the_shape_of_a_transpose() -> None:
+    with FakeTensorMode():
+        turned = fp8_kernels.flip(torch.ones(16, 48).to(FP8))
+    assert _signatures(turned) == [((48, 16), FP8)]
+    assert _signatures(fp8_kernels.flip(torch.ones(16, 48).to(FP8))) == [((48, 16), FP8)]

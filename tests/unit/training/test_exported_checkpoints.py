@@ -88,3 +88,13 @@ def test_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-3").mkdir()
     with pytest.raises(InputError, match="the checkpoint is incomplete or damaged"):
         export.write_model(tmp_path / "step-3", tmp_path / "hf", None, None)
+
+
+def test_lost_biases_of_routers_are_told_with_the_largest() -> None:
+    model = ended("fsdp").job.recipe.architecture
+    biases = [torch.tensor([0.02, -0.25]), torch.tensor([0.1])]
+    assert list(export._differences("megatron", model, biases, Path())) == [
+        "some tokens go to other experts in transformers: the run's routers have biases "
+        "(up to 0.25), and its llama3 has none"
+    ]
+    assert list(export._differences("megatron", model, [torch.zeros(2)], Path())) == []

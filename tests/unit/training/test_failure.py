@@ -121,6 +121,7 @@ def test_a_rank_notes_why_it_ends(tmp_path: Path, statement: str, wanted: str | 
     assert bool(ended.returncode) is (wanted is not None)
     found = cause(tmp_path, ended.returncode)
     assert (str(found) if found else None) == wanted
+    assert failure.known(tmp_path) is (wanted is not None)
 
 
 # Hung jobs

@@ -265,3 +265,18 @@ def test_attention_of_a_job_is_that_of_its_first_optimization() -> None:
         assert entry._attention(replace(job, turbo=turbo), settings) == name
     wide = [entry._is_wide(layer) for layer in ("lm_head", "a.lora_A.b", "model.up_proj")]
     assert wide == [True, True, False]
+
+
+def test_ranks_of_a_machine_load_converted_weights_one_after_another(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(entry.dist, "barrier", lambda: events.append("wait"))
+    monkeypatch.setattr(entry.initial, "init", lambda *_: events.append("load"))
+    monkeypatch.setattr(entry.conversion, "Loaded", lambda _: None)
+    job: Any = ended(RUN).job.recipe
+    of_rank: Any = SimpleNamespace(model=job.architecture, training=SimpleNamespace(seed=1))
+    entry._init(mock.Mock(), of_rank, weights, converted=True)
+    assert events == ["wait", "load", "wait", "wait"]

@@ -189,6 +189,21 @@ def test_a_line_says_that_blank_lines_divide_text(
     assert ("blank lines divide 1 file; JSON keeps them" in made.sentence(figures, 8)) == divided
 
 
+@pytest.mark.parametrize(
+    ("names", "read"), [(["train", "test"], "split train"), (["a", "b"], None)]
+)
+def test_a_line_names_the_split_that_was_read(
+    names: list[str], read: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "one"}\n')
+    made = texts_of(tmp_path, 0.0, monkeypatch)
+    figures = dict.fromkeys(("tokens", "longest", "longer", "begin", "end", "left_out"), 0)
+    figures["documents"] = len(list(made))
+    parts = made.sentence(figures, 8).split("; ")
+    assert [part for part in parts if part.startswith("split")] == ([read] if read else [])
+
+
 def is_open(file: Path) -> bool:
     descriptors = [*Path("/proc/self/fd").iterdir()]
     return file in [entry.readlink() for entry in descriptors if entry.is_symlink()]

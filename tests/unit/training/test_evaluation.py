@@ -11,6 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
+from torch import distributed as dist  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
 
 from primus_images.training.backends.loop import checkpoint, evaluation  # noqa: E402
 from primus_images.training.backends.loop.data import Documents  # noqa: E402
@@ -155,3 +158,23 @@ def test_a_line_of_torchtitan_is_a_single_write(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stdout", stream)
     module._say("evaluation after step 2")
     assert list(filter(None, parts)) == ["evaluation after step 2\n"]
+
+
+def test_an_evaluation_of_torchtitan_leaves_the_model_as_it_was() -> None:
+    own = "primus_images.training.backends.torchtitan.evaluation"
+    module = pytest.importorskip(own, exc_type=ImportError)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        model.register_buffer("tokens_per_expert", torch.tensor([3.0, 5.0]))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with module._evaluating([model]):
+            assert not model.training
+            model(torch.ones(1, 4))
+            assert not isinstance(model[0].weight, DTensor), "gathered"
+            model.tokens_per_expert += 1
+        assert model.training
+        assert isinstance(model[0].weight, DTensor), "sharded"
+        assert model.tokens_per_expert.tolist() == [3.0, 5.0]
+    finally:
+        dist.destroy_process_group()

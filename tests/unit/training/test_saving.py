@@ -15,6 +15,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from primus_images.training.backends.loop import checkpoint  # noqa: E402
+from primus_images.training.backends.torchtitan.trainer import Observed  # noqa: E402
 from primus_images.training.run import identity  # noqa: E402
 
 
@@ -191,3 +192,21 @@ def test_a_copy_of_weights_and_moments_takes_at_most_a_quarter_of_the_host(
             monkeypatch.setattr(checkpoint, "host_bytes", lambda room=room: float(room))
             parts = [*run.session.model_parts, frozen]
             assert checkpoint.host_has_room(parts) == (room == least)
+
+
+def test_a_complete_checkpoint_of_torchtitan_is_sealed_before_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    complete = tmp_path / "checkpoint/step-2"
+    complete.mkdir(parents=True)
+    (complete / ".metadata").touch()
+    sealed: list[bool] = []
+    trainer: Any = Observed.__new__(Observed)
+    trainer.job = {"identity": {}}
+    trainer.output = tmp_path
+    trainer.keep = 0
+    trainer.evaluation = trainer.saving = None
+    trainer._save = lambda *_: sealed.append((complete / identity.FILE).exists())
+    trainer._save_sealed(3)
+    assert sealed == [True]

@@ -17,7 +17,7 @@ for name in ("torchtitan", "megatron", "peft", "diffusers"):
 from tiny_runs import folder  # noqa: E402
 
 from primus_images.training.judge import proof  # noqa: E402
-from primus_images.training.judge.reference import replay  # noqa: E402
+from primus_images.training.judge.reference import parameters, replay  # noqa: E402
 from primus_images.training.run.logs import read_run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -352,3 +352,9 @@ def test_change_of_exported_adapters_is_named(
     run = copied("finetune-adapters", tmp_path)
     changed("weights/adapter_config.json", lambda config: config.update(settings))(run)
     assert words in failing(run)["reference saved files"]
+
+
+def test_a_weight_that_is_not_finite_is_named_once() -> None:
+    weights = {"q_proj.lora_B.weight": torch.full((4, 2), torch.nan)}
+    sentences = list(parameters._odd_values({"first_step": 1, "mode": "lora"}, weights))
+    assert sentences == ["q_proj.lora_B.weight is not finite"]

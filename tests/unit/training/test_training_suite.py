@@ -19,6 +19,7 @@ from primus_images.release import statement
 from primus_images.release.summary import outcome_text
 from primus_images.report.html import page
 from primus_images.training.judge import suite
+from primus_images.training.judge.checks import Verdict
 from primus_images.training.judge.record import RecordedImage
 from primus_images.training.run import outcome, ranks, start
 from primus_images.training.run.job import Job
@@ -326,6 +327,8 @@ def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
     made = suite.record(jobs, outcomes, verdicts, PLACE)
     assert made.passed is False
     assert suite.record(jobs, {}, (), PLACE).passed is False
+    passing = [Verdict("loss falls", True, "")]
+    assert suite.record(jobs, outcomes, passing, PLACE).passed is False
     assert "nothing to draw" in page(made)
 
 
@@ -366,6 +369,24 @@ def test_each_comparison_fails_alone(
         return outcome.read(job, 0)
 
     assert judged(jobs, run)[1] == [failed]
+
+
+def test_other_weights_are_told_where_steps_may_differ_a_little(tmp_path: Path) -> None:
+    words = ("validation.repeat_tolerance=0.01",)
+    jobs = suite.plan(replace(PROXY, overrides=words), tmp_path)
+
+    def run(job: Job) -> Outcome:
+        leave(job)
+        if job.name == "repeat":
+            other_weights(job)
+        return outcome.read(job, 0)
+
+    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, suite.run(jobs, run))}
+    weights = verdicts["same weights again"]
+    assert weights.passed
+    assert weights.reason == "final weights differ"
+    assert weights.limit == "reported, not judged"
+    assert weights.measured == "abababababab and cdcdcdcdcdcd"
 
 
 @pytest.mark.parametrize(

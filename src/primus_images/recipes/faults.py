@@ -299,7 +299,8 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from _lacking(model)
     yield from _other_values(model)
     targets = None
-    if recipe.mode == "lora":
+    # The layers of a model of no family are known to transformers alone.
+    if recipe.mode == "lora" and known.linears:
         targets = recipe.section(recipe.backend).get("lora.targets")
     for name in targets if isinstance(targets, list) else ():
         if name not in known.linears:

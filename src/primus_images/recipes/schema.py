@@ -132,7 +132,10 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
         accepted.add("list")
     if kind not in accepted:
         words = sorted({WORDS.get(name, name) for name in types})
-        return f"must be {' or '.join(words)}, not {_short(value)}"
+        objection = f"must be {' or '.join(words)}, not {_short(value)}"
+        if words == ["a list"] and isinstance(value, str):
+            objection += f": write [{value}]"
+        return objection
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be finite, not {value}"
     if isinstance(value, int) and abs(value) > _LARGEST:

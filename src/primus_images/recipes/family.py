@@ -24,6 +24,8 @@ _LOCAL = (WINDOWED, "chunked_attention")
 _OFF_IF_NULL = ("head_dim", "window", "mla.q_lora_rank", "mla.kv_lora_rank")
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
+# The way out for weights with settings that their family lacks.
+AS_OTHER = f"model.family={OTHER} trains them as transformers computes them, not judged or packed"
 # The width of a feed-forward part that a config.json omits, as a multiple of the model's.
 _WIDER = 4
 _COMMON: Mapping[str, Any] = read_values(_FOLDER / f"{_DECODER}.yaml").data

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from primus_images.recipes.family import STRETCH, Family, Support, families, family
+from primus_images.recipes.family import AS_OTHER, STRETCH, Family, Support, families, family
 from primus_images.recipes.load import folder
 from primus_images.recipes.recipe import MOCK, Recipe
 from primus_images.recipes.schema import model_rules
@@ -377,7 +377,9 @@ def _foreign(model: _Model) -> Iterator[Fault]:
             amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}"
         remedy = f"model.{key}={spell(only[0])}"
         others = _families_with(key, value)
-        if others:
+        if _is_of_weights(model, key):
+            remedy = AS_OTHER
+        elif others:
             remedy += f", or another model.family: {', '.join(others)}"
         yield f"model.{key}", f"models of the family {known.name} {amount}", remedy
     for key, limits in known.limits.items():
@@ -386,6 +388,15 @@ def _foreign(model: _Model) -> Iterator[Fault]:
             objection = outside(limits, value)
             if objection:
                 yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
+
+
+def _is_of_weights(model: _Model, key: str) -> bool:
+    """Return whether a value is that of the weights to start from."""
+    recipe = model.recipe
+    setting = recipe.settings.get(f"model.{key}")
+    if setting is None or setting.typed:
+        return False
+    return recipe.find(f"{recipe.backend}.weights", "random") != "random"
 
 
 def _families_with(key: str, value: Value) -> list[str]:

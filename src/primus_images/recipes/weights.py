@@ -10,6 +10,7 @@ from primus_images.errors import HostError, InputError
 from primus_images.files import read_bytes, require_readable
 from primus_images.recipes.architecture import architecture, size
 from primus_images.recipes.family import (
+    AS_OTHER,
     OTHER,
     Family,
     described,
@@ -176,7 +177,10 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
     for key, field, value in described(known, config, file):
         objection = rules[key].objection(value)
         if objection is not None:
-            raise InputError(f"model.{key} {objection}", where=f"{file}: {field}")
+            hint = None
+            if name != OTHER:
+                hint = AS_OTHER
+            raise InputError(f"model.{key} {objection}", where=f"{file}: {field}", hint=hint)
         settings[f"model.{key}"] = Setting(value=value, origin=f"{file}: {field}")
     if name == OTHER:
         parameters = Setting(value=_parameters(folder), origin=f"{folder}: the tensors")
@@ -186,7 +190,7 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
 
 def _require_family(known: Family, config: Mapping[str, Any], file: Path) -> None:
     kind = config["model_type"]
-    if known.name not in families_of(kind) and known.name not in fitting_families(kind):
+    if known.name not in (*families_of(kind), *fitting_families(kind), OTHER):
         raise InputError(
             f"the weights are of type {kind}, and the recipe's family is {known.name}",
             where=f"{file}: model_type",
@@ -222,11 +226,11 @@ def other_family(folder: Path) -> dict[str, str]:
     return {}
 
 
-def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
+def nearest_recipe(folder: Path, mode: str | None = None, *, other: bool = False) -> Entry:
     """Return the recipe that fine-tunes a model of the weights' family, nearest to theirs in size.
 
-    For a model of no family it is any recipe. ``mode`` is ``full`` or ``lora``; None: either.
-    Raises InputError if there is none.
+    For a model of no family, or of an ``other`` one than its type has, it is any recipe. ``mode``
+    is ``full`` or ``lora``; None: either. Raises InputError if there is none.
     """
     if mode not in (None, *_MODES):
         raise InputError(
@@ -235,6 +239,8 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
     _, config = config_of(folder)
     kind = config["model_type"]
     fitting = fitting_families(kind)
+    if other:
+        fitting = [OTHER]
     candidates = []
     for entry in entries():
         fits = fitting == [OTHER] or entry.architecture.family in fitting

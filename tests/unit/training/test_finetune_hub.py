@@ -178,12 +178,6 @@ def test_a_model_of_no_family_is_trained_and_not_judged(
         resolve(
             name, ["model.family=other"], Choices(gpu="mi300x", backend="finetune", mode="full")
         )
-    with pytest.raises(
-        InputError, match="weights are of type llama, and the recipe's family is other"
-    ):
-        resolve(
-            name, [f"weights={written(tmp_path / 'llama', LLAMA31)}", "model.family=other"], choices
-        )
     parts = written(tmp_path / "parts", {"model_type": "llava", "text_config": LLAMA31})
     assert weights.config_of(parts)[1]["model_type"] == "llama"
     lora = resolve(
@@ -192,6 +186,23 @@ def test_a_model_of_no_family_is_trained_and_not_judged(
     monkeypatch.setattr(backend, "check", lambda *_: None)
     with pytest.raises(InputError, match="adapters of the language model alone fit no such model"):
         backend.check_weights(lora)
+
+
+def test_weights_with_settings_that_their_family_lacks_are_trained_as_of_none(
+    tmp_path: Path,
+) -> None:
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    for number, more in enumerate((scaling, {"attention_bias": True})):
+        folder = written(tmp_path / f"w{number}", LLAMA31 | more)
+        words = [f"weights={folder}"]
+        choices = Choices(gpu="mi300x", backend="finetune", mode="full")
+        with pytest.raises(InputError) as caught:
+            resolve("llama3.1-8b", words, choices)
+        assert "model.family=other" in str(caught.value.hint)
+        name = weights.nearest_recipe(folder, other=True).recipe
+        recipe = resolve(name, [*words, "model.family=other"], choices)
+        assert recipe.architecture.family == "other"
+        assert proof.unjudged(recipe)
 
 
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:

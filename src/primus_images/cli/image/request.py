@@ -12,6 +12,7 @@ from primus_images.errors import InputError
 from primus_images.gpus.detect import visible_gpus
 from primus_images.recipes.experiments.presets import ROOT
 from primus_images.recipes.experiments.source import ALLOW_UNMAPPED
+from primus_images.recipes.family import OTHER
 from primus_images.recipes.load import names
 from primus_images.recipes.overrides import choices_among
 from primus_images.recipes.recipe import Recipe
@@ -138,7 +139,8 @@ def fine_tuning(request: Request, weights: str, *, to_train: bool = False) -> Re
     """
     folder = folder_of(weights, whole=to_train)
     choices, words = choices_among(request.choices, request.words)
-    nearest = nearest_recipe(folder, choices.mode)
+    other = f"model.family={OTHER}" in words
+    nearest = nearest_recipe(folder, choices.mode, other=other)
     if choices.backend not in (None, nearest.backend):
         raise InputError(
             f"--backend {choices.backend} does not fine-tune",

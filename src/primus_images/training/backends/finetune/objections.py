@@ -17,6 +17,7 @@ import torch
 
 from primus_images.files import json_if_readable
 from primus_images.recipes.architecture import Architecture, architecture
+from primus_images.recipes.family import AS_OTHER
 from primus_images.recipes.tensors import OTHER_MODEL, header, plain_shapes, tensor_files, text_name
 from primus_images.training.backends.finetune.backend import LoraConfig
 from primus_images.training.backends.finetune.initial import stored
@@ -217,9 +218,9 @@ def _other_settings(file: Path, ours: dict[str, Any], config: Any) -> Iterator[O
             continue
         if _same(ours.get(key), theirs.get(key)):
             continue
-        hint = None
+        hint = AS_OTHER
         if "dropout" in key:
-            hint = "primus trains without dropout: set it to 0.0 in a copy"
+            hint = f"primus trains without dropout: set it to 0.0 in a copy; or {hint}"
         yield Objection(
             why=f"{key} is {theirs.get(key)!r} in the weights, and {ours.get(key)!r} in the "
             "recipe's model",

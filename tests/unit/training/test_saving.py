@@ -203,10 +203,29 @@ def test_a_complete_checkpoint_of_torchtitan_is_sealed_before_the_next_is_writte
     (complete / ".metadata").touch()
     sealed: list[bool] = []
     trainer: Any = Observed.__new__(Observed)
-    trainer.job = {"identity": {}}
+    trainer.job = {"identity": {"backend": "torchtitan"}}
     trainer.output = tmp_path
     trainer.keep = 0
     trainer.evaluation = trainer.saving = None
     trainer._save = lambda *_: sealed.append((complete / identity.FILE).exists())
     trainer._save_sealed(3)
     assert sealed == [True]
+
+
+def test_the_best_checkpoint_of_torchtitan_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    for step in (2, 4, 6):
+        folder = checkpoint.folder_of(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
+    standing = SimpleNamespace(best=checkpoint.folder_of(tmp_path, 2))
+    trainer: Any = Observed.__new__(Observed)
+    trainer.job = {"identity": {"backend": "torchtitan"}}
+    trainer.output = tmp_path
+    trainer.keep = 1
+    trainer.evaluation = SimpleNamespace(remove_former=lambda: None, standing=standing)
+    trainer._seal()
+    left = sorted(folder.name for folder in (tmp_path / "checkpoint").iterdir())
+    assert left == ["step-2", "step-6"]

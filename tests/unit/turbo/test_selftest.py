@@ -133,3 +133,10 @@ def test_packed_samples_begin_with_a_document_of_one_token(monkeypatch: pytest.M
     shapes = replace(SHAPES, seq_len=400, heads=1, kv_heads=1, head_dim=8, v_dim=8)
     assert not selftest.fault("packed-attention", shapes, device="cpu")
     assert seen[0] == [1, 133, 233, 400]
+
+
+def test_only_the_exact_loss_is_summed_in_float64() -> None:
+    loss = next(iter(selftest.linear_cross_entropy(SHAPES, Maker("cpu", seed=0))))
+    assert loss.plain.dtype == torch.float32
+    assert loss.exact is not None
+    assert loss.exact.dtype == torch.float64

@@ -70,6 +70,7 @@ def messages_of(row: Mapping[str, Any], column: str | None = None) -> Any:
             {"messages": [{"role": "user", "content": "<image> What?"}, SAID], "image": "a.png"},
             "the column 'image' belongs to the chat",
         ),
+        ({"messages": CHAT, "audio": {"bytes": "x"}}, "the column 'audio' belongs to the chat"),
         ({"messages": [ASKED, {"role": "AI", "content": "Two."}]}, "the role 'AI' is none"),
     ],
 )
@@ -143,14 +144,38 @@ def test_what_the_model_does_not_learn_is_told(
     """A key that no template reads, and a role that never answers in other templates."""
     monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn())
     critic = {"role": "critic", "content": "Are you sure?"}
+    critic["content"] += "$"
     chat = [ASKED, {**SAID, "thought": "One and one.", "id": "7", "refusal": None}, critic]
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
     reader = Reader(Corpus(name=str(file), tokenizer="/no/folder"))
     assert len(list(reader)) == 1
-    assert dict(reader.remarks) == {"the chat template leaves out the key thought of messages": 1}
+    assert dict(reader.remarks) == {
+        "the chat template leaves out the key thought of messages": 1,
+        "a message contains the EOS token": 1,
+    }
     figures = dict.fromkeys(
         ("documents", "tokens", "trained", "longest", "longer", "begin", "end", "left_out"), 1
     )
     sentence = reader.sentence(figures, 64)
     assert "no word of these roles is trained: critic" in sentence
+
+
+def test_an_instruction_may_be_in_the_input_alone() -> None:
+    row = {"instruction": "", "input": "How many?", "output": "Two."}
+    assert messages_of(row) == CHAT
+
+
+@pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": "b"}\n', '{"messages": []}'])
+def test_json_in_plain_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn())
+    file = tmp_path / "rows.txt"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="JSON in a file of plain text") as caught:
+        Reader(Corpus(name=str(file), tokenizer="/no/folder"))
+    assert ".jsonl" in str(caught.value.hint)
+    Reader(Corpus(name=str(file), tokenizer="/no/folder", column="text"))
+    file.write_text("{a} is a set.", encoding="utf-8")
+    Reader(Corpus(name=str(file), tokenizer="/no/folder"))

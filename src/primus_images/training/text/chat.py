@@ -27,6 +27,7 @@ _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
 EMPTY = "an answer is empty"
+_HAS_END = "a message contains the EOS token"
 # Keys of messages that primus reads, or that name a message.
 _KNOWN_KEYS = {"role", "content", "from", "value", "id", "name", "tool_call_id", *CALLS, *WEIGHTS}
 _NO_OBJECT = "the arguments of a call are not a JSON object"
@@ -116,7 +117,7 @@ def _encoded(
         *_refuse_dropped(text, messages, document.tools or (), render),
     }
     remarks.update(f"{_LEAVES_OUT} {name}" for name in lacking)
-    remarks.update(set(_mistakes(messages)))
+    remarks.update(set(_mistakes(messages, tokenizer.eos_token)))
     if not completions:
         return _masked(tokenizer, text, [(0, len(text))])
     marks = None
@@ -293,9 +294,14 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     return bool(message.get("content") or calls_of(message))
 
 
-def _mistakes(messages: _Messages) -> Iterator[str]:
-    """Yield a remark on each answer that has nothing to learn, and on each call that is no call."""
+def _mistakes(messages: _Messages, end: str | None) -> Iterator[str]:
+    """Yield a remark on each answer that has nothing to learn, and on each call that is no call.
+
+    A message that contains the token ``end`` would end before its last word.
+    """
     for message in messages:
+        if end and end in str(message.get("content")):
+            yield _HAS_END
         if message["role"] == "assistant" and _is_trained(message):
             words = [message.get(key) for key in ("content", *_THOUGHT_KEYS)]
             written = any(str(word or "").strip() for word in words)

@@ -443,7 +443,7 @@ def _refuse_media(row: Mapping[Any, Any], text: str, where: str) -> None:
     for name in TABLE["media"]:
         if row.get(f"{name}s"):
             column = f"{name}s"
-        elif row.get(name) and f"<{name}>" in text:
+        elif row.get(name) and (f"<{name}>" in text or not isinstance(row[name], str)):
             column = name
         else:
             continue
@@ -480,7 +480,7 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     question = instruction
     prompt = TABLE["alpaca"].format("", instruction, "")
     if context:
-        question = f"{instruction}\n{context}"
+        question = "\n".join(filter(None, (instruction, context)))
         more = ", paired with an input that provides further context"
         prompt = TABLE["alpaca"].format(more, instruction, f"### Input:\n{context}\n\n")
     turns = _turns(question, output)

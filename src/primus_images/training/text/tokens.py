@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
@@ -104,11 +104,26 @@ class Reader:
                     self._read += 1
                     self._skip(error)
                 else:
+                    self._refuse_json(row, where)
                     return layout, Rest(piece=piece, count=number, size=piece.size)
             self._size += piece.size
         if self.skipped:
             raise self.skipped[0]
         raise InputError("the corpus contains no text", where=self.corpus.name)
+
+    def _refuse_json(self, row: Any, where: str) -> None:
+        """Refuse plain text that is JSON, unless the user names its column."""
+        if self.corpus.column or not self.files.paths or form_of(self.files.paths[0]) != ".txt":
+            return
+        value: Any = None
+        with suppress(ValueError, RecursionError):
+            value = json.loads(str(row["text"]).partition("\n")[0])
+        if isinstance(value, dict):
+            raise InputError(
+                "this is JSON in a file of plain text",
+                where=where,
+                hint="name the file .jsonl; or data.column=text trains it as it is written",
+            )
 
     @property
     def share(self) -> float | None:

@@ -12,13 +12,19 @@ for name in ("torchtitan", "megatron", "peft", "diffusers"):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
-from tiny_runs import ended, folder  # noqa: E402
+import tiny_runs  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_runs import CHATS, SMALL, ended, folder  # noqa: E402
+from torch.distributed import checkpoint as dcp  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from primus_images.errors import InputError  # noqa: E402
 from primus_images.recipes.architecture import architecture  # noqa: E402
+from primus_images.recipes.resolve import resolve  # noqa: E402
+from primus_images.recipes.setting import Choices  # noqa: E402
 from primus_images.training.backends import export  # noqa: E402
 from primus_images.training.judge.reference.names import to_canonical  # noqa: E402
+from primus_images.training.run.job import Job  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -98,3 +104,21 @@ def test_lost_biases_of_routers_are_told_with_the_largest() -> None:
         "(up to 0.25), and its llama3 has none"
     ]
     assert list(export._differences("megatron", model, [torch.zeros(2)], Path())) == []
+
+
+def test_a_run_that_gets_worse_exports_its_best_weights(tmp_path: Path) -> None:
+    words = (
+        f"{CHATS} {SMALL} eval.fraction=0.1 eval.every=1 finetune.save_weights=true "
+        "training.lr=0.02 training.warmup_steps=0"
+    )
+    choices = Choices(backend="finetune", mode="full", gpu="cpu", proxy=True, precision="fp32")
+    recipe = resolve("llama3.1-8b", words.split(), choices)
+    output = tiny_runs.run(Job(name="worse", recipe=recipe, output=tmp_path / "worse")).folder
+    evaluations = [json.loads(line) for line in (output / "eval.jsonl").read_text().splitlines()]
+    best = min(evaluations, key=lambda evaluation: float(evaluation["eval_loss"]))
+    assert best["step"] == 2, "the last of three steps is worse"
+    exported = load_file(output / "weights/model.safetensors")
+    saved = {f"model.model.{name}": torch.empty_like(exported[name]) for name in exported}
+    dcp.load(saved, checkpoint_id=output / "checkpoint/step-2", no_dist=True)
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, saved[f"model.model.{name}"]), name

@@ -205,6 +205,17 @@ def test_derived_jobs_fit_the_recipe_or_are_left_out_with_a_reason(
     assert split.find("finetune.training.warmup_steps", 0) <= 4
 
 
+@pytest.mark.parametrize(("words", "packs"), [((), True), (("lora.dropout=0.1",), False)])
+def test_the_second_epoch_packs_chats_unless_their_masks_are_drawn(
+    tmp_path: Path, words: tuple[str, ...], packs: bool
+) -> None:
+    choices = Choices(backend="finetune", mode="lora", proxy=True, gpu="cpu")
+    planned = suite.plan(replace(LLAMA, choices=choices, overrides=words), tmp_path)
+    packed = {job.name: job.recipe.find("finetune.packing", default=False) for job in planned}
+    assert packed["second-epoch"] is packed["second-epoch-resumed"] is packs
+    assert packed["base"] is False
+
+
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [

@@ -3,6 +3,7 @@ error if required.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_a_pass_is_kept_for_the_same_sizes_and_a_failure_is_tested_again(decide)
     decide()
     assert not decide.lines
     decide("training.seq_len=4096")
+    assert decide.lines
+
+
+def test_a_pass_holds_for_any_number_of_the_same_gpus(
+    decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide()
+    eight = DetectedGpus(vendor="nvidia", names=("NVIDIA H200",) * 8, driver="580")
+    monkeypatch.setattr(trial, "detect", lambda: eight)
+    decide()
+    assert not decide.lines
+    monkeypatch.setattr(trial, "detect", lambda: replace(eight, driver="590"))
+    decide()
     assert decide.lines
 
 

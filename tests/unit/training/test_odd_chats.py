@@ -1,7 +1,9 @@
 """Rows of data as people publish them: what would train the wrong words is refused or told."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from primus_images.errors import InputError
 from primus_images.training.text import encoder
 from primus_images.training.text.corpus import Corpus
 from primus_images.training.text.document import (
+    Document,
     document_of,
     layout_of,
     refuse_other_spellings,
 )
+from primus_images.training.text.encoder import Encoder
 from primus_images.training.text.rows import rows_of_lines
 from primus_images.training.text.tokens import Reader
 
@@ -31,7 +35,9 @@ class StandIn:
     bos_token_id = None
     eos_token_id = 3
     eos_token = "$"
-    chat_template = TEMPLATE
+
+    def __init__(self, template: str = TEMPLATE) -> None:
+        self.chat_template = template
 
     def __len__(self) -> int:
         return 256
@@ -43,16 +49,37 @@ class StandIn:
         return {}
 
     def get_chat_template(self, *_: object) -> str:
-        return TEMPLATE
+        return self.chat_template
 
-    def apply_chat_template(self, conversation: Any, tokenize: bool, **_: object) -> list[str]:
-        template = ImmutableSandboxedEnvironment().from_string(TEMPLATE)
-        return [template.render(messages=messages) for messages in conversation]
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+    ) -> list[str]:
+        assert not tokenize
+        template = ImmutableSandboxedEnvironment().from_string(self.chat_template)
+        return [
+            template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+            for messages in conversation
+        ]
 
 
 class _Encoding(dict[str, Any]):
     def char_to_token(self, place: int) -> int:
         return place
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, template: str, chat: Sequence[Any]) -> list[str]:
+    """Return the runs of trained characters of a chat."""
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn(template))
+    tokens, mask = Encoder("/no/folder").document(Document(messages=chat), "here")
+    runs = []
+    for part, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
+        if part:
+            runs.append("".join(chr(token) for token, _ in run))
+    return runs
 
 
 def messages_of(row: Mapping[str, Any], column: str | None = None) -> Any:
@@ -179,3 +206,57 @@ def test_json_in_plain_text_is_refused(
     Reader(Corpus(name=str(file), tokenizer="/no/folder", column="text"))
     file.write_text("{a} is a set.", encoding="utf-8")
     Reader(Corpus(name=str(file), tokenizer="/no/folder"))
+
+
+# Each begins a turn by its role, and ends it by $.
+LISTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "${% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+JSON_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}${% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As GLM-4.5 and Nemotron 3 have it: an earlier thought is emptied, and not left out.
+EMPTIED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think>"
+    "{{ m.reasoning_content if loop.last else '' }}</think>{% endif %}{{ m.content }}${% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_for_lists_is_given_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of models for images pass over text that is no part of a list."""
+    assert trained(monkeypatch, LISTS, CHAT) == ["Two.$"]
+
+
+def test_a_template_for_json_text_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": "ü"}}}
+    chat = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained(monkeypatch, JSON_TEXT, chat) == ['add {"a": "ü"}$']
+    assert isinstance(call["function"]["arguments"], dict)
+
+
+def test_emptied_thoughts_are_those_of_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = [
+        ASKED,
+        {**SAID, "reasoning_content": "One and one."},
+        ASKED,
+        {**SAID, "reasoning_content": "Again."},
+    ]
+    runs = trained(monkeypatch, EMPTIED, chat)
+    assert runs == ["<think></think>Two.$", "<think>Again.</think>Two.$"]
+
+
+def test_a_template_that_writes_other_words_is_given_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    upper = TEMPLATE.replace("m.content", "m.content | upper")
+    assert trained(monkeypatch, upper, CHAT)[-1].endswith("TWO.\n")
+
+
+def test_an_empty_part_is_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn(LISTS))
+    reader = Encoder("/no/folder")
+    reader.document(Document(messages=[ASKED, {**SAID, "content": ""}]), "here")
+    assert dict(reader.remarks) == {"an answer is empty": 1}

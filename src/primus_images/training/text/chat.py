@@ -21,8 +21,11 @@ from primus_images.training.text.document import CALLS, WEIGHTS, Document, calls
 from primus_images.training.text.rows import first_line
 
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+# A part of a list of content, as JSON or Python writes it.
+_LISTED = re.compile(r"""["']type["']: ["']text["']""")
 # What thinking models' templates add to the prompt, and leave out of earlier answers.
 _OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_WHOLE_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
@@ -116,8 +119,8 @@ def _encoded(
         *_earlier_thoughts(messages, text),
         *_refuse_dropped(text, messages, document.tools or (), render),
     }
-    remarks.update(f"{_LEAVES_OUT} {name}" for name in lacking)
-    remarks.update(set(_mistakes(messages, tokenizer.eos_token)))
+    remarks.update(f"{_LEAVES_OUT} {name}" for name in sorted(lacking))
+    remarks.update(sorted(set(_mistakes(messages, tokenizer.eos_token))))
     if not completions:
         return _masked(tokenizer, text, [(0, len(text))])
     marks = None
@@ -140,7 +143,7 @@ def _rendered(messages: list[Mapping[str, Any]], render: _Render) -> tuple[_Mess
 
     transformers' templates expect the arguments of calls as objects, and data often have JSON text.
     A few templates, such as DeepSeek's, expect that text. Many expect a text as the content, where
-    data in OpenAI's form have a list of a single one.
+    data in OpenAI's form have a list of a single one. Those of models for images expect a list.
     """
     as_objects = deepcopy(messages)
     changed = False
@@ -152,11 +155,15 @@ def _rendered(messages: list[Mapping[str, Any]], render: _Render) -> tuple[_Mess
         forms.insert(0, as_objects)
     if any(isinstance(message.get("content"), list) for message in messages):
         forms += [list(map(_with_text, form)) for form in forms]
-    for form in forms[:-1]:
-        with suppress(Exception):
-            (text,) = render([form], tokenize=False)
-            if _shows_parts(form, render):
-                return form, text
+    rendered = _first_whole(forms, render)
+    if rendered and _has_words(*rendered):
+        return rendered
+    for form in (_with_json(messages), _with_lists(messages)):
+        other = _first_whole([form], render)
+        if other and _has_words(*other) and not _LISTED.search(other[1]):
+            return other
+    if rendered:
+        return rendered
     last = forms[-1]
     try:
         (text,) = render([last], tokenize=False)
@@ -165,6 +172,54 @@ def _rendered(messages: list[Mapping[str, Any]], render: _Render) -> tuple[_Mess
             raise ValueError("it takes one text as content, and a message has several") from error
         raise
     return last, text
+
+
+def _first_whole(forms: Sequence[_Messages], render: _Render) -> tuple[_Messages, str] | None:
+    """Return the first form of messages that a template takes, and its text."""
+    for form in forms:
+        with suppress(Exception):
+            (text,) = render([form], tokenize=False)
+            if _shows_parts(form, render):
+                return form, text
+    return None
+
+
+def _has_words(messages: _Messages, text: str) -> bool:
+    """Whether a text has the words of all messages as they are."""
+    for message in messages:
+        if not all(_THOUGHT.sub("", part).strip() in text for part in _texts(message)):
+            return False
+    return True
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """Return the text of a message, or the texts of its parts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return [part["text"] for part in content]
+    return [str(content)]
+
+
+def _with_json(messages: _Messages) -> _Messages:
+    """Return messages with the arguments of calls as JSON text."""
+    as_text = deepcopy(list(messages))
+    for message in as_text:
+        for call in calls_of(message):
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), dict):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return as_text
+
+
+def _with_lists(messages: _Messages) -> _Messages:
+    """Return messages with a list of one part in place of each text."""
+    as_lists = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        as_lists.append({**message, "content": content})
+    return as_lists
 
 
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -250,7 +305,8 @@ def _answers(
         start = _agreed(text, 0, prompt, _OPEN_THOUGHT.sub("", prompt))
         closed = answer.removesuffix(tokenizer.eos_token or "")
         without_thought = answer[:start] + _THOUGHT.sub("", answer[start:])
-        end = _agreed(text, start + 1, answer, closed, without_thought)
+        emptied = answer[:start] + _WHOLE_THOUGHT.sub("<think></think>", answer[start:], count=1)
+        end = _agreed(text, start + 1, answer, closed, without_thought, emptied)
         spans.append((start, _end_of_turn(text, end, _special_tokens(tokenizer))))
     return spans
 
@@ -300,10 +356,11 @@ def _mistakes(messages: _Messages, end: str | None) -> Iterator[str]:
     A message that contains the token ``end`` would end before its last word.
     """
     for message in messages:
-        if end and end in str(message.get("content")):
+        said = "".join(_texts(message))
+        if end and end in said:
             yield _HAS_END
         if message["role"] == "assistant" and _is_trained(message):
-            words = [message.get(key) for key in ("content", *_THOUGHT_KEYS)]
+            words = [said, *(message.get(key) for key in _THOUGHT_KEYS)]
             written = any(str(word or "").strip() for word in words)
             if not written and not calls_of(message):
                 yield EMPTY

@@ -315,6 +315,16 @@ def test_frames_of_zstd_may_begin_with_one_to_skip(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.jsonl.zst") == ["a", "b"]
 
 
+def test_a_table_may_begin_with_a_group_without_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["a", "b"]})
+    with parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as file:
+        file.write_table(table.slice(0, 0))
+        file.write_table(table)
+    assert texts(tmp_path / "a.parquet") == ["a", "b"]
+
+
 def test_a_column_of_a_type_that_no_reader_has_is_named(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -134,3 +134,17 @@ def test_rounding_between_operations_moves_results_by_as_much_as_the_type() -> N
     for inner in ((), ("norm", "rope")):
         rounded, _ = Model(LLAMA, between=bfloat, inner=inner).prediction(weights, batch())
         assert 1e-4 < apart(rounded, right) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("doubt", "chosen"),
+    [(0.0, [[0, 2], [1, 0]]), (0.1, [[0, 3], [1, 0]]), (0.6, [[0, 3], [1, 2]])],
+)
+def test_a_token_in_doubt_goes_to_the_next_best_expert(
+    doubt: float, chosen: list[list[int]]
+) -> None:
+    sizes = replace(LLAMA, moe=replace(LLAMA.moe, experts=4, top_k=2))
+    model = Model(sizes=sizes, doubt=doubt)
+    scores = torch.tensor([[0.8, 0.1, 0.4, 0.38], [0.5, 0.9, 0.25, 0.1]])
+    assert model._best(scores).tolist() == chosen
+    assert model.closest == pytest.approx(0.05)

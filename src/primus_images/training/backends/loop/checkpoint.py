@@ -1,5 +1,6 @@
 """Checkpoints of the loop: model, optimizer and random states, with the identity of the run."""
 
+import gc
 import json
 import os
 import shutil
@@ -185,6 +186,8 @@ class Writer:
             self._report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
             return
         _clear(folder)
+        # The copy before may be in a cycle of references.
+        gc.collect()
         written: Any = dcp.async_save(
             _state(self._session), checkpoint_id=_unfinished(folder), process_group=self._group
         )

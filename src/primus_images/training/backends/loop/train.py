@@ -29,8 +29,9 @@ from primus_images.training.run import facts, fingerprint, recompute
 from primus_images.turbo.optimizations import active
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other
-# ranks wait.
-_COLLECT_EVERY = 50
+# ranks wait. Most collections leave out what earlier ones left, which is more after each checkpoint.
+_COLLECT_NEW_EVERY = 50
+_COLLECT_ALL_EVERY = 1000
 
 
 def run(
@@ -53,8 +54,10 @@ def run(
             break
         if step == job.first_step:
             _keep_what_compiled()
-        elif step % _COLLECT_EVERY == 0:
+        elif step % _COLLECT_ALL_EVERY == 0:
             gc.collect()
+        elif step % _COLLECT_NEW_EVERY == 0:
+            gc.collect(1)
     loop.end(step)
 
 

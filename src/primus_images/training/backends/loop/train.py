@@ -29,7 +29,7 @@ from primus_images.training.run import facts, fingerprint, recompute
 from primus_images.turbo.optimizations import active
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other
-# ranks wait. Most collections leave out what earlier ones left, which is more after each checkpoint.
+# ranks wait. Most collections leave out what earlier ones left, which grows with every checkpoint.
 _COLLECT_NEW_EVERY = 50
 _COLLECT_ALL_EVERY = 1000
 

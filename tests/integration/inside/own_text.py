@@ -212,6 +212,40 @@ def check_template(case: str, where: Path) -> None:
     assert ours(corpus, other, template=file) == wanted, "of a file"
 
 
+# name → a template that takes a rare form alone, a chat, and its rare form.
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+FORMS: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "parts of lists": (
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %}",
+        [ASKED, SAID],
+        [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in (ASKED, SAID)],
+    ),
+    "JSON text": (
+        "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}",
+        *(
+            [ASKED, CALL | {"tool_calls": [{"function": {"name": "add", "arguments": form}}]}]
+            for form in ({"a": "ü"}, '{"a": "ü"}')
+        ),
+    ),
+}
+
+
+def check_form(case: str, where: Path) -> None:
+    words, chat, rare = FORMS[case]
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>" + words + "<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    corpus = written(where, "chats.jsonl", {"messages": chat})
+    folder = folder_of(where / "w", CONFIG, files={"chat_template.jinja": template})
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(rare, return_dict=True)
+    ((ids, mask),) = ours(corpus, folder)
+    assert ids == wanted["input_ids"]
+    assert sum(mask) > 1
+
+
 LINES = [{"text": text, "n": number} for number, text in enumerate(TEXTS)]
 TEXT_BYTES = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
 
@@ -566,6 +600,7 @@ try_all(
         (check_no_torch, ["here"]),
         (check_tokenizer, TABLE["tokenizers"]),
         (check_template, TEMPLATES),
+        (check_form, FORMS),
         (check_corpus, CORPORA),
         (check_folder, TABLE["folders"]),
         (check_links, ["links"]),

@@ -23,6 +23,8 @@ LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
         ("a.jsonl", "\ufeff" + LINES + "\n\n"),
         ("a.json", json.dumps(ROWS)),
         ("a.json", json.dumps([row["text"] for row in ROWS])),
+        ("a.csv", '\ufefftext\r\n"one\ntwo"\r\n\r\nthree\r\n'),
+        ("a.tsv", 'text\n"one\ntwo"\nthree\n'),
     ],
 )
 @pytest.mark.parametrize(
@@ -35,6 +37,13 @@ def test_rows_of_a_file(
     file = tmp_path / (name + suffix)
     file.write_bytes(pack(text.encode()))
     assert list(rows_of(file, None)) == ROWS
+
+
+def test_every_cell_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("prompt,completion,prompt\n007,1e5,x\nNaN\n", encoding="utf-8")
+    wanted = [{"prompt": "007", "completion": "1e5"}, {"prompt": "NaN", "completion": ""}]
+    assert list(rows_of(file, None)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -383,8 +383,7 @@ def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document
     value = row[column]
     if column == "instruction":
         return [_instructed(row, words)]
-    if column in ("messages", "conversations") and isinstance(value, str):
-        value = json.loads(value)
+    value = _turns_in(value)
     if isinstance(value, str):
         if len(layout) > 1:
             return [words.answer(value, row["completion"])]
@@ -392,9 +391,18 @@ def _documents(row: _Row, layout: list[str], words: "_Words") -> "list[_Document
             return [words.plain(value)]
         return []
     if len(layout) > 1:
-        turns = value + row["completion"]
+        turns = value + _turns_in(row["completion"])
         return [words.chat(row, turns, first=len(value))]
     return [words.chat(row, value)]
+
+
+def _turns_in(value: Any) -> Any:
+    """Return the turns that are written as JSON; any other value as it is."""
+    with suppress(ValueError, TypeError):
+        turns = json.loads(value)
+        if {"role", "from"} & set(turns[0]):
+            return turns
+    return value
 
 
 def _instructed(row: _Row, words: "_Words") -> _Document:
@@ -404,7 +412,7 @@ def _instructed(row: _Row, words: "_Words") -> _Document:
     if words.template:
         turns: _Turns = []
         if context:
-            asked += f"\n{context}"
+            asked = f"{asked}\n{context}".removeprefix("\n")
         history = row.get("history") or ()
         for question, said in [*history, [asked, row["output"]]]:
             turns.append({"role": "user", "content": question})
@@ -530,8 +538,25 @@ class _Words:
                 parts = _parts(form)
                 counted = self._rendered(parts, options)
                 if counted.count("70801") == str(parts).count("70801") and "{'" not in counted:
-                    return list(form)
-        return turns
+                    return self._in_a_rare_form(list(form), turns, options)
+        return self._in_a_rare_form(turns, turns, options)
+
+    def _in_a_rare_form(self, usual: _Turns, turns: _Turns, options: _Row) -> _Turns:
+        """Return ``usual``, or the form in which the template alone writes all that is said."""
+        if not self._says_all(usual, options):
+            for form in (_with_json(turns), _with_lists(turns)):
+                if self._says_all(form, options):
+                    return form
+        return usual
+
+    def _says_all(self, turns: _Turns, options: _Row) -> bool:
+        with suppress(Exception):
+            text = self._rendered(turns, options)
+            words = [re.sub(r"^.*</think>", "", said, flags=re.DOTALL) for said in _said_in(turns)]
+            return not re.search('\'type\'|"type": "text"', text) and all(
+                word.strip() in text for word in words
+            )
+        return False
 
     def _marks_answers(self, tools: Any) -> bool:
         template = self._tokenizer.get_chat_template(None, tools)
@@ -548,7 +573,13 @@ class _Words:
         if not text.startswith(rest, start):
             # An answer may begin with thoughts that are later left out, or end with the end of the
             # whole text.
+            whole = rest
             rest = re.sub(r"^\s*<think>.*?</think>\s*", "", rest, flags=re.DOTALL)
+            if not text.startswith(rest, start):
+                # Some templates keep the marks of a thought.
+                emptied = re.sub(r"<think>.*?</think>", "<think></think>", whole, flags=re.DOTALL)
+                if text.startswith(emptied, start):
+                    rest = emptied
             if not text.startswith(rest, start):
                 rest = rest.removesuffix(self._tokenizer.eos_token or "")
         end = start + len(rest)
@@ -610,6 +641,38 @@ def _parts(turns: _Turns) -> _Turns:
         else:
             listed.append(turn)
     return listed
+
+
+def _said_in(turns: _Turns) -> Iterator[str]:
+    for turn in turns:
+        content = turn.get("content") or ""
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content)
+
+
+def _with_json(turns: _Turns) -> _Turns:
+    """Return the turns with the arguments of calls as JSON."""
+
+    def written(part: _Row) -> _Row:
+        if "name" in part and isinstance(part.get("arguments"), dict):
+            return {**part, "arguments": json.dumps(part["arguments"], ensure_ascii=False)}
+        return part
+
+    copied: _Turns = json.loads(json.dumps(turns), object_hook=written)
+    return copied
+
+
+def _with_lists(turns: _Turns) -> _Turns:
+    """Return the turns with each text in a list of its own."""
+    changed = []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        changed.append({**turn, "content": content})
+    return changed
 
 
 def _with_texts(turns: _Turns) -> _Turns:

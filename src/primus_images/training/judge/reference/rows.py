@@ -1,6 +1,7 @@
 """The rows of a corpus, read without the code by which a run reads them."""
 
 import bz2
+import csv
 import glob
 import gzip
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -152,9 +154,11 @@ def _rows(file: Path) -> Iterable[Row]:
     kind = _TABLE["tables"].get(suffix)
     if content.startswith(_PARQUET):
         kind = "parquet"
-    if kind:
-        return _rows_of_table(file, kind, suffix)
+    if kind in ("parquet", "arrow"):
+        return _rows_of_table(file, kind)
     text = _unpacked(content).decode()
+    if kind:
+        return _rows_of_cells(text.removeprefix("\ufeff"), suffix)
     if suffix == ".txt":
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     lines = [line.removeprefix("\ufeff") for line in text.split("\n")]
@@ -165,15 +169,24 @@ def _rows(file: Path) -> Iterable[Row]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def _rows_of_table(file: Path, kind: str, suffix: str) -> list[Row]:
+def _rows_of_cells(text: str, suffix: str) -> list[Row]:
+    """Return the rows of CSV or TSV, in which every cell is text."""
+    separator = ","
+    if suffix == ".tsv":
+        separator = "\t"
+    names, *lines = csv.reader(StringIO(text, newline=""), delimiter=separator)
+    rows = []
+    for line in filter(None, lines):
+        cells = [*line, *[""] * (len(names) - len(line))]
+        # Of columns with the same name, it is the first.
+        rows.append(dict(reversed([*zip(names, cells, strict=True)])))
+    return rows
+
+
+def _rows_of_table(file: Path, kind: str) -> list[Row]:
     from datasets import load_dataset
 
-    options = {}
-    if suffix == ".tsv":
-        options["sep"] = "\t"
-    table = load_dataset(
-        kind, data_files=glob.escape(str(file)), split="train", streaming=True, **options
-    )
+    table = load_dataset(kind, data_files=glob.escape(str(file)), split="train", streaming=True)
     return [_as_written(row, table.features) for row in table]
 
 

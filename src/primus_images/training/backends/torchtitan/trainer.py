@@ -220,6 +220,7 @@ class Observed(Trainer):
         facts.write(self.output / "facts.json", self.facts)
 
     def _save_sealed(self, curr_step: int, last_step: bool = False) -> None:
+        self._raise_failure()
         self._seal()
         best = self.evaluation is not None and self.evaluation.standing.is_best(curr_step)
         # All ranks ask, whether it is the best or not.
@@ -231,6 +232,14 @@ class Observed(Trainer):
             if self.evaluation and dist.get_rank() == 0:
                 self.evaluation.note(curr_step)
         self._seal()
+
+    def _raise_failure(self) -> None:
+        """Raise what made a write in the background fail, without waiting for the next one."""
+        if not self.checkpointer.enable:
+            return
+        written = self.checkpointer.save_future
+        if written is not None and written.done():
+            written.result()
 
     def _seal(self) -> None:
         if dist.get_rank() != 0:

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,9 +208,22 @@ def test_a_complete_checkpoint_of_torchtitan_is_sealed_before_the_next_is_writte
     trainer.output = tmp_path
     trainer.keep = 0
     trainer.evaluation = trainer.saving = None
+    trainer.checkpointer = SimpleNamespace(enable=True, save_future=None)
     trainer._save = lambda *_: sealed.append((complete / identity.FILE).exists())
     trainer._save_sealed(3)
     assert sealed == [True]
+
+
+def test_a_write_of_torchtitan_that_failed_ends_the_run_at_the_next_step() -> None:
+    trainer: Any = Observed.__new__(Observed)
+    trainer.checkpointer = SimpleNamespace(enable=False)
+    trainer._raise_failure()
+    written: Future[None] = Future()
+    trainer.checkpointer = SimpleNamespace(enable=True, save_future=written)
+    trainer._raise_failure()
+    written.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        trainer._raise_failure()
 
 
 def test_the_best_checkpoint_of_torchtitan_stays(

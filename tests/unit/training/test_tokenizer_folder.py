@@ -88,6 +88,8 @@ def test_tokenizer_that_cannot_be_used_is_named(
         (None, "cannot be read: "),
         (b"\xff", "a chat template is UTF-8 text"),
         (b" \n", "the chat template is empty"),
+        (b'{"chat_template": [{"name": "rag"}]}', "this JSON has no chat_template that is one"),
+        (b"[]", "this JSON has no chat_template that is one text"),
     ],
 )
 def test_template_that_is_no_text_is_refused(
@@ -97,6 +99,14 @@ def test_template_that_is_no_text_is_refused(
         (tmp_path / "template").write_bytes(content)
     with pytest.raises(InputError, match=words):
         encoder.template_of(tmp_path / "template")
+
+
+@pytest.mark.parametrize("text", ["{% if a %}{% endif %}", "{{ messages }}", "plain"])
+def test_template_of_a_processor_is_that_in_its_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jinja").write_text(text, encoding="utf-8")
+    (tmp_path / "a.json").write_text(json.dumps({"chat_template": text}), encoding="utf-8")
+    for name in ("a.jinja", "a.json"):
+        assert encoder.template_of(tmp_path / name) == text
 
 
 @pytest.mark.parametrize(
@@ -132,8 +142,8 @@ def test_transformers_is_told_of_no_torch_only_where_it_is_not_loaded(
 def test_tables_are_read_as_they_were_written(tmp_path: Path, suffix: str) -> None:
     datasets = pytest.importorskip("datasets")
     content: list[dict[str, Any]] = [
-        {"text": "One, two.", "number": 1},
-        {"text": "Three;\tfour.", "number": 2},
+        {"text": "One, two.", "number": "1"},  # every cell is text
+        {"text": "Three;\tfour.", "number": "02"},
     ]
     if suffix == "parquet":
         content = [

@@ -5,10 +5,12 @@ them. A chat is what ``apply_chat_template`` returns: see :mod:`primus_images.tr
 Truncation and padding never apply. Only transformers is needed.
 """
 
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from primus_images.training.text.corpus import tokenizer_folder
 from primus_images.training.text.document import Document
 from primus_images.training.text.rows import first_line
 
+_TEMPLATE = "chat_template"
 _VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 
 
@@ -106,12 +109,18 @@ class Encoder:
                     remarks=self.remarks,
                 )
             if not document.text:
+                hint = (
+                    "chat_template=FILE names a template; or assets.tokenizer=FOLDER of an "
+                    "instruction-tuned model, whose tokenizer has one"
+                )
+                beside = Path(self.name) / f"{_TEMPLATE}.json"
+                if beside.is_file():
+                    hint = f"that of its processor: chat_template={beside}"
                 raise InputError(
                     f"the corpus contains chat messages, but the tokenizer {self.name} has no chat "
                     "template",
                     where=where,
-                    hint="chat_template=FILE names a template; or assets.tokenizer=FOLDER of an "
-                    "instruction-tuned model, whose tokenizer has one",
+                    hint=hint,
                 )
         if not document.text[document.prompt :].strip():
             self.remarks[chat.EMPTY] += 1
@@ -146,7 +155,10 @@ class Encoder:
 
 
 def template_of(file: Path) -> str:
-    """Return the chat template in ``file``. Raises InputError if it is no text."""
+    """Return the chat template in ``file``, which may be a processor's ``chat_template.json``.
+
+    Raises InputError if it is no text.
+    """
     try:
         text = read_bytes(file).decode()
     except OSError as error:
@@ -155,7 +167,21 @@ def template_of(file: Path) -> str:
         raise InputError("a chat template is UTF-8 text", where=str(file)) from None
     if not text.strip():
         raise InputError("the chat template is empty", where=str(file))
-    return text
+    settings: Any = None
+    with suppress(ValueError, RecursionError):
+        settings = json.loads(text)
+    if settings is None:
+        return text
+    template = settings
+    if isinstance(settings, dict):
+        template = settings.get(_TEMPLATE)
+    if not isinstance(template, str):
+        raise InputError(
+            "this JSON has no chat_template that is one text",
+            where=str(file),
+            hint="name a file with the Jinja text of a template",
+        )
+    return template
 
 
 def _loaded(name: str, folder: Path) -> Any:

@@ -44,7 +44,9 @@ def save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
             tokenizer = tokenizer_folder(job.assets["tokenizer"])
         write(model, job.output / "weights", plain, tokenizer, source)
         if "chat_template" in job.assets:
-            # transformers prefers this file to a template in tokenizer_config.json.
+            # transformers prefers this file to a template in tokenizer_config.json, but not to
+            # others for chats with tools.
+            shutil.rmtree(job.output / "weights" / "additional_chat_templates", ignore_errors=True)
             template = template_of(Path(job.assets["chat_template"]))
             write_file(job.output / "weights" / "chat_template.jinja", template)
     dist.barrier()
@@ -119,7 +121,9 @@ def _complete_settings(causal: Any, tokenizer: Path | None) -> None:
 def _copy(source: Path, pattern: str, folder: Path) -> None:
     for file in source.glob(pattern):
         if file.is_file():
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def _add_older_names(file: Path) -> None:

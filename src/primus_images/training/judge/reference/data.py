@@ -434,7 +434,10 @@ class _Words:
         self._answers = answers
         self._tokenizer = _tokenizer(folder)
         if template:
-            self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            text = Path(template).read_text(encoding="utf-8")
+            with suppress(ValueError):
+                text = json.loads(text)["chat_template"]
+            self._tokenizer.chat_template = text
         self.template = self._tokenizer.chat_template
         self._marks = marks(folder)
         config = json_if_readable(folder / "tokenizer_config.json")

@@ -28,6 +28,7 @@ from primus_images.training.backends.finetune import (  # noqa: E402
     backend,
     conversion,
     entry,
+    export,
     models,
     objections,
 )
@@ -280,3 +281,16 @@ def test_ranks_of_a_machine_load_converted_weights_one_after_another(
     of_rank: Any = SimpleNamespace(model=job.architecture, training=SimpleNamespace(seed=1))
     entry._init(mock.Mock(), of_rank, weights, converted=True)
     assert events == ["wait", "load", "wait", "wait"]
+
+
+@pytest.mark.parametrize("run", [RUN, "finetune-gemma3"])
+def test_exported_settings_have_rotary_bases_by_older_names(run: str, tmp_path: Path) -> None:
+    model = ended(run).job.recipe.architecture
+    causal = models.causal_model(model, "sdpa")
+    file = tmp_path / "config.json"
+    file.write_text(causal.config.to_json_string(use_diff=False))
+    export._add_older_names(file)
+    settings = json.loads(file.read_text())
+    rope = settings["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    assert settings["rope_theta"] == whole["rope_theta"] > 10_000

@@ -164,12 +164,13 @@ class Writer:
         self._session = session
         self._report = report
         self._newest = 0
+        # Whether the hosts have room for copies. It is known when the first checkpoint is due.
+        self._copies: bool | None = None
+        # Threads agree beside the collectives of the steps.
+        self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # What the thread does last, after everything that it was asked for before.
         self._work: Future[None] | None = None
-        self._started = False
-        self._copies = False
-        self._group: dist.ProcessGroup | None = None
 
     def save(self, step: int, standing: Mapping[str, Any] | None = None) -> None:
         """Save a checkpoint after ``step``, unless that is done. See :func:`save`."""
@@ -178,13 +179,18 @@ class Writer:
         self._newest = step
         began = time.perf_counter()
         self.wait()
-        if not self._started:
-            self._start()
-        folder = folder_of(self._job.output, step)
-        if not self._copies:
-            save(self._job.output, step, self._session, self._job.identity, standing)
-            self._report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+        if self._copies is None:
+            self._copies = host_has_room(self._session.model_parts)
+        if self._copies:
+            self._save_copy(step, standing, began)
             return
+        folder = save(self._job.output, step, self._session, self._job.identity, standing)
+        self._report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+
+    def _save_copy(self, step: int, standing: Mapping[str, Any] | None, began: float) -> None:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        folder = folder_of(self._job.output, step)
         _clear(folder)
         # The copy before may be in a cycle of references.
         gc.collect()
@@ -227,13 +233,6 @@ class Writer:
         if self._work:
             self._work.result()
             self._work = None
-
-    def _start(self) -> None:
-        self._started = True
-        self._copies = host_has_room(self._session.model_parts)
-        if self._copies:
-            # Threads agree beside the collectives of the steps.
-            self._group = dist.new_group(backend="gloo")
 
 
 def write_standing(folder: Path, standing: Mapping[str, Any]) -> None:

@@ -200,7 +200,10 @@ def _require_family(known: Family, config: Mapping[str, Any], file: Path) -> Non
         if key not in config and key not in known.defaults:
             hint = "copy it from the weights' source"
             if known.aliases:
-                hint = f"if it has another name for it, add {key} to a copy of config.json"
+                hint = (
+                    "take weights of a model for text; if it has another name for it, add "
+                    f"{key} to a copy of config.json"
+                )
             raise InputError(f"config.json has no {key}", where=file, hint=hint)
 
 

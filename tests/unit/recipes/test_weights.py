@@ -64,7 +64,7 @@ def test_sizes_may_have_other_names_in_weights_of_no_family(tmp_path: Path) -> N
     file.write_text(json.dumps({"model_type": "new", "vocab_size": 100, "blocks": 2}))
     with pytest.raises(InputError, match="has no num_hidden_layers") as caught:
         model_of(tmp_path, "other")
-    assert "another name" in str(caught.value.hint)
+    assert "a model for text; if it has another name" in str(caught.value.hint)
 
 
 def test_a_size_of_each_layer_counts_as_the_largest(tmp_path: Path) -> None:

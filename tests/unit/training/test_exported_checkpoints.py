@@ -90,6 +90,13 @@ def test_what_is_no_language_model_is_refused(run: str, words: str, tmp_path: Pa
         export.write_model(checkpoint, tmp_path / "hf", None, None)
 
 
+def test_a_model_of_no_family_leads_to_the_folder_of_its_run(tmp_path: Path) -> None:
+    fields = {"model.family": "other", "model.parameters": 8, "seq_len": 8, "mode": "full"}
+    with pytest.raises(InputError, match="is exported by its own run") as caught:
+        export._architecture(fields, "finetune", tmp_path)
+    assert "the folder weights" in str(caught.value.hint)
+
+
 def test_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-3").mkdir()
     with pytest.raises(InputError, match="the checkpoint is incomplete or damaged"):

@@ -78,7 +78,12 @@ def _architecture(fields: Mapping[str, Any], backend: str, checkpoint: Path) -> 
     if model.of_images:
         raise InputError("transformers has no FLUX", where=str(checkpoint))
     if not model.has_formula:
-        raise InputError("a model of no family is exported by its own run", where=str(checkpoint))
+        raise InputError(
+            "a model of no family is exported by its own run",
+            where=str(checkpoint),
+            hint="take the folder weights of that run; or save_weights=true, of a run that resumes "
+            "from it with more steps",
+        )
     if fields["mode"] == "lora":
         raise InputError(
             "the checkpoint contains LoRA adapters, not a whole model",

@@ -107,6 +107,17 @@ def test_what_would_train_the_wrong_words_is_refused(row: Mapping[str, Any], wor
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("label", [{"label": False}, {"kto_tag": False}, {"rejected": "Three."}])
+def test_a_label_that_the_first_row_lacks_is_found(label: Mapping[str, Any]) -> None:
+    row = {"prompt": "How many?", "completion": "Two."}
+    layout = layout_of(row, None, "here")
+    assert document_of(row, layout, "here").text == "How many?Two."
+    with pytest.raises(InputError, match="these are preferences"):
+        document_of(row | label, layout, "here")
+    asked = layout_of(row, None, "here", ("prompt", "completion"))
+    assert document_of(row | label, asked, "here").messages
+
+
 @pytest.mark.parametrize(
     "row",
     [

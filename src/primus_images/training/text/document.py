@@ -42,13 +42,14 @@ class Document:
 class Layout:
     """The ``columns`` with the text or the ``chat`` of every row, and those that are ``unused``.
 
-    With ``turns``, they are a question and its answer.
+    With ``turns``, they are a question and its answer. They are ``usual`` if the user names none.
     """
 
     columns: Sequence[str]
     chat: bool = False
     unused: Sequence[str] = ()
     turns: bool = False
+    usual: bool = False
 
     @property
     def prompted(self) -> bool:
@@ -87,7 +88,13 @@ def layout_of(
     if chat or turns:
         used |= {*TABLE["beside_chats"]}
     unused = [str(name) for name in row if name not in used]
-    return Layout(columns=columns, chat=chat, unused=unused, turns=bool(turns))
+    return Layout(
+        columns=columns,
+        chat=chat,
+        unused=unused,
+        turns=bool(turns),
+        usual=not column and not turns,
+    )
 
 
 def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
@@ -96,6 +103,19 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
         if all(name in row for name in names):
             columns = names
             break
+    _refuse_preferences(row, columns, where)
+    if columns == ["text"] and "text" in row and isinstance(row.get("messages"), list):
+        raise InputError(
+            "there are both the text and the messages of a chat",
+            where=where,
+            hint="data.column=messages, or data.column=text",
+        )
+    if columns == ["text"] and "text" not in row:
+        raise _unknown(row, where)
+    return columns
+
+
+def _refuse_preferences(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> None:
     if _is_judged(row, columns) or "chosen" in row or "rejected" in row:
         names = ", ".join(map(str, row))
         raise InputError(
@@ -106,15 +126,6 @@ def _known_columns(row: Mapping[Any, Any], where: str) -> list[str]:
             "of the chosen answers; data.question=NAME data.answer=NAME train every row; TRL "
             "trains preferences",
         )
-    if columns == ["text"] and "text" in row and isinstance(row.get("messages"), list):
-        raise InputError(
-            "there are both the text and the messages of a chat",
-            where=where,
-            hint="data.column=messages, or data.column=text",
-        )
-    if columns == ["text"] and "text" not in row:
-        raise _unknown(row, where)
-    return columns
 
 
 def _is_judged(row: Mapping[Any, Any], columns: Sequence[str]) -> bool:
@@ -200,6 +211,8 @@ def document_of(row: Any, layout: Layout, where: str) -> Document:
     row = _mapping(row, where)
     if any(name not in row for name in layout.columns):
         raise _missing(row, layout.columns, where)
+    if layout.usual:  # the first row may lack a label that others have
+        _refuse_preferences(row, layout.columns, where)
     if layout.alpaca:
         return _alpaca(row, where)
     if layout.turns:

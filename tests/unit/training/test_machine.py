@@ -153,3 +153,39 @@ def test_a_dry_run_refuses_what_a_start_would_refuse(capsys: pytest.CaptureFixtu
     assert "2,230 GiB per rank, and AMD Instinct MI300X has 192 GiB" in shown
     assert "--force shows it anyway" in shown
     assert main([*words, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {"memory.max": "max\n"}, 64),
+        ("0::/\n", {"memory.max": f"{8 * GIB}\n"}, 8),
+        ("0::/slurm/job_7/step_0\n", {"slurm/job_7/memory.max": f"{16 * GIB}\n"}, 16),
+        (
+            "0::/slurm/job_7\n",
+            {"slurm/memory.max": f"{32 * GIB}\n", "slurm/job_7/memory.max": f"{48 * GIB}\n"},
+            32,
+        ),
+        (
+            "5:cpu,cpuacct:/a\n3:hugetlb,memory:/slurm/job_7\n",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/slurm/job_7/memory.limit_in_bytes": f"{4 * GIB}\n",
+                "memory/a/memory.limit_in_bytes": f"{GIB}\n",
+            },
+            4,
+        ),
+        ("", {}, 64),
+    ],
+)
+def test_the_lowest_limit_of_a_process_and_its_groups_counts(
+    groups: str, limits: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    root = machine_of(tmp_path / "root", gib=64)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, limit in limits.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit)
+    assert machine.host_bytes(root) == expected * GIB

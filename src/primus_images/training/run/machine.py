@@ -1,6 +1,7 @@
 """This machine: whether its GPUs and memory suffice for a job."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from primus_images.errors import HostError
@@ -160,7 +161,8 @@ def _check_activations(recipe: Recipe, there: float, anyway: str) -> None:
 def host_bytes(root: Path = Path("/")) -> float:
     """Return the bytes of memory that this process may use; 0 if unknown.
 
-    They are those of this machine, or a lower limit of this process's control group.
+    They are those of this machine, or the lowest limit of this process's control groups, such as
+    those of a container or of a Slurm job.
     """
     limits = []
     total = re.search(
@@ -168,8 +170,25 @@ def host_bytes(root: Path = Path("/")) -> float:
     )
     if total:
         limits.append(float(total[1]) * 1024)
-    for group in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = text_if_readable(root / group).strip()
+    for file in _limit_files(root):
+        limit = text_if_readable(file).strip()
         if limit.isdigit():
             limits.append(float(limit))
     return min(limits, default=0.0)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Yield the files that may limit the memory of this process's control groups, and of those
+    that these are in.
+    """
+    groups = root / "sys/fs/cgroup"
+    yield groups / "memory.max"
+    yield groups / "memory/memory.limit_in_bytes"
+    for line in text_if_readable(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        path = Path(name.strip("/"))
+        for group in (path, *path.parents):
+            if not controllers:
+                yield groups / group / "memory.max"
+            elif "memory" in controllers.split(","):
+                yield groups / "memory" / group / "memory.limit_in_bytes"

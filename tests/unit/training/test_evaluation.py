@@ -15,6 +15,7 @@ from torch import distributed as dist  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
 
+from primus_images.files import sha256_of  # noqa: E402
 from primus_images.training.backends.loop import checkpoint, evaluation  # noqa: E402
 from primus_images.training.backends.loop.data import Documents  # noqa: E402
 from primus_images.training.run import logs  # noqa: E402
@@ -146,6 +147,23 @@ def test_the_best_of_an_earlier_run_stays(output: Path) -> None:
     standing = evaluation.Standing(output, 0, None)
     assert not standing.only_best(output.parent / "earlier/checkpoint/step-4")
     assert standing.only_best(output / "checkpoint/step-4")
+
+
+def test_a_resumed_run_knows_the_best_of_the_run_before(output: Path, tmp_path: Path) -> None:
+    tokens = output / "cache/eval.tokens"
+    tokens.write_bytes(b"the same text")
+    resumed = tmp_path / "earlier/checkpoint/step-4"
+    best = resumed.with_name("step-2")
+    resumed.mkdir(parents=True)
+    best.mkdir()
+    fields = {"text": sha256_of(tokens), "best": 2, "least": "1.5", "worse": 1}
+    (resumed / "evaluation.json").write_text(json.dumps(fields))
+    standing = evaluation.Standing(output, 0, resumed)
+    assert standing.best == best
+    assert not standing.add(5, 1.75)
+    assert standing.best == best
+    assert standing.add(6, 1.25)
+    assert standing.best == output / "checkpoint/step-6"
 
 
 def test_a_line_of_torchtitan_is_a_single_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def _facts(run: Run) -> dict[str, str]:
     facts = {
         "started": _moment(run.started),
         "lasted": _lasted(run.seconds),
+        "host": run.host,
         "global_batch": str(run.global_batch or ""),
         "parameters": f"{run.parameters:,}" if run.parameters else "",
         "text": text,

@@ -36,7 +36,8 @@ class Run:
     its newest one, and ``resumed_from`` that of the run before it. The steps of that run, if it is
     there, are the first ones of ``series``; ``resumed_after`` are the last ones of such runs.
     ``stopped`` says how a run without a result ended, and ``started`` when it began, as ISO 8601
-    has it. ``settings`` are all that the run resolved.
+    has it. ``host`` is the name of the machine, the first of several. ``settings`` are all that the
+    run resolved.
     Figures that an older version did not write are missing.
     """
 
@@ -70,6 +71,7 @@ class Run:
     resumed_after: tuple[int, ...] = ()
     stopped: str = ""
     started: str = ""
+    host: str = ""
 
     def __post_init__(self) -> None:
         steps = [step["step"] or 0 for step in self.series]
@@ -178,6 +180,7 @@ def _job(folder: Path) -> dict[str, Any]:
         "image": _texts(job.get("image", {})),
         "commit": job.get("commit", ""),
         "started": str(_readable(job.get("started", ""))),
+        "host": str(_readable(job.get("host", ""))),
         "resumed_after": places,
         **_written(folder),
         **outcome,

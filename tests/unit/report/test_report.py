@@ -98,6 +98,7 @@ def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
     job = json.loads((folder / "job.json").read_text())
     job |= {"resume_from": "/runs/first/checkpoint/step-5", "global_batch": 32}
     job["started"] = "2026-11-30T17:52:07+02:00"
+    job["host"] = "gpu-07"
     (folder / "job.json").write_text(json.dumps(job))
     facts = json.loads((folder / "facts.json").read_text())
     facts |= {"parameters": 1_235_814_400, "versions": {"torch": "2.13.0", "numpy": "2.4"}}
@@ -116,6 +117,7 @@ def test_a_run_says_what_it_trained_on_and_where_it_goes_on(make: Make) -> None:
         "Resumed from": "first/checkpoint/step-5",
         "Newest checkpoint": "checkpoint/step-10",
         "Started": "2026-11-30 15:52 UTC",
+        "Host": "gpu-07",
         "Versions": "torch 2.13.0",
     }
     assert figures | wanted == figures
@@ -142,10 +144,12 @@ def test_a_run_of_an_older_version_lacks_these_figures(make: Make) -> None:
     job = json.loads((folder / "job.json").read_text())
     job.pop("global_batch", None)
     job.pop("started", None)
+    job.pop("host", None)
     job.pop("resume_from", None)
     (folder / "job.json").write_text(json.dumps(job))
     names = [name for name, *_ in html.figures([read(folder)])]
-    assert not {"Started", "Global batch", "Text", "Resumed from", "Newest checkpoint"} & set(names)
+    absent = {"Started", "Host", "Global batch", "Text", "Resumed from", "Newest checkpoint"}
+    assert not absent & set(names)
 
 
 @pytest.mark.parametrize(("later", "seconds"), [(90.0, 90.0), (0.0, 0.0), (-90.0, 0.0)])

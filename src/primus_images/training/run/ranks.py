@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -59,6 +60,7 @@ def job_file(job: Job) -> str:
     content = {
         "name": job.name,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
         "first_step": job.first_step,
         "last_step": job.last_step,
         "examined": job.examined,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -19,19 +20,32 @@ WRONG = InputError("expected text", where="a.jsonl:7", hint="correct the row")
 
 
 class Letters:
-    """A tokenizer of one token a character, which cannot tokenize ``refused``."""
+    """A tokenizer of one token a character, which cannot tokenize ``refused``.
+
+    With a folder ``meeting``, a process waits there until another one tokenizes as well.
+    """
 
     def __init__(self) -> None:
         self.remarks: Counter[str] = Counter()
-        self.processes: set[int] = set()
+        self.meeting: Path | None = None
+
+    def _meet(self) -> None:
+        if self.meeting is None:
+            return
+        (self.meeting / str(os.getpid())).touch()
+        end = time.monotonic() + 60
+        while len(list(self.meeting.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
 
     def texts(self, texts: list[str]) -> list[list[int]]:
+        self._meet()
         assert texts, "transformers raises IndexError without any"
         return [[*map(ord, text), os.getpid()] for text in texts]
 
     def document(
         self, document: Document, where: str, *, completions: bool
     ) -> tuple[list[int], list[int]]:
+        self._meet()
         if document.text == "refused":
             raise InputError("the template refuses it", where=where)
         if document.text == "killed":
@@ -55,8 +69,9 @@ def pieces(*texts: str | InputError) -> Iterator[Piece]:
         yield Listed(listed=[(f"{number}", row)])
 
 
-def work(folder: Path, *, prompted: bool) -> batches.Work:
+def work(folder: Path, *, prompted: bool, meeting: Path | None = None) -> batches.Work:
     encoder: Any = Letters()
+    encoder.meeting = meeting
     columns = ["text"]
     if prompted:
         columns = ["prompt", "completion"]
@@ -71,7 +86,10 @@ def test_several_processes_keep_the_order_of_documents_and_errors(
 ) -> None:
     texts: list[str | InputError] = [f"document {number}" for number in range(40)]
     texts[30] = WRONG
-    made = list(batches.tokenized(work(tmp_path, prompted=prompted), pieces(*texts)))
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    job = work(tmp_path, prompted=prompted, meeting=meeting)
+    made = list(batches.tokenized(job, pieces(*texts)))
     owners = set()
     for text, shard in zip(texts, made, strict=True):
         if isinstance(text, InputError):

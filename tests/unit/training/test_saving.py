@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from primus_images.training.backends.loop import checkpoint  # noqa: E402
+from primus_images.training.backends.torchtitan.evaluation import Evaluation  # noqa: E402
 from primus_images.training.backends.torchtitan.trainer import Observed  # noqa: E402
 from primus_images.training.run import identity  # noqa: E402
 
@@ -53,7 +54,7 @@ def test_only_the_newest_complete_checkpoints_and_the_best_stay(
     monkeypatch.setattr(checkpoint.identity, "complete", lambda folder: folder != broken)
     checkpoint.rotate(tmp_path, 0)
     assert len(list((tmp_path / "checkpoint").iterdir())) == 5
-    checkpoint.rotate(tmp_path, 2, tmp_path / "checkpoint/step-10")
+    checkpoint.rotate(tmp_path, 2, [tmp_path / "checkpoint/step-10"])
     left = sorted(folder.name for folder in (tmp_path / "checkpoint").iterdir())
     assert left == ["step-10", "step-30", "step-40", "step-50"]
 
@@ -226,20 +227,34 @@ def test_a_write_of_torchtitan_that_failed_ends_the_run_at_the_next_step() -> No
         trainer._raise_failure()
 
 
-def test_the_best_checkpoint_of_torchtitan_stays(
+def test_the_best_checkpoint_of_torchtitan_stays_until_a_better_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    for step in (2, 4, 6):
-        folder = checkpoint.folder_of(tmp_path, step)
+    folders = [checkpoint.folder_of(tmp_path, step) for step in (2, 4, 6, 8)]
+    for folder in folders:
         folder.mkdir(parents=True)
+    best, _, _, better = folders
+    for folder in folders[:-1]:
         (folder / ".metadata").touch()
-    standing = SimpleNamespace(best=checkpoint.folder_of(tmp_path, 2))
+    evaluation: Any = Evaluation.__new__(Evaluation)
+    evaluation._output = tmp_path
+    evaluation._former = []
+    evaluation.standing = SimpleNamespace(best=best, only_best=lambda _: False)
     trainer: Any = Observed.__new__(Observed)
     trainer.job = {"identity": {"backend": "torchtitan"}}
     trainer.output = tmp_path
     trainer.keep = 1
-    trainer.evaluation = SimpleNamespace(remove_former=lambda: None, standing=standing)
-    trainer._seal()
-    left = sorted(folder.name for folder in (tmp_path / "checkpoint").iterdir())
-    assert left == ["step-2", "step-6"]
+    trainer.evaluation = evaluation
+
+    def sealed() -> list[str]:
+        trainer._seal()
+        return [folder.name for folder in identity.complete_checkpoints(tmp_path)]
+
+    assert sealed() == ["step-2", "step-6"]
+    (folders[2] / identity.FILE).unlink()
+    evaluation.standing.best = better
+    evaluation._former = [best]
+    assert sealed() == ["step-2", "step-6"], "the better one is being written"
+    (better / ".metadata").touch()
+    assert sealed() == ["step-8"]

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,12 @@ class Schedule:
         return bool(due)
 
 
-def rotate(output: Path, keep: int, spared: Path | None = None) -> None:
-    """Remove all but the newest ``keep`` (0: all) complete checkpoints, and the one ``spared``."""
+def rotate(output: Path, keep: int, spared: Collection[Path] = ()) -> None:
+    """Remove all but the newest ``keep`` (0: all) complete checkpoints, and those ``spared``."""
     if not keep:
         return
     for folder in identity.complete_checkpoints(output)[:-keep]:
-        if folder != spared:
+        if folder not in spared:
             shutil.rmtree(folder)
 
 

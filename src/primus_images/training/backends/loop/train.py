@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -220,15 +221,16 @@ class _Loop:
         if not self._schedule.due(step, last=step == self._job.last_step):
             return
         standing = None
-        best = None
+        spared: list[Path] = []
         if self._evaluation:
             self._evaluation.spare(step)
             standing = self._evaluation.standing
-            best = self._evaluation.best
+            if self._evaluation.best:
+                spared.append(self._evaluation.best)
         with self._report.off_the_clock(), self._evidence(step):
             self._writer.save(step, standing)
             keep = int(self._job.saving.get("keep", 0))
-            self._writer.then(partial(checkpoint.rotate, self._job.output, keep, best))
+            self._writer.then(partial(checkpoint.rotate, self._job.output, keep, spared))
 
     def evaluate(self, step: int) -> bool:
         """Evaluate after ``step``, if it is due. Returns whether the run is to end."""

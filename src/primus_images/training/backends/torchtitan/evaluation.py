@@ -62,6 +62,13 @@ class Evaluation:
         for tracker in self._trainer.metrics_processor.trackers:
             tracker.log(figures, step)
 
+    @property
+    def spared(self) -> list[Path]:
+        """The best checkpoint, and the former best ones until it is complete."""
+        if self.standing.best is None:
+            return []
+        return [*self._former, self.standing.best]
+
     def remove_former(self) -> None:
         """Remove the former best checkpoints, unless they were due anyway. One rank.
 

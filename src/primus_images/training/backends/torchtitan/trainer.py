@@ -247,11 +247,11 @@ class Observed(Trainer):
         # Checkpoints saved in the background are complete some steps later.
         if not identity.seal_newest(self.output / "checkpoint", self.job["identity"]):
             return
-        best = None
+        spared: list[Path] = []
         if self.evaluation:
             self.evaluation.remove_former()
-            best = self.evaluation.standing.best
-        rotate(self.output, self.keep, best)
+            spared = self.evaluation.spared
+        rotate(self.output, self.keep, spared)
 
     def _load_checked(self, *args: Any, **kwargs: Any) -> bool:
         """Load the checkpoint, but keep this run's settings of optimizers and schedules.

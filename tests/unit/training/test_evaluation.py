@@ -143,6 +143,20 @@ def test_a_former_best_checkpoint_stays_if_it_was_due(
     assert left == ["step-3"] * due + ["step-7"]
 
 
+def test_a_former_best_checkpoint_that_is_gone_ends_no_run(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: Any = Report()
+    writer = Writer(output)
+    made = evaluated(output)
+    losses = iter([3.0, 2.0])
+    monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
+    made.run(3, report, writer)
+    checkpoint.folder_of(output, 3).rmdir()
+    made.run(7, report, writer)
+    assert [folder.name for folder in (output / "checkpoint").iterdir()] == ["step-7"]
+
+
 def test_the_best_of_an_earlier_run_stays(output: Path) -> None:
     standing = evaluation.Standing(output, 0, None)
     assert not standing.only_best(output.parent / "earlier/checkpoint/step-4")

@@ -248,4 +248,4 @@ class Evaluation:
         """Save the best checkpoint. Then remove the former, unless it was due anyway."""
         writer.save(step, self.standing)
         if former is not None and self._standing.only_best(former):
-            writer.then(partial(shutil.rmtree, former))
+            writer.then(partial(shutil.rmtree, former, ignore_errors=True))

@@ -152,6 +152,15 @@ def test_a_checkpoint_of_megatron_has_the_layout_of_its_ranks(
         ),
         (
             "torchtitan",
+            "llama3.1-8b",
+            ["checkpoint.async_mode=async_with_pinned_mem"],
+            PROXY,
+            "torchtitan.checkpoint.async_mode",
+            "only a GPU copies to pinned memory",
+            "checkpoint.async_mode=async",
+        ),
+        (
+            "torchtitan",
             "qwen3-8b",
             ["pp=2"],
             {},

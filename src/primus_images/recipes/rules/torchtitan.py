@@ -67,6 +67,10 @@ class Torchtitan(Rules):
         key = "training.enable_cpu_offload"
         if recipe.gpu == CPU and recipe.find(f"torchtitan.{key}", False):
             yield f"torchtitan.{key}", "the weights are on the CPU already", f"{key}=false"
+        key = "checkpoint.async_mode"
+        mode = recipe.find(f"torchtitan.{key}", "")
+        if recipe.gpu == CPU and mode == "async_with_pinned_mem":
+            yield f"torchtitan.{key}", "only a GPU copies to pinned memory", f"{key}=async"
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run.

@@ -93,6 +93,25 @@ def test_steps_are_in_the_metrics_before_the_run_ends(
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"signal": "SIGINT"}
 
 
+@pytest.mark.parametrize("back", [True, False], ids=["made again by a rank", "gone"])
+def test_a_folder_that_was_removed_during_the_run_is_the_cause(
+    *, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    code = f"import os, shutil; shutil.rmtree({str(output)!r})"
+    if back:
+        code += f"; os.makedirs({str(output / 'checkpoint')!r})"
+    monkeypatch.setattr(ranks, "argv", lambda *_: [sys.executable, "-c", code])
+    recipe = resolve("llama3-proxy", (), Choices(gpu="cpu"))
+    job = Job(name="job", recipe=recipe, output=output)
+    result = start.start(job, lambda _line: None)
+    assert result.exit_code == 1
+    assert result.cause == "the folder of the run was removed while it ran"
+    failed = [verdict for verdict in result.run.verdicts if not verdict.passed]
+    assert [verdict.name for verdict in failed if not verdict.skipped] == ["exit code"]
+
+
 def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

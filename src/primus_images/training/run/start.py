@@ -22,7 +22,6 @@ from primus_images.training.run import failure, hang, metrics, outcome, processe
 from primus_images.training.run.job import Job
 from primus_images.training.run.logs import METRICS, Clock, read_run
 from primus_images.training.run.outcome import Outcome, RunResult, write_result, write_stop
-from primus_images.training.run.processes import Ended
 from primus_images.turbo.optimizations import importable
 from primus_images.turbo.trial import decide
 from primus_images.waits import explained
@@ -224,15 +223,23 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     except KeyboardInterrupt as signal:
         write_stop(str(signal), folder)
         raise
+    exit_code = ended.exit_code
+    reason = ""
+    if ended.exit_code and ended.disk_full:
+        reason = str(failure.DISK_FULL)
+    if not (folder / "log.txt").exists():
+        exit_code = exit_code or 1
+        reason = "the folder of the run was removed while it ran"
+        folder.mkdir(parents=True, exist_ok=True)
     follower.add_reasons()
     if follower.ended is not None:
         hung = hang.name_hung(job.output, follower.patience(), follower.ended)
         if several and not hung:
             time.sleep(_OTHERS_NAME_IT)
-    elif ended.exit_code and several:
+    elif exit_code and several:
         failure.share(job.output, folder / "log.txt", _OTHERS_SAY_WHY)
     run = RunResult(
-        exit_code=ended.exit_code,
+        exit_code=exit_code,
         seconds=round(ended.seconds, 2),
         argv=tuple(argv),
         optimizations=job.turbo,
@@ -240,18 +247,18 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
     )
     write_result(run, folder)
-    if folder == job.output and job.judged and ended.exit_code == 0:
+    if folder == job.output and job.judged and exit_code == 0:
         write_file(job.output / "clock.json", json.dumps(follower.clock.arrivals) + "\n")
         _judge(job)
-    return _outcome(job, folder, ended, run)
+    return _outcome(job, folder, run, reason)
 
 
-def _outcome(job: Job, folder: Path, ended: Ended, run: RunResult) -> Outcome:
-    """Apply the checks, and complete the result and the metrics in the folder of the run."""
-    reason = ""
-    if ended.exit_code and ended.disk_full:
-        reason = str(failure.DISK_FULL)
-    result = outcome.read(job, ended.exit_code, folder, reason)
+def _outcome(job: Job, folder: Path, run: RunResult, reason: str) -> Outcome:
+    """Apply the checks, and complete the result and the metrics in the folder of the run.
+
+    ``reason`` is that of a failure if the folder may not contain it.
+    """
+    result = outcome.read(job, run.exit_code, folder, reason)
     verdicts: tuple[checks.Verdict, ...] = (checks.exit_code(result.exit_code, result.cause),)
     if folder == job.output:
         verdicts = outcome.basic_verdicts(result)

@@ -199,6 +199,22 @@ def test_what_the_model_does_not_learn_is_told(
     assert "no word of these roles is trained: critic" in sentence
 
 
+@pytest.mark.parametrize("completions", [True, False])
+def test_a_question_that_is_marked_as_trained_is_told(
+    *, completions: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Axolotl trains such a question. Without ``completions``, every message is trained."""
+    monkeypatch.setattr(encoder, "_loaded", lambda *_: StandIn())
+    chats = [[{**ASKED, "train": mark}, {**SAID, "train": True}] for mark in (True, False)]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    corpus = Corpus(name=str(file), tokenizer="/no/folder", completions=completions)
+    reader = Reader(corpus)
+    assert len(list(reader)) == 2
+    sentence = "a message that is marked as trained is no answer, so it is not trained"
+    assert dict(reader.remarks) == ({sentence: 1} if completions else {})
+
+
 def test_an_instruction_may_be_in_the_input_alone() -> None:
     row = {"instruction": "", "input": "How many?", "output": "Two."}
     assert messages_of(row) == CHAT

@@ -31,6 +31,7 @@ _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
 EMPTY = "an answer is empty"
 _HAS_END = "a message contains the EOS token"
+_NO_ANSWER = "a message that is marked as trained is no answer, so it is not trained"
 # Keys of messages that primus reads, or that name a message.
 _KNOWN_KEYS = {"role", "content", "from", "value", "id", "name", "tool_call_id", *CALLS, *WEIGHTS}
 _NO_OBJECT = "the arguments of a call are not a JSON object"
@@ -123,6 +124,7 @@ def _encoded(
     remarks.update(sorted(set(_mistakes(messages, tokenizer.eos_token))))
     if not completions:
         return _masked(tokenizer, text, [(0, len(text))])
+    remarks.update({_NO_ANSWER for message in messages if _is_marked_in_vain(message)})
     marks = None
     if _MARKED.search(template) and not document.first:
         answer = render(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -341,6 +343,10 @@ def _agreed(text: str, least: int, *beginnings: str) -> int:
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
     return all(message.get(key) in (None, 1) for key in WEIGHTS)
+
+
+def _is_marked_in_vain(message: Mapping[str, Any]) -> bool:
+    return message["role"] != "assistant" and any(message.get(key) for key in WEIGHTS)
 
 
 def _is_answer(message: Mapping[str, Any]) -> bool:

@@ -70,6 +70,14 @@ def evaluated(output: Path, **job: Any) -> evaluation.Evaluation:
     return evaluation.Evaluation(about, session, Documents(stored(output / "cache", "eval"), 8, 1))
 
 
+def improving(output: Path, monkeypatch: pytest.MonkeyPatch) -> evaluation.Evaluation:
+    """Return what evaluates twice, the second time with a lower loss."""
+    made = evaluated(output)
+    losses = iter([3.0, 2.0])
+    monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
+    return made
+
+
 class Report:
     """What a run tells."""
 
@@ -132,9 +140,7 @@ def test_a_former_best_checkpoint_stays_if_it_was_due(
 ) -> None:
     report: Any = Report()
     writer = Writer(output)
-    made = evaluated(output)
-    losses = iter([3.0, 2.0])
-    monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
+    made = improving(output, monkeypatch)
     made.run(3, report, writer)
     if due:
         made.spare(3)
@@ -148,9 +154,7 @@ def test_a_former_best_checkpoint_that_is_gone_ends_no_run(
 ) -> None:
     report: Any = Report()
     writer = Writer(output)
-    made = evaluated(output)
-    losses = iter([3.0, 2.0])
-    monkeypatch.setattr(made, "_losses", lambda: evaluation.Losses(whole=next(losses)))
+    made = improving(output, monkeypatch)
     made.run(3, report, writer)
     checkpoint.folder_of(output, 3).rmdir()
     made.run(7, report, writer)

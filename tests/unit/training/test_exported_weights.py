@@ -1,8 +1,6 @@
 """What the folder ``weights`` of a run has, on one rank without a GPU."""
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,6 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_weights_that_are_not_trained_are_exported(group: None, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What our own loop does with a model, on one rank without a GPU."""
 
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,15 +34,6 @@ class Tied(nn.Module):
 def job(*turbo: str, max_norm: float = 1.0) -> Any:
     training = LoopConfig(dtype="float32", max_norm=max_norm)
     return SimpleNamespace(turbo=turbo, training=training, section=lambda *_: ShardingConfig())
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("turbo", [(), ("frozen-weights",)])

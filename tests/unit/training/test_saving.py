@@ -12,7 +12,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from primus_images.training.backends.loop import checkpoint  # noqa: E402
@@ -101,9 +100,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def run(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     run = Run(tmp_path)
     seal = identity.seal
 
@@ -114,7 +111,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(identity, "seal", seal_when_written)
     yield run
     run.disk.set()
-    dist.destroy_process_group()
 
 
 def test_the_run_goes_on_while_a_checkpoint_is_written(run: Run) -> None:

@@ -211,7 +211,7 @@ def test_a_question_that_is_marked_as_trained_is_told(
     corpus = Corpus(name=str(file), tokenizer="/no/folder", completions=completions)
     reader = Reader(corpus)
     assert len(list(reader)) == 2
-    sentence = "a message that is marked as trained is no answer, so it is not trained"
+    sentence = "a mark to train a message that is not an answer is ignored"
     assert dict(reader.remarks) == ({sentence: 1} if completions else {})
 
 

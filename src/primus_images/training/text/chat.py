@@ -31,7 +31,7 @@ _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Remarks, each the beginning of a sentence.
 EMPTY = "an answer is empty"
 _HAS_END = "a message contains the EOS token"
-_NO_ANSWER = "a message that is marked as trained is no answer, so it is not trained"
+_NO_ANSWER = "a mark to train a message that is not an answer is ignored"
 # Keys of messages that primus reads, or that name a message.
 _KNOWN_KEYS = {"role", "content", "from", "value", "id", "name", "tool_call_id", *CALLS, *WEIGHTS}
 _NO_OBJECT = "the arguments of a call are not a JSON object"
